@@ -1,0 +1,38 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test check bench test-gpu lock clean
+
+demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
+	$(BIN)/posttrain run
+
+test: $(READY)  ## every test that needs no GPU
+	$(BIN)/pytest
+
+check: $(READY)  ## what to run before a commit
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
+	$(BIN)/pytest tests/unit
+
+bench: $(READY)  ## posttrain beside the same four trainings as plain TRL scripts
+	$(BIN)/python bench/run.py
+
+test-gpu: $(READY)
+	$(BIN)/pytest -m gpu
+
+lock: $(READY)  ## exact versions from pyproject.toml
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --output-file requirements.lock
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "posttrain needs Python 3.11; make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

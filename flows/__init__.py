@@ -1,0 +1,1 @@
+"""When and where stages run: Hydra, Prefect, Ray and the command line."""

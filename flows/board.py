@@ -1,0 +1,137 @@
+"""What the user sees while stages run: a live line per running stage, or a few plain lines without a terminal."""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tasks.context import Metrics
+
+PLAIN_INTERVAL_SECONDS = 30.0
+
+
+@dataclass
+class _Line:
+    """The state of one running stage, read from its ``metrics.jsonl``."""
+
+    path: Path
+    total: int | None
+    started: float = field(default_factory=time.monotonic)
+    offset: int = 0
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def refresh(self) -> None:
+        """Reads the reports that came since the last look; a line still being written waits for the next."""
+        if not self.path.exists():
+            return
+        with self.path.open() as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self.offset += len(whole.encode())
+        for line in whole.splitlines():
+            report = json.loads(line)
+            self.step = report["step"]
+            self.metrics.update(report["metrics"])
+
+    def describe(self) -> str:
+        """``120/300  loss 3.41  9,800 tok/s  ETA 0:21``"""
+        parts = [f"{self.step}/{self.total}" if self.total else f"{time.monotonic() - self.started:.0f} s"]
+        if "loss" in self.metrics:
+            parts.append(f"loss {self.metrics['loss']:.3f}")
+        if "tokens_per_second" in self.metrics:
+            parts.append(f"{self.metrics['tokens_per_second']:,.0f} tok/s")
+        if self.total and self.step:
+            left = (time.monotonic() - self.started) / self.step * (self.total - self.step)
+            parts.append(f"ETA {int(left) // 60}:{int(left) % 60:02d}")
+        return "  ".join(parts)
+
+
+class Board:
+    """Shows the run on a stream; every method may be called from any thread."""
+
+    def __init__(self, stream: IO[str], names: list[str], plain: bool = False) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._is_live = self._console.is_terminal and not plain
+        self._width = max(map(len, names), default=0)
+        self._lock = threading.RLock()
+        self._running: dict[str, _Line] = {}
+        self._waits: dict[str, str] = {}
+        self._done = threading.Event()
+        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render, transient=True)
+
+    def __enter__(self) -> "Board":
+        if self._is_live:
+            self._live.start()
+        else:
+            threading.Thread(target=self._plain_progress, daemon=True, name="progress").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._is_live:
+            self._live.stop()
+
+    def waiting(self, name: str, reason: str) -> None:
+        with self._lock:
+            self._waits[name] = reason
+
+    def running(self, name: str, metrics: Path, total: int | None) -> None:
+        with self._lock:
+            self._waits.pop(name, None)
+            self._running[name] = _Line(path=metrics, total=total)
+        if not self._is_live:
+            self._say(name, f"started{f' ({total} steps)' if total else ''}")
+
+    def reused(self, name: str) -> None:
+        self._end(name, "reused: another run made it")
+
+    def done(self, name: str, seconds: float, metrics: Metrics) -> None:
+        self._end(name, "  ".join([f"done in {seconds:.1f} s", *_highlights(metrics)]))
+
+    def failed(self, name: str, cause: str) -> None:
+        self._end(name, f"FAILED: {cause}")
+
+    def _end(self, name: str, text: str) -> None:
+        with self._lock:
+            self._waits.pop(name, None)
+            self._running.pop(name, None)
+        self._say(name, text)
+
+    def _say(self, name: str, text: str) -> None:
+        with self._lock:
+            self._console.print(f"{name:<{self._width}}  {text}", markup=False, soft_wrap=True)
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        with self._lock:
+            for name, line in self._running.items():
+                line.refresh()
+                grid.add_row(f"{name:<{self._width}}", line.describe())
+            for name, reason in self._waits.items():
+                grid.add_row(f"{name:<{self._width}}", f"waits for {reason}")
+        return grid
+
+    def _plain_progress(self) -> None:
+        while not self._done.wait(PLAIN_INTERVAL_SECONDS):
+            with self._lock:
+                lines = dict(self._running)
+                for line in lines.values():
+                    line.refresh()
+            for name, line in lines.items():
+                self._say(name, line.describe())
+
+
+def _highlights(metrics: Mapping[str, float]) -> list[str]:
+    shown = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+    if "tokens_per_second" in metrics:
+        shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
+    return shown

@@ -1,0 +1,98 @@
+"""Hydra's own work: groups and overrides composed to one plain tree."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flows.pipeline import nearest
+from lineage.errors import ConfigError
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, object]:
+    """The composed configuration as plain dicts, every interpolation resolved.
+
+    A value may be set whether or not any YAML states its key: the typed border that follows
+    refuses the keys that do not exist, and knows which is the nearest.
+
+    Raises:
+        ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
+    """
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such directory")
+    search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    try:
+        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            words = [word for override in overrides for word in _accept(override, loader, config_dir)]
+            config = compose("config", overrides=[*search, *words])
+        tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(_first_lines(error)) from error
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
+    """One override as Hydra is to see it: a group choice as it is, a value forced in."""
+    override = OverridesParser.create().parse_override(word)
+    key = override.key_or_group
+    if key.split(".")[0] == "hydra":
+        raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{word}: several values for one field; one run takes one value (quote a value that has commas)"
+        )
+    options = _options(key, loader, config_dir)
+    if options:
+        return _group(word, override, options)
+    if override.is_delete():
+        return [word]
+    return ["++" + word.lstrip("+")]
+
+
+def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
+    """The files of a group, shipped and the user's; empty where there is no such group."""
+    if "." in group:
+        return []
+    shipped = loader.get_group_options(group, ObjectType.CONFIG)
+    own = sorted(path.stem for path in (config_dir / group).glob("*.yaml")) if config_dir else []
+    return sorted({*shipped, *own})
+
+
+def _group(word: str, override: Override, options: list[str]) -> list[str]:
+    group, value = override.key_or_group, override.value()
+    if override.is_delete() or value in options:
+        return [word]
+    if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
+        # Any directory or hub id is a model: short for the two overrides that say so.
+        return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]
+    hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
+    raise ConfigError(f"{word}: no such {group}; accepted: {', '.join(options)}{nearest(str(value), options)}{hint}")
+
+
+def _quoted(value: str) -> str:
+    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", r"\'") + "'"
+
+
+def _first_lines(error: Exception) -> str:
+    """Hydra's message without its caret art and its advice on internals."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [
+        line
+        for line in lines
+        if line and not line.startswith(("^", "full_key:", "object_type=", "See https", "Set the"))
+    ]
+    return "; ".join(kept[:4])

@@ -1,0 +1,149 @@
+"""The border of Hydra: overrides in, a checked ``Pipeline`` out. No ``DictConfig`` passes it."""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from flows.compose import compose_tree
+from flows.pipeline import CodeDrift, Pipeline, Stage, nearest
+from lineage.artifact import Source
+from lineage.errors import ConfigError
+from tasks.context import Resources
+from tasks.method import LoRA, Method
+
+T = TypeVar("T")
+Node = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNode:
+    """A stage as YAML states it, before its method's class is known."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    method: dict[str, object]
+    inputs: dict[str, str]
+    resources: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The keys of ``conf/config.yaml`` with everything it composes."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    name: str
+    store: str
+    code_drift: CodeDrift
+    sources: dict[str, dict[str, object]]
+    stages: dict[str, dict[str, object]]
+    resources: Resources
+    adapter: LoRA | None
+
+
+def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
+    """Composes the configuration and checks every key and type of it, once.
+
+    Args:
+        overrides: in Hydra's grammar.
+        config_dir: a directory of further groups (``model/``, ``source/``, ``pipeline/`` ...).
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
+    tree = compose_tree(overrides, config_dir)
+    root = typed(Root, tree, "")
+    sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
+    stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+    pipeline = Pipeline(
+        name=root.name, store=Path(root.store).absolute(), code_drift=root.code_drift, sources=sources, stages=stages
+    )
+    _refuse_unused_sources(pipeline, overrides)
+    return pipeline
+
+
+def typed(cls: type[T], node: Node, where: str) -> T:
+    """Checks every key and type of a node against a dataclass, then builds it."""
+    try:
+        # Through JSON, because pydantic's strict mode then takes a string for an enum but never `true` for a number.
+        return TypeAdapter(cls).validate_json(json.dumps(node), strict=True)
+    except ValidationError as error:
+        problems = [_problem(cls, dict(detail), where) for detail in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _problem(cls: type, detail: dict[str, object], where: str) -> str:
+    loc = detail["loc"]
+    assert isinstance(loc, tuple)
+    path = ".".join(part for part in (where, *map(str, loc)) if part)
+    if detail["type"] == "unexpected_keyword_argument":
+        accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
+        return f"{path}: unknown key; accepted: {', '.join(accepted)}{nearest(str(loc[-1]), accepted)}"
+    if detail["type"] in ("missing", "missing_argument"):
+        return f"{path}: is not stated and has no default; state {path}=..."
+    return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}"
+
+
+def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
+    """The dataclass that a location inside ``cls`` belongs to."""
+    for part in loc:
+        hints = {field.name: field.type for field in fields(cls)}
+        candidates = getattr(hints.get(str(part)), "__args__", (hints.get(str(part)),))
+        cls = next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), cls)
+    return cls
+
+
+def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
+    where = f"stages.{name}"
+    if "method" not in node or "_target_" not in dict(node["method"]):  # type: ignore[call-overload]
+        others = [other for other, stage in root.stages.items() if other != name]
+        raise ConfigError(
+            f"{where}: no such stage; there are: {', '.join(others)}{nearest(name, others)} "
+            f"(a new stage states {where}.method._target_)"
+        )
+    parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
+    cls = _method_class(f"{where}.method._target_", str(parts.method["_target_"]))
+    recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
+    if "adapter" in {field.name for field in fields(cls)}:
+        recipe = {"adapter": tree["adapter"], **recipe}
+    shared = tree["resources"]
+    assert isinstance(shared, dict)
+    return Stage(
+        method=typed(cls, recipe, f"{where}.method"),
+        inputs=parts.inputs,
+        # What a stage does not state about its resources, the root states for all.
+        resources=typed(Resources, {**shared, **parts.resources}, f"{where}.resources"),
+    )
+
+
+def _method_class(where: str, target: str) -> type[Method]:
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where}={target}: cannot be imported ({error}); give package.module.Class") from error
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise ConfigError(f"{where}={target}: is no tasks.method.Method; derive the class from it")
+    return cls
+
+
+def _refuse_unused_sources(pipeline: Pipeline, overrides: Sequence[str]) -> None:
+    """An override of a source that no stage reads is a typo, or a change that would do nothing."""
+    used = {
+        reference.removeprefix("source:")
+        for stage in pipeline.stages.values()
+        for reference in stage.inputs.values()
+        if pipeline.is_source(reference)
+    }
+    for override in overrides:
+        key = override.lstrip("+~").split("=")[0].split(".")
+        if key[0] == "sources" and len(key) > 1 and key[1] not in used:
+            raise ConfigError(
+                f"sources.{key[1]}: no stage reads this source; read are: {', '.join(sorted(used))}"
+                f"{nearest(key[1], sorted(used))}"
+            )

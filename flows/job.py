@@ -1,0 +1,54 @@
+"""What is handed to the process that runs one stage: all it needs, picklable."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineage.artifact import Kind, Source
+from tasks.context import Resources
+from tasks.method import Input, Inputs, Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInput:
+    """One slot: the output directory of a finished stage, or a pinned source."""
+
+    name: str
+    kind: Kind
+    fingerprint: str
+    path: Path
+    source: Source | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One stage to run.
+
+    Args:
+        directory: of the stage in the store; ``output/``, ``work/``, ``logs/`` and ``metrics.jsonl`` lie below it.
+        visible_gpus: indices that the stage was admitted to.
+    """
+
+    stage: str
+    method: Method
+    inputs: Mapping[str, JobInput]
+    resources: Resources
+    directory: Path
+    visible_gpus: tuple[int, ...] = ()
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "logs" / "stage.log"
+
+    def resolve_inputs(self) -> Inputs:
+        """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""
+        return {slot: _resolve(entry) for slot, entry in self.inputs.items()}
+
+
+def _resolve(entry: JobInput) -> Input:
+    path = entry.path
+    if entry.source and entry.kind == Kind.CHECKPOINT:
+        from tasks.sources import fetch_model
+
+        path = fetch_model(entry.source)
+    return Input(name=entry.name, kind=entry.kind, fingerprint=entry.fingerprint, path=path, source=entry.source)

@@ -1,0 +1,125 @@
+"""Starts the process of one stage, waits for its answer, and can stop them all."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+
+from flows.job import Job
+from flows.process_settings import STAGE_ENVIRONMENT
+from flows.stage_process import Answer, answer, stage_main
+from lineage.errors import PipelineError, StageError
+from tasks.context import Launcher, Metrics
+
+_GRACE_SECONDS = 5.0
+
+
+class StageProcesses:
+    """The stages' processes of one run.
+
+    A fork server that has imported torch, transformers, trl and ray starts each training stage in
+    milliseconds; stages that only read and write rows start in a fresh interpreter beside it.
+    """
+
+    def __init__(self) -> None:
+        self._server: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._fresh: SpawnContext = multiprocessing.get_context("spawn")
+        self._running: set[BaseProcess] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def warm_up(self) -> None:
+        """Starts the fork server's imports, without waiting for them."""
+        from multiprocessing.forkserver import ensure_running
+
+        self._server.set_forkserver_preload(["flows.preload"])
+        with _environment(STAGE_ENVIRONMENT):
+            ensure_running()
+
+    def run(self, job: Job) -> Metrics:
+        """Runs a job to its end.
+
+        Raises:
+            PipelineError: what the stage raised; a ``StageError`` if its process died.
+        """
+        if job.resources.launcher == Launcher.FOREGROUND:
+            return _result(answer(job))
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        context = self._fresh if _only_rows(job) else self._server
+        process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
+        with self._lock:
+            if self._stopped:
+                raise StageError(job.stage, "stopped before it began", str(job.log))
+            with _environment(STAGE_ENVIRONMENT):
+                process.start()
+            self._running.add(process)
+        writer.close()
+        try:
+            wait([reader, process.sentinel])
+            reply = reader.recv() if reader.poll() else None
+        except EOFError:
+            reply = None
+        finally:
+            self._end(process)
+        return _result(reply if reply is not None else _death(job, process.exitcode))
+
+    def stop(self) -> None:
+        """Ends every running stage with its whole group: asked first, killed after a grace."""
+        with self._lock:
+            self._stopped = True
+            processes = list(self._running)
+        for process in processes:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            _signal_group(process, signal.SIGKILL)
+
+    def _end(self, process: BaseProcess) -> None:
+        process.join(_GRACE_SECONDS)
+        _signal_group(process, signal.SIGKILL)  # what the stage started and left behind, or the stage itself
+        process.join()
+        with self._lock:
+            self._running.discard(process)
+
+
+def _only_rows(job: Job) -> bool:
+    return all(entry.source is not None for entry in job.inputs.values()) and not job.method.trains
+
+
+def _signal_group(process: BaseProcess, number: signal.Signals) -> None:
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)  # the stage made its pid its group
+
+
+def _death(job: Job, exitcode: int | None) -> StageError:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        hint = "; out of memory?" if -exitcode == signal.SIGKILL else ""
+        return StageError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
+    return StageError(job.stage, f"its process ended with exit code {exitcode} and no answer", str(job.log))
+
+
+def _result(reply: Answer) -> Metrics:
+    if isinstance(reply, PipelineError):
+        raise reply
+    return reply
+
+
+@contextlib.contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a process about to start; what the user has set wins."""
+    added = {name: value for name, value in extra.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

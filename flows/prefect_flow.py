@@ -1,0 +1,59 @@
+"""The Prefect flow: order and waiting only. The plan decides, `execute` does."""
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture, wait
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.board import Board
+from flows.execute import Result, execute
+from flows.launch import StageProcesses
+from flows.plan import Plan
+from lineage.errors import PipelineError
+
+
+def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, Result]:
+    """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
+
+    Raises:
+        PipelineError: the first stage that failed, after the branches that do not need it have finished.
+    """
+    results: dict[str, Result] = {}
+
+    # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
+    @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
+    def run_stage(stage: str) -> None:
+        results[stage] = execute(plan, plan.stage(stage), processes, board)
+
+    @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
+    def pipeline_flow() -> None:
+        runs: dict[str, PrefectFuture[None]] = {}
+        for planned in plan.stale:
+            runs[planned.name] = run_stage.submit(planned.name, wait_for=_waits(plan, planned.name, runs))
+        try:
+            wait(list(runs.values()))  # independent branches finish first
+        except BaseException:
+            processes.stop()  # a stop is passed on to the stages, and they are waited for
+            raise
+        _raise_first_failure(runs)
+
+    pipeline_flow()
+    return results
+
+
+def _waits(plan: Plan, name: str, runs: dict[str, PrefectFuture[None]]) -> list[PrefectFuture[None]]:
+    """A stage waits for what it reads; one that trains waits for all data too, so that a bad row is found first."""
+    planned = plan.stage(name)
+    needs = set(planned.upstream)
+    if planned.upstream:
+        needs |= {other.name for other in plan.stages if not other.upstream}
+    return [run for other, run in runs.items() if other in needs]
+
+
+def _raise_first_failure(runs: dict[str, PrefectFuture[None]]) -> None:
+    for run in runs.values():
+        error = run.result(raise_on_failure=False)
+        if isinstance(error, PipelineError):
+            raise error
+    for run in runs.values():  # anything else that ended badly, a bug of ours included
+        run.result()

@@ -1,0 +1,143 @@
+"""A Prefect server for the length of one run, when none is given: on loopback, and tied to our life."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from lineage.errors import PipelineError
+
+START_TIMEOUT_SECONDS = 180.0
+
+CLIENT_SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # What a stage says goes to its log; the screen belongs to the board. Failures are told once, by us.
+    "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_TO_API_ENABLED": "false",
+    "PREFECT_CLI_WRAP_LINES": "false",
+}
+
+
+class EmbeddedServer:
+    """Prefect's API in a process of its own, on the user's own Prefect database."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    def start(self) -> None:
+        """Begins the start, without waiting for it."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self._port = listener.getsockname()[1]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flows.prefect_server", str(listener.fileno())],
+                env={**os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1",
+                     "PREFECT_UI_ENABLED": "false", "PREFECT_LOGGING_LEVEL": "WARNING"},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
+            )  # fmt: skip
+        listener.close()
+
+    def wait_until_ready(self) -> str:
+        """Waits for the server to answer.
+
+        Returns:
+            The value for ``PREFECT_API_URL``.
+        """
+        assert self._process is not None
+        url = f"http://127.0.0.1:{self._port}/api"
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    return url
+            time.sleep(0.05)
+        raise PipelineError(
+            f"Prefect's embedded server did not start; its log is {self._log}. "
+            "Start one yourself with `prefect server start` and set PREFECT_API_URL, or look at the log"
+        )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # it holds nothing that its database does not
+            self._process.wait()
+
+
+def configured_api_url() -> str | None:
+    """The Prefect API that the user has set, by variable or by profile."""
+    if os.environ.get("PREFECT_API_URL"):
+        return os.environ["PREFECT_API_URL"]
+    profiles = _prefect_home() / "profiles.toml"
+    if "PREFECT_API_URL" not in (profiles.read_text() if profiles.exists() else ""):
+        return None  # prefect itself need not be asked, which takes seconds to import
+    from prefect.settings import PREFECT_API_URL
+
+    url = PREFECT_API_URL.value()
+    return str(url) if url else None
+
+
+def _prefect_home() -> Path:
+    return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+
+
+@contextlib.contextmanager
+def embedded_server(log: Path) -> Iterator[EmbeddedServer | None]:
+    """Starts a server unless the user has one."""
+    os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
+    if configured_api_url():
+        yield None
+        return
+    server = EmbeddedServer(log)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _serve(descriptor: int) -> None:
+    """Serves on an inherited socket until the parent's end of stdin closes."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    import uvicorn
+
+    # Two servers that migrate one fresh database break it: one starts at a time.
+    home = _prefect_home()
+    home.mkdir(parents=True, exist_ok=True)
+    starting = FileLock(home / "posttrain-start.lock")
+    starting.acquire()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            starting.release()
+
+    app = "prefect.server.api.server:create_app"
+    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on")
+    Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

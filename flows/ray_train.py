@@ -1,0 +1,97 @@
+"""Ray Train around a training stage: local mode for one worker, a cluster for more."""
+
+import importlib
+import os
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train.torch import TorchTrainer
+
+from flows.job import Job
+from flows.process_settings import MALLOC
+from flows.worker import run_worker
+from lineage.errors import ConfigError
+from tasks.context import Metrics
+
+
+def train(job: Job) -> Metrics:
+    """Runs a training job through ``TorchTrainer`` and returns rank 0's metrics."""
+    return _train_on_cluster(job) if job.resources.on_cluster else _train_here(job)
+
+
+def _train_here(job: Job) -> Metrics:
+    """Ray Train's local mode: no cluster, no actors, this process."""
+    trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
+    return _metrics(trainer.fit().return_value)
+
+
+def _train_on_cluster(job: Job) -> Metrics:
+    resources = job.resources
+    _connect(job)
+    try:
+        trainer = TorchTrainer(
+            _worker_loop,
+            train_loop_config={"job": job},
+            scaling_config=ScalingConfig(
+                num_workers=resources.num_workers,
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker=_per_worker(job),
+                placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
+            ),
+            # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
+            run_config=RunConfig(
+                name="ray", storage_path=str(job.directory / "work"), failure_config=FailureConfig(max_failures=0)
+            ),
+        )
+        return _metrics(trainer.fit().return_value)
+    finally:
+        ray.shutdown()
+
+
+def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
+    context = get_context()
+    return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
+
+
+def _per_worker(job: Job) -> dict[str, float]:
+    resources = job.resources
+    gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
+    return {"CPU": float(resources.cpus_per_worker), **gpus}
+
+
+def _connect(job: Job) -> None:
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
+    resources = job.resources
+    environment = {
+        "py_modules": [str(path) for path in _packages(job)],
+        "env_vars": {**MALLOC, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(runtime_env=environment, log_to_driver=True)
+        return
+    if resources.num_nodes > 1:
+        raise ConfigError(
+            f"stages.{job.stage}.resources.num_nodes={resources.num_nodes}: a cluster started here has one node; "
+            "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
+        )
+    ray.init(
+        # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
+        num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
+        num_gpus=resources.num_workers * resources.gpus_per_worker,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=True,
+    )
+
+
+def _packages(job: Job) -> list[Path]:
+    """The package directories that the workers need: ours, and that of the user's own method."""
+    names = {"lineage", "tasks", "flows", type(job.method).__module__.split(".")[0]}
+    modules = [importlib.import_module(name) for name in sorted(names)]
+    return [Path(str(module.__file__)).parent for module in modules if hasattr(module, "__path__")]
+
+
+def _metrics(value: object) -> Metrics:
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,89 @@
+"""What the commands print: the plan, and at the end of a run what came of it."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.plan import Plan, PlannedStage
+from lineage.artifact import Kind
+from lineage.fingerprint import short
+from lineage.manifest import Manifest
+
+_WIDTH = 160  # of a table that goes to a file or a pipe
+
+
+def plan_table(plan: Plan) -> str:
+    """A line per stage: what happens to it, and why."""
+    table = _table("stage", "state", "fingerprint", "reason")
+    for planned in plan.stages:
+        table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
+    count = len(plan.stale)
+    verdict = (
+        f"{count} of {len(plan.stages)} stages to run"
+        if count
+        else f"nothing to do: all {len(plan.stages)} stages are finished"
+    )
+    return f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}\n{_text(table)}\n{verdict}"
+
+
+def run_dict(plan: Plan, seconds: dict[str, float], wall: float) -> dict[str, object]:
+    """The object that ``run --json`` prints: the plan's, with what each stage took and measured."""
+    document = plan.to_dict()
+    rows = document["stages"]
+    assert isinstance(rows, list)
+    for row, planned in zip(rows, plan.stages, strict=True):
+        metrics = _manifest(plan, planned).metrics
+        row["seconds"] = seconds.get(planned.name, 0.0)
+        row["train_seconds"] = metrics.get("train_seconds", 0.0) if planned.name in seconds else 0.0
+        row["metrics"] = metrics
+    return {**document, "seconds": wall, "mlflow_run_id": None}
+
+
+def summary(plan: Plan, seconds: dict[str, float], wall: float) -> str:
+    """The end of a run for people: what was measured, what it took, where every model lies, what to try next."""
+    parts = [(plan.entry(planned).output / "table.md").read_text() for planned in plan.stages if _is_report(planned)]
+    table = _table("stage", "seconds", "tokens/s", "output")
+    for planned in plan.stages:
+        speed = _manifest(plan, planned).metrics.get("tokens_per_second")
+        took = f"{seconds[planned.name]:.1f}" if planned.name in seconds else "reused"
+        table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", str(plan.entry(planned).output))
+    parts.append(_text(table))
+    if not plan.stale:
+        parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
+    else:
+        parts.append(f"{plan.pipeline.name}: {len(plan.stale)} of {len(plan.stages)} stages run in {wall:.1f} s")
+    parts.append(_next(plan))
+    return "\n\n".join(part.rstrip() for part in parts)
+
+
+def _next(plan: Plan) -> str:
+    for planned in plan.stages:
+        beta = planned.stage.method.recipe().get("beta")
+        if isinstance(beta, float):
+            return f"next: posttrain plan stages.{planned.name}.method.beta={beta * 2:g}   # what one change would run again"
+    return "next: posttrain plan   # what would run now, and why"
+
+
+def _is_report(planned: PlannedStage) -> bool:
+    return planned.stage.method.produces == Kind.REPORT
+
+
+def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:
+    manifest = plan.entry(planned).manifest()
+    assert manifest is not None
+    return manifest
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("seconds", "tokens/s") else "left", overflow="fold")
+    return table
+
+
+def _text(table: Table) -> str:
+    """The table as plain text, as wide as it needs."""
+    stream = io.StringIO()
+    Console(file=stream, width=_WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

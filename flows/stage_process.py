@@ -1,0 +1,85 @@
+"""The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+from flows.job import Job
+from lineage.errors import PipelineError, StageError
+from tasks.context import Metrics
+
+Answer = Metrics | PipelineError
+
+
+def stage_main(job: Job, connection: Connection) -> None:
+    """Entry point of the process."""
+    os.setsid()  # a group of its own: whatever the stage starts can be ended with it
+    _die_with_parent()
+    _log_to(job)
+    if job.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.visible_gpus))
+    reply = answer(job)
+    sys.stdout.flush()
+    connection.send(reply)
+    connection.close()
+    os._exit(0)  # all is written: tearing down torch and ray would only take time
+
+
+def answer(job: Job) -> Answer:
+    """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
+    try:
+        return dict(run(job))
+    except PipelineError as error:
+        traceback.print_exc()
+        return error
+    except Exception as error:
+        traceback.print_exc()
+        return StageError(job.stage, one_line(error), str(job.log))
+
+
+def run(job: Job) -> Metrics:
+    """Runs a job in this process: under Ray Train if it trains."""
+    if job.method.trains:
+        from flows.ray_train import train
+
+        return train(job)
+    from flows.worker import run_worker
+
+    return run_worker(job)
+
+
+def one_line(error: BaseException) -> str:
+    """The root cause of an error in one line: Ray wraps what a worker raised."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Of a remote traceback the last line names the exception.
+    text = lines[-1] if lines and "Traceback" in str(error) else (lines[0] if lines else "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="die-with-parent").start()
+
+
+def _log_to(job: Job) -> None:
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )

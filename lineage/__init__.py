@@ -1,0 +1,1 @@
+"""What an artifact is and where it came from. Imports no torch, no ray, no prefect."""

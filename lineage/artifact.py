@@ -1,0 +1,36 @@
+"""What flows between stages: kinds of artifact, and the sources that a pipeline starts from."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Kind(StrEnum):
+    """What an artifact is; a slot accepts exactly one kind."""
+
+    ROWS = "rows"  # raw rows as a user has them, not yet checked
+    TEXT = "text"  # checked rows {row_id, text}
+    CONVERSATIONS = "conversations"  # checked rows {row_id, messages}
+    PREFERENCES = "preferences"  # checked rows {row_id, prompt, chosen, rejected}
+    CHECKPOINT = "checkpoint"  # a causal language model with its tokenizer
+    REWARD_MODEL = "reward_model"  # a sequence classifier with one label, with its tokenizer
+    REPORT = "report"  # measurements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A root of the graph: rows or a model that no stage of ours made.
+
+    Args:
+        path: a file, a directory, a hub id (``owner/name``) or ``quickstart:NAME``.
+        kind: ``rows`` or ``checkpoint``.
+        revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
+        split: of a hub data set.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    path: str
+    kind: Kind = Kind.ROWS
+    revision: str | None = None
+    split: str = "train"

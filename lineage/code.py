@@ -1,0 +1,46 @@
+"""The source files that a method is made of, and their digest: recorded with each output, never identity."""
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from lineage.digest import digest_file, digest_of
+
+
+def code_digest(module: str) -> str:
+    """Digest of a module's file and of every module of the same top-level package that it imports, at any depth."""
+    files: dict[str, Path] = {}
+    _collect(module, files)
+    return digest_of({name: digest_file(path) for name, path in sorted(files.items())})
+
+
+def _collect(module: str, files: dict[str, Path]) -> None:
+    path = _source_file(module)
+    if path is None or module in files:
+        return
+    files[module] = path
+    for name in _imports(path):
+        if name.split(".")[0] == module.split(".")[0]:
+            _collect(name, files)
+
+
+@cache
+def _source_file(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # `from package.module import name` where name is no module
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Every module that a file names in an import, inside functions too."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(names)

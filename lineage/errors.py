@@ -1,0 +1,43 @@
+"""The error tree. Every message says what was found, what is accepted, what to do.
+
+All errors pickle: they cross process borders (a stage's process -> the driver).
+"""
+
+
+class PipelineError(Exception):
+    """Base of everything that posttrain raises on purpose; shown without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(PipelineError):
+    """The user's configuration is wrong; raised before anything starts."""
+
+    exit_code = 2
+
+
+class DataError(PipelineError):
+    """The user's data is wrong; names file and line; raised before the first training step."""
+
+    exit_code = 2
+
+
+class ArtifactError(PipelineError):
+    """Something in the store is missing, changed or unfinished."""
+
+
+class StageError(PipelineError):
+    """A stage failed.
+
+    Args:
+        stage: its name in the pipeline.
+        cause: one line that says why.
+        log: path of the log that holds the whole story.
+    """
+
+    def __init__(self, stage: str, cause: str, log: str) -> None:
+        super().__init__(stage, cause, log)
+        self.stage, self.cause, self.log = stage, cause, log
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} failed: {self.cause} (log: {self.log})"

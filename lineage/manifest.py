@@ -1,0 +1,128 @@
+"""The record beside each output: what it is, what made it, what it was made from."""
+
+import importlib.metadata
+import json
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SCHEMA_VERSION = 1
+
+# The libraries whose version can change what a stage computes.
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "datasets",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "ray",
+    "prefect",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRecord:
+    """One slot of a finished stage: the artifact that filled it, by identity and by content."""
+
+    artifact: str  # pipeline name of the stage, or source:NAME
+    fingerprint: str
+    digest: str | None  # of the bytes; None where the revision is the identity (hub ids, quickstart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """When, where and with what a stage ran. Not identity."""
+
+    start: float  # seconds since the epoch
+    end: float
+    hosts: list[str]
+    python: str
+    libraries: dict[str, str]
+    git_commit: str | None
+    git_dirty: bool | None
+    code_digest: str  # of the method's source files
+    seed: int | None
+    resources: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Written last and atomically; a directory without one is unfinished."""
+
+    pipeline: str
+    stage: str
+    method: str
+    recipe: dict[str, object]
+    fingerprint: str
+    inputs: dict[str, InputRecord]
+    files: dict[str, str]  # below output/: path -> SHA-256
+    output_digest: str
+    metrics: dict[str, float]
+    provenance: Provenance
+    schema_version: int = SCHEMA_VERSION
+    mlflow_run_id: str | None = None
+    parent_run_ids: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Manifest":
+        fields = json.loads(text)
+        fields["inputs"] = {slot: InputRecord(**record) for slot, record in fields["inputs"].items()}
+        fields["provenance"] = Provenance(**fields["provenance"])
+        return Manifest(**fields)
+
+    def missing(self, output: Path) -> list[str]:
+        """Recorded files that are not below ``output``; contents are not read."""
+        return [name for name in self.files if not (output / name).is_file()]
+
+
+def provenance(
+    *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object]
+) -> Provenance:
+    """Provenance of work that this host did with this environment."""
+    commit, dirty = _git()
+    return Provenance(
+        start=start,
+        end=end,
+        hosts=[socket.gethostname()],
+        python=platform.python_version(),
+        libraries=library_versions(),
+        git_commit=commit,
+        git_dirty=dirty,
+        code_digest=code_digest,
+        seed=seed,
+        resources=dict(resources),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions, read from package metadata: nothing is imported."""
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git() -> tuple[str | None, bool | None]:
+    """Commit of the repository that holds this code, and whether its files differ from it."""
+    here = Path(__file__).parent
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, status = (
+            subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, bool(status)

@@ -1,0 +1,99 @@
+"""The store: ``<root>/<stage>/<fingerprint>/``, the only place of outputs."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lineage.errors import ArtifactError
+from lineage.fingerprint import short
+from lineage.lease import Lease
+from lineage.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+class Entry:
+    """One directory of the store: the place of one artifact, finished or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.output = path / "output"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+
+    def manifest(self) -> Manifest | None:
+        """The record, or None while the artifact is unfinished.
+
+        Raises:
+            ArtifactError: the record is there but cannot be read.
+        """
+        try:
+            return Manifest.from_json((self.path / MANIFEST).read_text())
+        except FileNotFoundError:
+            return None
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ArtifactError(
+                f"{self.path / MANIFEST} is not a manifest of this version ({error}); delete {self.path} to make it again"
+            ) from error
+
+    def is_finished(self) -> bool:
+        """Whether the artifact was committed and its files are still there."""
+        manifest = self.manifest()
+        if manifest is None:
+            return False
+        missing = manifest.missing(self.output)
+        if missing:
+            logger.warning("output=%s state=damaged missing=%s", self.output, ",".join(missing[:3]))
+        return not missing
+
+    def begin(self) -> None:
+        """Clears what an unfinished attempt left, and makes the directories of a new one."""
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        self.metrics.unlink(missing_ok=True)
+        for directory in (self.output, self.work):
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def work(self) -> Path:
+        """Scratch space of a running stage."""
+        return self.path / "work"
+
+    def commit(self, manifest: Manifest, lease: Lease) -> None:
+        """Makes the output an artifact: the manifest is written last, and atomically.
+
+        Raises:
+            ArtifactError: the lease was lost to another process.
+        """
+        shutil.rmtree(self.work, ignore_errors=True)
+        draft = self.path / (MANIFEST + ".tmp")
+        with lease.still_mine():
+            with draft.open("w") as file:
+                file.write(manifest.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path / MANIFEST)
+
+
+class Store:
+    """All entries below one root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def entry(self, stage: str, fingerprint: str) -> Entry:
+        return Entry(self.root / stage / short(fingerprint))
+
+    def finished(self, stage: str) -> Iterator[Manifest]:
+        """Records of every finished artifact of a stage, newest first."""
+        paths = (self.root / stage).glob(f"*/{MANIFEST}")
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+            manifest = Entry(path.parent).manifest()
+            if manifest:
+                yield manifest

@@ -1,0 +1,95 @@
+"""A small Llama from scratch, with a tokenizer of its own: what the quickstart trains, so that it needs no network."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Gt
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.chat_template import CHATML
+from tasks.context import Metrics, TrainContext
+from tasks.method import Inputs, Method
+from tasks.row_split import TRAIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_END_OF_TEXT, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel(Method):
+    """A byte-level BPE tokenizer trained on the rows, and a Llama (arXiv:2302.13971) with random weights."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    vocab_size: Annotated[int, Gt(_BYTES + 3)] = 4096  # at most: a small corpus fills less
+    hidden_size: Annotated[int, Gt(0)] = 192
+    intermediate_size: Annotated[int, Gt(0)] = 512
+    num_layers: Annotated[int, Gt(0)] = 4
+    num_heads: Annotated[int, Gt(0)] = 6
+    max_positions: Annotated[int, Gt(0)] = 1024  # tokens
+    tie_embeddings: bool = True
+    seed: Annotated[int, Ge(0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} is no even number of dimensions "
+                f"per head; give a hidden_size that is a multiple of {2 * self.num_heads}"
+            )
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        import torch
+        from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+        tokenizer = train_tokenizer(inputs["rows"].path / TRAIN, self.vocab_size)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads,
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=self.tie_embeddings,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = LlamaForCausalLM(config)
+        # A model before fine-tuning ends a document, one after it ends a turn: both end an answer.
+        ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+        model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+        tokenizer.save_pretrained(ctx.output_dir)
+        model.save_pretrained(ctx.output_dir)
+        return {"parameters": float(model.num_parameters()), "vocab_size": float(len(tokenizer))}
+
+
+def train_tokenizer(rows: Path, vocab_size: int) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE (any text encodes) trained on the column ``text``; the same rows give the same merges."""
+    import pyarrow.parquet as pq
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = pq.read_table(rows, columns=["text"])["text"].to_pylist()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT, _START, _END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_END_OF_TEXT)
+    tokenizer.chat_template = CHATML
+    return tokenizer

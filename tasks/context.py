@@ -1,0 +1,78 @@
+"""What a stage is told about where it runs. Nothing here may change the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt
+
+from lineage.errors import ConfigError
+
+Metrics = Mapping[str, float]
+Report = Callable[[int, Metrics], None]
+
+
+class Launcher(StrEnum):
+    """Where a training stage runs."""
+
+    AUTO = "auto"  # one worker: process; more: cluster
+    PROCESS = "process"  # Ray Train's local mode, in a process of its own
+    CLUSTER = "cluster"  # Ray workers: RAY_ADDRESS, or a cluster started here
+    FOREGROUND = "foreground"  # Ray Train's local mode in the command's own process, for a debugger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Machines for one stage: execution, never identity."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    num_nodes: Annotated[int, Gt(0)] = 1
+    num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
+    cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
+    gpus_per_worker: Annotated[int, Ge(0)] = 0
+    micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
+    launcher: Launcher = Launcher.AUTO
+
+    @property
+    def on_cluster(self) -> bool:
+        return self.launcher == Launcher.CLUSTER or (self.launcher == Launcher.AUTO and self.num_workers > 1)
+
+    def accumulation_steps(self, global_batch_size: int) -> int:
+        """Micro batches per optimizer step, derived so that the global batch stays what the recipe says.
+
+        Raises:
+            ConfigError: the global batch does not divide.
+        """
+        rows = self.num_workers * self.micro_batch_size
+        if global_batch_size % rows:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is not a multiple of {rows} "
+                f"(num_workers={self.num_workers} x micro_batch_size={self.micro_batch_size}); "
+                "change micro_batch_size or num_workers: neither changes the model"
+            )
+        return global_batch_size // rows
+
+
+def _no_report(step: int, metrics: Metrics) -> None:
+    """Drops a report: for calls outside a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainContext:
+    """One worker's view of a running stage.
+
+    Args:
+        output_dir: the artifact is written here (``output/`` of the stage's directory).
+        work_dir: scratch space of the stage, deleted when it ends.
+        report: ``report(step, metrics)``; every rank calls it, rank 0 records.
+    """
+
+    output_dir: Path
+    work_dir: Path
+    resources: Resources = field(default_factory=Resources)
+    rank: int = 0
+    world_size: int = 1
+    report: Report = _no_report

@@ -1,0 +1,96 @@
+"""What every stage's method is: a frozen dataclass of hyperparameters with a ``run``."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from lineage.artifact import Kind, Source
+from tasks.context import Metrics, TrainContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """What a stage was given in one slot: the output of another stage, or a source.
+
+    Args:
+        name: the stage or source that it comes from, for messages.
+        kind, fingerprint: what it is.
+        path: the ``output/`` directory of a stage, or of a model source its directory (a hub id is
+            fetched before the stage starts). Rows of a source are read through ``source``.
+        source: the pinned source, where it is one.
+    """
+
+    name: str
+    kind: Kind
+    fingerprint: str
+    path: Path
+    source: Source | None = None
+
+
+Inputs = Mapping[str, Input]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """Hyperparameters and what they do. Its fields, class name and ``version`` are its identity.
+
+    Class attributes:
+        version: raise it when the same fields now give other numbers.
+        consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind.
+        produces: kind of the output.
+        trains: whether it takes optimizer steps, and so runs under Ray Train.
+        uses_gpu: whether it runs a model, and so asks for the GPUs of its resources.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    version: ClassVar[int] = 1
+    consumes: ClassVar[Mapping[str, Kind]]
+    produces: ClassVar[Kind]
+    trains: ClassVar[bool] = False
+    uses_gpu: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        """Reads ``inputs``, writes ``ctx.output_dir``, returns final metrics (flat name -> number)."""
+
+    def recipe(self) -> dict[str, object]:
+        """What makes this method's result: class, version and every field that is not None."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"method": type(self).__qualname__, "version": self.version, **fields}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adaptation: Hu et al. 2021, arXiv:2106.09685. The output is the merged model."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    rank: Annotated[int, Gt(0)] = 16
+    alpha: Annotated[int, Gt(0)] = 32
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    target_modules: str = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Method):
+    """The fields that every gradient-descent method has; all of them are identity."""
+
+    trains: ClassVar[bool] = True
+    uses_gpu: ClassVar[bool] = True
+
+    learning_rate: Annotated[float, Gt(0)]
+    num_steps: Annotated[int, Gt(0)]  # optimizer steps
+    global_batch_size: Annotated[int, Gt(0)]  # rows per optimizer step, over all workers
+    max_length: Annotated[int, Gt(0)]  # tokens per row, prompt + completion
+    seed: Annotated[int, Ge(0)] = 0
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.05  # of num_steps
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    adapter: LoRA | None = None

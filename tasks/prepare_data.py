@@ -1,0 +1,145 @@
+"""Checks a user's rows and splits off the held-out ones: what training stages read."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Gt, Lt
+
+from lineage.artifact import Kind, Source
+from lineage.errors import DataError
+from tasks.context import Metrics, TrainContext
+from tasks.method import Input, Inputs, Method
+from tasks.row_checks import BadRow, Fields, check_conversation, check_group, check_preference, check_text
+from tasks.row_split import HELD_OUT, TRAIN, RowSplit, canonical
+from tasks.sources import read_rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MAX_SHOWN = 20  # bad rows in one message
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareText(Method):
+    """Rows {text} for continued pretraining."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    produces: ClassVar[Kind] = Kind.TEXT
+
+    held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the rows where they name none
+    seed: Annotated[int, Ge(0)] = 0  # of the split
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        import pyarrow as pa
+
+        schema = pa.schema([("row_id", pa.string()), ("text", pa.string())])
+        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
+        return _prepare(inputs["rows"], check_text, split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConversations(Method):
+    """Rows {messages} for supervised fine-tuning."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    produces: ClassVar[Kind] = Kind.CONVERSATIONS
+
+    held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the rows where they name none
+    seed: Annotated[int, Ge(0)] = 0  # of the split
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        import pyarrow as pa
+
+        schema = pa.schema([("row_id", pa.string()), ("messages", _messages())])
+        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
+        return _prepare(inputs["rows"], check_conversation, split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparePreferences(Method):
+    """Rows {prompt, chosen, rejected} for a reward model and for preference optimization."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    produces: ClassVar[Kind] = Kind.PREFERENCES
+
+    held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the prompts where they name none
+    seed: Annotated[int, Ge(0)] = 0  # of the split
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        import pyarrow as pa
+
+        columns = [(name, _messages()) for name in ("prompt", "chosen", "rejected")]
+        schema = pa.schema([("row_id", pa.string()), *columns, ("kind", pa.string())])
+        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
+        # All pairs of one prompt are held out together: an answer seen in training measures nothing.
+        return _prepare(inputs["rows"], check_preference, split, key_column="prompt")
+
+
+def _messages() -> "pa.DataType":
+    import pyarrow as pa
+
+    return pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def _prepare(
+    rows: Input, check: Callable[[Fields], dict[str, object]], split: RowSplit, key_column: str | None = None
+) -> Metrics:
+    """Checks, names, splits and writes every row; the report says what became of them."""
+    source = rows.source or Source(path=str(rows.path))
+    ignored: Counter[str] = Counter()
+    for fields, row in _checked(source, check):
+        read = {*split.schema.names, "group"}
+        ignored.update(name for name in fields if name not in read)
+        group = check_group(fields)
+        split.add(row, canonical(row[key_column] if key_column else row) if group is None else group)
+    split.close()
+    counts = {
+        "rows": sum(split.counts.values()),
+        "train_rows": split.counts[TRAIN],
+        "held_out_rows": split.counts[HELD_OUT],
+        "duplicates": split.duplicates,
+    }
+    _require_both(split, counts)
+    report = {**counts, "ignored_columns": dict(sorted(ignored.items()))}
+    (split.directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return {name: float(count) for name, count in counts.items()}
+
+
+def _checked(
+    source: Source, check: Callable[[Fields], dict[str, object]]
+) -> Iterator[tuple[Fields, dict[str, object]]]:
+    """Each row as given and as checked.
+
+    Raises:
+        DataError: at the end, naming every bad row (at most 20) by file and line.
+    """
+    bad: list[str] = []
+    total = 0
+    for total, row in enumerate(read_rows(source), start=1):
+        try:
+            checked = check(row.fields)
+            check_group(row.fields)
+        except BadRow as error:
+            bad.append(f"{row.where}: {error}")
+        else:
+            yield row.fields, checked
+    if bad:
+        more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
+        shown = "\n  ".join(bad[:_MAX_SHOWN] + more)
+        raise DataError(f"{len(bad)} of {total} rows cannot be used:\n  {shown}")
+
+
+def _require_both(split: RowSplit, counts: Mapping[str, int]) -> None:
+    if not counts["held_out_rows"]:
+        raise DataError(
+            f"held_out={split.held_out} of {counts['rows']} rows leaves none to measure on; "
+            f"give more rows or groups, or a held_out above {split.lowest:.3f}"
+        )
+    if not counts["train_rows"]:
+        raise DataError(
+            f"held_out={split.held_out} of {counts['rows']} rows leaves none to train on; "
+            "give more rows or groups, or a smaller held_out"
+        )

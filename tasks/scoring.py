@@ -1,0 +1,126 @@
+"""What models say about given rows: log-probabilities, rewards and greedy answers, in batches of like length.
+
+B rows in a batch, T tokens of the longest, K positions whose logits are needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row to score.
+
+    Args:
+        input_ids: at least one token.
+        mask: 1 for each token that counts, 0 for the others; the first token has nothing before it and never counts.
+    """
+
+    input_ids: Sequence[int]
+    mask: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.mask[1:])
+
+    @property
+    def first(self) -> int:
+        """Position of the first token that counts."""
+        return next((index for index, counts in enumerate(self.mask) if index and counts), len(self.mask) - 1)
+
+
+def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> list[float]:
+    """Log-probability of each row's masked tokens given all before them, summed, in nats; in order of the rows."""
+    import torch
+
+    found = [0.0] * len(rows)
+    with torch.inference_mode():
+        for batch in _batches([len(row.input_ids) for row in rows], batch_size):
+            sums = _batch_logps(model, [rows[index] for index in batch])
+            for index, total in zip(batch, sums, strict=True):
+                found[index] = total
+    return found
+
+
+def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float]:
+    import torch
+
+    ids_BT, attention_BT = _pad([row.input_ids for row in rows], model.device, left=True)
+    mask_BT, _ = _pad([[0, *row.mask[1:]] for row in rows], model.device, left=True)
+    # Padding on the left lines up the ends: logits are needed from the first position that predicts a scored token.
+    keep = max(len(row.input_ids) - row.first for row in rows)
+    positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
+    logits_BKV = model(
+        input_ids=ids_BT, attention_mask=attention_BT, position_ids=positions_BT, logits_to_keep=keep + 1, use_cache=False
+    ).logits[:, :-1]
+    targets_BK, mask_BK = ids_BT[:, -keep:], mask_BT[:, -keep:]
+    logps_BK = -torch.nn.functional.cross_entropy(
+        logits_BKV.float().flatten(0, 1), targets_BK.flatten(), reduction="none"
+    ).view_as(targets_BK)
+    return [float(total) for total in (logps_BK.double() * mask_BK).sum(1)]
+
+
+def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int) -> list[float]:
+    """The reward model's score of each tokenized conversation, in order."""
+    import torch
+
+    found = [0.0] * len(rows)
+    with torch.inference_mode():
+        for batch in _batches([len(row) for row in rows], batch_size):
+            ids_BT, attention_BT = _pad([rows[i] for i in batch], model.device, left=False, pad=model.config.pad_token_id)
+            scores_B = model(input_ids=ids_BT, attention_mask=attention_BT).logits[:, 0]
+            for index, score in zip(batch, scores_B, strict=True):
+                found[index] = float(score)
+    return found
+
+
+def greedy_answers(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[str]:
+    """The most likely next token again and again, until the model ends its turn; in order of the prompts."""
+    import torch
+
+    found = [""] * len(prompts)
+    with torch.inference_mode():
+        for batch in _batches([len(prompt) for prompt in prompts], batch_size):
+            pad = tokenizer.pad_token_id
+            ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
+            output = model.generate(
+                ids_BT, attention_mask=attention_BT, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, pad_token_id=pad
+            )
+            answers = tokenizer.batch_decode(output[:, ids_BT.shape[1] :], skip_special_tokens=True)
+            for index, answer in zip(batch, answers, strict=True):
+                found[index] = answer.strip()
+    return found
+
+
+def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of rows, the longest first, so that rows of one batch need little padding."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+def _pad(
+    rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0
+) -> "tuple[Tensor, Tensor]":
+    """Rows of one length as a tensor, and which of its positions are not padding."""
+    import torch
+
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        place = slice(longest - len(row), longest) if left else slice(0, len(row))
+        ids[index, place] = torch.tensor(row, dtype=torch.long)
+        attention[index, place] = 1
+    return ids.to(device), attention.to(device)

@@ -1,0 +1,154 @@
+"""Reads what a source names: rows with the place that each came from, and the directory of a model."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+from lineage.artifact import Source
+from lineage.errors import ConfigError, DataError
+from tasks.quickstart import quickstart_rows
+
+QUICKSTART = "quickstart:"
+_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one JSON object per line
+_MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row as the user has it.
+
+    Args:
+        where: ``file:line`` or ``dataset[index]``, for messages.
+    """
+
+    fields: Mapping[str, object]
+    where: str
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """The rows of a source, in order: of the quickstart, of files, of a directory or of a hub data set.
+
+    Raises:
+        DataError: a line that is no JSON object, a file that is not UTF-8, or no row at all.
+    """
+    count = 0
+    for row in _rows(source):
+        count += 1
+        yield row
+    if not count:
+        raise DataError(f"{source.path}: no rows; give at least one row, such as a line {{\"text\": \"...\"}}")
+
+
+def _rows(source: Source) -> Iterator[Row]:
+    if source.path.startswith(QUICKSTART):
+        rows = quickstart_rows(source.path.removeprefix(QUICKSTART))
+        yield from (Row(fields=fields, where=f"{source.path}[{index}]") for index, fields in enumerate(rows))
+        return
+    paths = local_paths(source.path)
+    for path in paths:
+        lines = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _LINES[:-1])
+        if path.suffix in _LINES or (path.is_dir() and lines):
+            for file in lines:
+                yield from _read_lines(file)
+        else:
+            yield from _read_dataset(str(path), source, local=path)
+    if not paths:
+        yield from _read_dataset(source.path, source, local=None)
+
+
+def local_paths(path: str) -> list[Path]:
+    """The files and directories of this machine that a path or a glob names; empty for a hub id."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
+
+
+def _read_lines(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield Row(fields=_parse(line, where, first=number == 1), where=where)
+
+
+def _parse(line: bytes, where: str, first: bool) -> Mapping[str, object]:
+    try:
+        fields = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8; "
+            "UTF-8 is accepted; convert the file, such as with `iconv -f ENCODING -t UTF-8`"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}; one JSON object per line is accepted"
+            + _hint(line)
+        ) from error
+    if not isinstance(fields, dict):
+        raise DataError(
+            f"{where}: a JSON {type(fields).__name__}; one JSON object per line is accepted" + _hint(line)
+        )
+    return fields
+
+
+def _hint(line: bytes) -> str:
+    if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+        return "; for one array over the whole file, write its items as lines: `jq -c '.[]' FILE > FILE.jsonl`"
+    return "; mend or remove the line"
+
+
+def _read_dataset(path: str, source: Source, local: Path | None) -> Iterator[Row]:
+    import datasets
+
+    try:
+        if local and (local / "dataset_dict.json").exists():
+            data = datasets.load_from_disk(path)[source.split]
+        elif local and (local / "state.json").exists():
+            data = datasets.load_from_disk(path)
+        elif local and local.is_file():
+            data = datasets.load_dataset(local.suffix.removeprefix("."), data_files=path, split="train")
+        else:
+            data = datasets.load_dataset(path, revision=source.revision, split=source.split)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what `datasets` raises for data it cannot find
+        raise DataError(
+            f"{path}: `datasets` reads no split {source.split!r} from it ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}); give a .jsonl file, "
+            "a directory or glob of them, a directory of .parquet files, a saved data set, or a hub id; or set split"
+        ) from error
+    yield from _numbered(data, path)
+
+
+def _numbered(rows: Iterable[Mapping[str, object]], name: str) -> Iterator[Row]:
+    for index, fields in enumerate(rows):
+        yield Row(fields=fields, where=f"{name}[{index}]")
+
+
+def fetch_model(source: Source) -> Path:
+    """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision.
+
+    Raises:
+        ConfigError: it holds no model, or none in safetensors.
+    """
+    matches = local_paths(source.path)
+    if matches:
+        directory = matches[0]
+    else:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            fetched = snapshot_download(
+                source.path, revision=source.revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
+            )
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"model {source.path}: no such directory, and the hub gave none at revision {source.revision} "
+                f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); give a directory or a hub id"
+            ) from error
+        directory = Path(fetched)
+    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
+        if not any(directory.glob(pattern)):
+            raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
+    return directory

@@ -1,0 +1,63 @@
+"""Methods that take no time and no torch, for tests of what is around a method."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lineage.artifact import Kind
+from tasks.context import Metrics, TrainContext
+from tasks.method import Inputs, Method, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyRows(Method):
+    """Copies the bytes of its source."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    produces: ClassVar[Kind] = Kind.TEXT
+
+    prefix: str = ""
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        (ctx.output_dir / "rows.txt").write_text(self.prefix + inputs["rows"].path.read_text())
+        return {"rows": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyModel(Method):
+    """A model out of nothing."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    size: int = 1
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        (ctx.output_dir / "model.txt").write_text("0" * self.size)
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyTraining(Training):
+    """Steps without a model; fails, dies or dawdles when told to."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    learning_rate: float = 0.1
+    num_steps: int = 3
+    global_batch_size: int = 8
+    max_length: int = 16
+    step_seconds: float = 0.0
+    fail: bool = False
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        for step in range(1, self.num_steps + 1):
+            time.sleep(self.step_seconds)
+            ctx.report(step, {"loss": 1.0 / step, "tokens_per_second": 100.0})
+            if self.fail:
+                raise ValueError("told to fail")
+        given = inputs["policy"].path / "model.txt"
+        (ctx.output_dir / "model.txt").write_text(f"{given.read_text()} -> {self.learning_rate}")
+        return {"loss": 1.0 / self.num_steps, "train_seconds": 0.0}
