@@ -38,7 +38,10 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
             loader = GlobalHydra.instance().config_loader()
             words = [word for override in overrides for word in _accept(override, loader, config_dir)]
             config = compose("config", overrides=[*search, *words])
-        tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
+        tree = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_first_lines(error)) from error
     assert isinstance(tree, dict)
@@ -47,7 +50,10 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
 
 def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
     """One override as Hydra is to see it: a group choice as it is, a value forced in."""
-    override = OverridesParser.create().parse_override(word)
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values") from error
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")

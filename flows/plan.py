@@ -1,5 +1,6 @@
 """The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -162,18 +163,18 @@ def _judge(
 
 
 def _last_step(entry: Entry) -> int:
-    lines = entry.metrics.read_text().splitlines()
-    try:
-        return int(json.loads(lines[-1])["step"])
-    except (IndexError, ValueError):  # no report yet, or one cut by the kill
-        return 0
+    for line in reversed(entry.metrics.read_text().splitlines()):
+        with contextlib.suppress(ValueError):  # the last line may have been cut by the kill
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _why_stale(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
     """The fields that set this stage apart from the finished one that is most like it."""
     candidates = [list(_changes(recipe, inputs, manifest)) for manifest in earlier]
     # `min` keeps the first of equals, and the newest comes first.
-    return "; ".join(min(candidates, key=lambda changes: len(changes))) if candidates else "never run"
+    fewest = min(candidates, key=len, default=["never run"])
+    return "; ".join(fewest)
 
 
 def _changes(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], manifest: Manifest) -> Iterator[str]:

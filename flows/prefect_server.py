@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +65,8 @@ class EmbeddedServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    return url
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
             time.sleep(0.05)
         raise PipelineError(
             f"Prefect's embedded server did not start; its log is {self._log}. "

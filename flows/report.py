@@ -9,6 +9,7 @@ from flows.plan import Plan, PlannedStage
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
+from tasks.method import Training
 
 _WIDTH = 160  # of a table that goes to a file or a pipe
 
@@ -58,11 +59,13 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float) -> str:
 
 
 def _next(plan: Plan) -> str:
-    for planned in plan.stages:
-        beta = planned.stage.method.recipe().get("beta")
-        if isinstance(beta, float):
-            return f"next: posttrain plan stages.{planned.name}.method.beta={beta * 2:g}   # what one change would run again"
-    return "next: posttrain plan   # what would run now, and why"
+    """A change of one field that is worth a look: the last trained stage at half its learning rate."""
+    trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]
+    if not trained:
+        return "next: posttrain plan"
+    rate = trained[-1].stage.method.recipe()["learning_rate"]
+    assert isinstance(rate, float)
+    return f"next: posttrain plan stages.{trained[-1].name}.method.learning_rate={rate / 2:g}"
 
 
 def _is_report(planned: PlannedStage) -> bool:

@@ -38,7 +38,8 @@ class Entry:
             return None
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise ArtifactError(
-                f"{self.path / MANIFEST} is not a manifest of this version ({error}); delete {self.path} to make it again"
+                f"{self.path / MANIFEST} is not a manifest of this version ({error}); "
+                f"delete {self.path} to make it again"
             ) from error
 
     def is_finished(self) -> bool:

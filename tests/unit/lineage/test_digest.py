@@ -1,0 +1,83 @@
+import pytest
+
+from lineage.artifact import Kind, Source
+from lineage.code import code_digest
+from lineage.digest import digest_file, pin
+from lineage.errors import ConfigError
+
+
+def test_a_file_is_known_by_its_bytes_not_its_place(tmp_path):
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "rows.jsonl", tmp_path / "a" / "rows.jsonl"):
+        path.write_text("{}\n")
+    digests = {pin("rows", Source(path=str(path)))[1] for path in tmp_path.rglob("*.jsonl")}
+    assert len(digests) == 1
+
+
+def test_a_changed_byte_changes_the_source(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("1")
+    before = pin("rows", Source(path=str(path)))[1]
+    path.write_text("2")
+    assert pin("rows", Source(path=str(path)))[1] != before
+
+
+def test_a_glob_covers_its_files(tmp_path):
+    (tmp_path / "1.jsonl").write_text("1")
+    before = pin("rows", Source(path=f"{tmp_path}/*.jsonl"))[1]
+    (tmp_path / "2.jsonl").write_text("2")
+    assert pin("rows", Source(path=f"{tmp_path}/*.jsonl"))[1] != before
+
+
+def test_the_interpreter_is_the_revision_of_the_quickstart():
+    pinned, _ = pin("corpus", Source(path="quickstart:corpus"))
+    assert pinned.revision.startswith("cpython-3.11.")
+
+
+def test_a_commit_of_a_hub_id_needs_no_network():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    pinned, _ = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision=commit))
+    assert pinned.revision == commit
+
+
+def test_a_branch_of_a_hub_id_is_resolved_to_a_commit(monkeypatch):
+    import types
+
+    import huggingface_hub
+
+    seen = {}
+
+    def repo_info(self, path, **kwargs):
+        seen.update(path=path, **kwargs)
+        return types.SimpleNamespace(sha="c" * 40)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    pinned, digest = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT))
+    assert pinned.revision == "c" * 40
+    assert (seen["path"], seen["repo_type"]) == ("owner/name", "model")
+    assert digest == pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision="c" * 40))[1]
+
+
+def test_a_path_that_is_nowhere_says_so():
+    with pytest.raises(ConfigError, match=r"sources.rows.path=nope.jsonl: no such file or directory"):
+        pin("rows", Source(path="nope.jsonl"))
+
+
+def test_the_code_of_a_method_covers_what_it_imports(tmp_path, monkeypatch):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "method.py").write_text("def run():\n    from mine.loss import f\n")
+    (package / "loss.py").write_text("f = 1\n")
+    (package / "other.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest("mine.method")
+    (package / "other.py").write_text("unrelated = 1\n")
+    assert code_digest("mine.method") == before
+    (package / "loss.py").write_text("f = 2\n")
+    assert code_digest("mine.method") != before
+
+
+def test_digest_is_sha256(tmp_path):
+    (tmp_path / "f").write_bytes(b"abc")
+    assert digest_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,43 @@
+import dataclasses
+import math
+
+import pytest
+
+from lineage.fingerprint import canonical_json, differences, fingerprint
+from tests.toy_methods import ToyTraining
+
+RECIPE = {"method": "DPO", "version": 1, "beta": 0.1, "adapter": {"rank": 8}}
+
+
+def test_order_of_keys_does_not_enter():
+    assert fingerprint(dict(reversed(RECIPE.items())), {"a": "1", "b": "2"}) == fingerprint(RECIPE, {"b": "2", "a": "1"})
+
+
+def test_a_field_that_is_none_does_not_enter_at_any_depth():
+    with_nones = {**RECIPE, "later": None, "adapter": {"rank": 8, "later": None}}
+    assert fingerprint(with_nones, {}) == fingerprint(RECIPE, {})
+
+
+@pytest.mark.parametrize("change", [{"beta": 0.2}, {"version": 2}, {"method": "IPO"}, {"adapter": {"rank": 9}}])
+def test_every_part_of_the_recipe_enters(change):
+    assert fingerprint({**RECIPE, **change}, {}) != fingerprint(RECIPE, {})
+
+
+def test_inputs_enter_by_slot():
+    assert fingerprint(RECIPE, {"a": "1", "b": "2"}) != fingerprint(RECIPE, {"a": "2", "b": "1"})
+
+
+def test_nan_has_no_canonical_form():
+    with pytest.raises(ValueError, match="Out of range"):
+        canonical_json({"beta": math.nan})
+
+
+def test_every_field_of_a_method_is_in_its_recipe():
+    method = ToyTraining()
+    named = {field.name for field in dataclasses.fields(method) if getattr(method, field.name) is not None}
+    assert named <= method.recipe().keys()
+
+
+def test_differences_name_nested_fields_with_both_values():
+    after = {**RECIPE, "beta": 0.2, "adapter": {"rank": 16}, "extra": "x"}
+    assert list(differences(RECIPE, after)) == ["adapter.rank: 8 -> 16", "beta: 0.1 -> 0.2", 'extra: (none) -> "x"']
