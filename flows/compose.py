@@ -53,7 +53,9 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ConfigError(f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values") from error
+        raise ConfigError(
+            f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
+        ) from error
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")

@@ -3,6 +3,7 @@
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, wait
+from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.board import Board
@@ -10,6 +11,9 @@ from flows.execute import Result, execute
 from flows.launch import StageProcesses
 from flows.plan import Plan
 from lineage.errors import PipelineError
+from tasks.context import Launcher
+
+Run = PrefectFuture[None] | State[None]
 
 
 def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, Result]:
@@ -27,11 +31,16 @@ def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, R
 
     @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
     def pipeline_flow() -> None:
-        runs: dict[str, PrefectFuture[None]] = {}
-        for planned in plan.stale:
-            runs[planned.name] = run_stage.submit(planned.name, wait_for=_waits(plan, planned.name, runs))
+        runs: dict[str, Run] = {}
         try:
-            wait(list(runs.values()))  # independent branches finish first
+            for planned in plan.stale:
+                waits = _waits(plan, planned.name, runs)
+                if planned.stage.resources.launcher == Launcher.FOREGROUND:
+                    # In this thread, where a debugger and Ctrl-C reach it.
+                    runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
+                else:
+                    runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
+            wait([run for run in runs.values() if isinstance(run, PrefectFuture)])  # independent branches finish first
         except BaseException:
             processes.stop()  # a stop is passed on to the stages, and they are waited for
             raise
@@ -41,7 +50,7 @@ def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, R
     return results
 
 
-def _waits(plan: Plan, name: str, runs: dict[str, PrefectFuture[None]]) -> list[PrefectFuture[None]]:
+def _waits(plan: Plan, name: str, runs: dict[str, Run]) -> list[Run]:
     """A stage waits for what it reads; one that trains waits for all data too, so that a bad row is found first."""
     planned = plan.stage(name)
     needs = set(planned.upstream)
@@ -50,7 +59,7 @@ def _waits(plan: Plan, name: str, runs: dict[str, PrefectFuture[None]]) -> list[
     return [run for other, run in runs.items() if other in needs]
 
 
-def _raise_first_failure(runs: dict[str, PrefectFuture[None]]) -> None:
+def _raise_first_failure(runs: dict[str, Run]) -> None:
     for run in runs.values():
         error = run.result(raise_on_failure=False)
         if isinstance(error, PipelineError):

@@ -32,14 +32,14 @@ class EmbeddedServer:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = 0
+        self.url = ""
 
     def start(self) -> None:
-        """Begins the start, without waiting for it."""
+        """Begins the start, without waiting for it; ``url`` is known at once."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        self._port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flows.prefect_server", str(listener.fileno())],
@@ -53,20 +53,17 @@ class EmbeddedServer:
             )  # fmt: skip
         listener.close()
 
-    def wait_until_ready(self) -> str:
+    def wait_until_ready(self) -> None:
         """Waits for the server to answer.
 
-        Returns:
-            The value for ``PREFECT_API_URL``.
+        Raises:
+            PipelineError: it ended, or did not answer in time.
         """
         assert self._process is not None
-        url = f"http://127.0.0.1:{self._port}/api"
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                return url
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
             time.sleep(0.05)
         raise PipelineError(
             f"Prefect's embedded server did not start; its log is {self._log}. "
@@ -98,17 +95,23 @@ def _prefect_home() -> Path:
 
 @contextlib.contextmanager
 def embedded_server(log: Path) -> Iterator[EmbeddedServer | None]:
-    """Starts a server unless the user has one."""
+    """Starts a server unless the user has one, and points Prefect's client at it.
+
+    Must be entered before ``prefect`` is imported: its settings are read then, and without a URL it
+    would start a server of its own that outlives us.
+    """
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
     if configured_api_url():
         yield None
         return
     server = EmbeddedServer(log)
     server.start()
+    os.environ["PREFECT_API_URL"] = server.url
     try:
         yield server
     finally:
         server.stop()
+        del os.environ["PREFECT_API_URL"]
 
 
 def _serve(descriptor: int) -> None:

@@ -1,7 +1,6 @@
 """Runs a plan: warm-up of processes and server side by side, the flow, then the report."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -47,7 +46,7 @@ def _run_stale(plan: Plan) -> dict[str, float]:
             from flows.prefect_flow import run_flow  # the import of prefect, beside the server's start
 
             if server:
-                os.environ["PREFECT_API_URL"] = server.wait_until_ready()
+                server.wait_until_ready()
             results = run_flow(plan, processes, board)
     finally:
         processes.stop()

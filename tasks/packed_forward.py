@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -143,18 +144,26 @@ def _causal_lm_forward(
 
 
 def _reward_forward(
-    self: PreTrainedModel, *, attention_mask: "Tensor", **inputs: object
+    self: PreTrainedModel, *, input_ids: "Tensor", **inputs: object
 ) -> SequenceClassifierOutputWithPast:
-    """One score per row, read at its last token."""
-    hidden = hidden_states(self, {**inputs, "attention_mask": attention_mask})
-    last_R = attention_mask.sum(1) - 1
-    row_index = inputs["row_index"]
-    flat_R = row_index.gather(1, last_R.unsqueeze(1)).squeeze(1)
+    """One score per row, read where transformers reads it: at the last token that is not padding."""
+    hidden = hidden_states(self, {**inputs, "input_ids": input_ids})
+    places_L = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last_R = (places_L * (input_ids != self.config.get_text_config().pad_token_id)).argmax(-1)
+    row_index_RL = inputs["row_index"]
+    flat_R = row_index_RL.gather(1, last_R.unsqueeze(1)).squeeze(1)
     return SequenceClassifierOutputWithPast(logits=self.score(F.embedding(flat_R, hidden.squeeze(0))))
 
 
-def install(model: PreTrainedModel) -> None:
-    """Replaces a model's forward for training (not for generation) and lets its attention take packed batches."""
+def install(model: "PreTrainedModel | PeftModel") -> None:
+    """Replaces a model's forward for training (not for generation) and lets its attention take packed batches.
+
+    A model whose architecture is not known to give the same numbers packed keeps TRL's forward.
+    """
+    if isinstance(model, PeftModel):
+        model = model.get_base_model()
+    if not is_packable(model):
+        return
     AttentionInterface.register(ATTENTION, packed_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)

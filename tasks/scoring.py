@@ -99,7 +99,7 @@ def greedy_answers(
             )
             answers = tokenizer.batch_decode(output[:, ids_BT.shape[1] :], skip_special_tokens=True)
             for index, answer in zip(batch, answers, strict=True):
-                found[index] = answer.strip()
+                found[index] = answer
     return found
 
 

@@ -1,0 +1,51 @@
+"""Continued pretraining: the next-token loss on raw text, as in Gururangan et al. 2020, arXiv:2004.10964."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt
+
+from lineage.artifact import Kind
+from tasks.context import Metrics, TrainContext
+from tasks.method import Inputs, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuedPretraining(Training):
+    """Trains a policy on documents, joined and cut in chunks of ``max_length`` tokens."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    learning_rate: Annotated[float, Gt(0)] = 2e-5
+    num_steps: Annotated[int, Gt(0)] = 1000
+    global_batch_size: Annotated[int, Gt(0)] = 64  # chunks per step
+    max_length: Annotated[int, Gt(0)] = 2048  # tokens per chunk
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from trl import SFTConfig, SFTTrainer
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+        from tasks.models import load_policy, lora_config, save_output
+        from tasks.packed_forward import install
+        from tasks.tokenize_rows import read_rows, tokenize_text
+        from tasks.tokenized_rows import show
+        from tasks.trainer import fit, ordered, trainer_args
+
+        policy = load_policy(inputs["policy"])
+        rows = tokenize_text(read_rows(inputs["rows"]), policy.tokenizer, self.max_length)
+        show(rows, inputs["rows"], self.max_length)
+        trainer = SFTTrainer(
+            policy.model,
+            args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **trainer_args(self, ctx)),
+            train_dataset=ordered(rows, self),
+            # Chunks are of one length: there is no padding to leave out.
+            data_collator=DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id),
+            processing_class=policy.tokenizer,
+            peft_config=lora_config(self.adapter, "CAUSAL_LM"),
+        )
+        install(trainer.model)
+        metrics = fit(trainer, ctx)
+        save_output(trainer.model, ctx, inputs["policy"])
+        return {**rows.metrics, **metrics}

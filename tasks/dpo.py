@@ -1,0 +1,76 @@
+"""Direct preference optimization: Rafailov et al. 2023, arXiv:2305.18290."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt
+
+from lineage.artifact import Kind
+from tasks.context import Metrics, TrainContext
+from tasks.method import Inputs, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Training):
+    """Tunes a policy on preference pairs; its frozen start is the reference.
+
+    Args:
+        beta: strength of the KL to the reference.
+        loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
+    """
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    learning_rate: Annotated[float, Gt(0)] = 1e-6
+    num_steps: Annotated[int, Gt(0)] = 1000
+    global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
+    max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
+    beta: Annotated[float, Gt(0)] = 0.1
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from trl import DPOConfig
+        from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+        from tasks.models import load_policy, lora_config, save_output
+        from tasks.packed_batches import collator_for
+        from tasks.packed_forward import install
+        from tasks.preference_trainer import StepZeroProof, TokenizedDPOTrainer
+        from tasks.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
+        from tasks.tokenized_rows import show
+        from tasks.trainer import fit, ordered, trainer_args
+
+        policy = load_policy(inputs["policy"])
+        # With LoRA the reference is the policy with its adapter switched off; else a second copy of the policy.
+        reference = None if self.adapter else load_policy(inputs["policy"]).model
+        require_chat_template(policy.tokenizer, inputs["policy"])
+        rows = tokenize_preferences(read_rows(inputs["pairs"]), policy.tokenizer, self.max_length)
+        show(rows, inputs["pairs"], self.max_length)
+        trainer = TokenizedDPOTrainer(
+            policy.model,
+            reference,
+            args=DPOConfig(
+                beta=self.beta,
+                loss_type=[self.loss_type],
+                # TRL turns all dropout off; a LoRA that asks for it gets it.
+                disable_dropout=not (self.adapter and self.adapter.dropout),
+                **trainer_args(self, ctx),
+            ),
+            train_dataset=ordered(rows, self),
+            data_collator=collator_for(
+                policy.model, DataCollatorForPreference(policy.tokenizer.pad_token_id), pairs=True
+            ),
+            processing_class=policy.tokenizer,
+            peft_config=lora_config(self.adapter, "CAUSAL_LM"),
+        )
+        install(trainer.model)
+        if reference is not None:
+            install(reference)
+            # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
+            trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+        trainer.add_callback(StepZeroProof(inputs["policy"], self.precision, self.loss_type))
+        metrics = fit(trainer, ctx)
+        save_output(trainer.model, ctx, inputs["policy"])
+        return {**rows.metrics, **metrics}

@@ -1,0 +1,68 @@
+"""Writes what an evaluation found, for people and for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Message = dict[str, str]
+METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
+_NUM_SAMPLES = 3
+_MAX_SHOWN = 160  # characters of a sample answer
+# Metric of a policy -> title of its column, and digits after the point.
+_COLUMNS = {
+    "text_perplexity": ("text perplexity ↓", 1),
+    "answer_perplexity": ("answer perplexity ↓", 1),
+    "preference_accuracy": ("preference accuracy, implicit reward ↑", 3),
+    "logp_accuracy": ("preference accuracy, log-probability ↑", 3),
+    "reward_score": ("reward of greedy answers ↑", 2),
+}
+
+
+def write_report(
+    directory: Path,
+    metrics: Mapping[str, float],
+    prompts: Sequence[Sequence[Message]],
+    answers: Mapping[str, Sequence[str]],
+) -> None:
+    """Writes ``metrics.json``, ``answers.jsonl`` (a prompt and one answer per policy) and ``table.md``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    lines = [
+        json.dumps({"prompt": prompt, **{name: texts[index] for name, texts in answers.items()}}, ensure_ascii=False)
+        for index, prompt in enumerate(prompts)
+    ]
+    (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _samples(prompts, answers)]
+    (directory / TABLE_FILE).write_text("\n".join(parts), encoding="utf-8")
+
+
+def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
+    titles = [title for title, _ in _COLUMNS.values()]
+    rows = [
+        [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in _COLUMNS.items())] for name in names
+    ]
+    return _table(["policy", *titles], rows)
+
+
+def _reward_model(metrics: Mapping[str, float]) -> str:
+    prefix = "reward_model/accuracy"
+    shown = {key.removeprefix(prefix).lstrip("/") or "all pairs": value for key, value in metrics.items() if key.startswith(prefix)}
+    return _table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
+
+
+def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:
+    rows = [
+        [_cell(prompt[-1]["content"]), *(_cell(texts[index]) for texts in answers.values())]
+        for index, prompt in enumerate(prompts[:_NUM_SAMPLES])
+    ]
+    return _table(["prompt", *answers], rows)
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -1,0 +1,45 @@
+"""Micro batches for the packed forward: TRL's collators, with the layout of the real tokens added."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tasks.packed_forward import is_packable, pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Example = dict[str, list[int]]
+Batch = dict[str, "Tensor"]
+Collator = Callable[[list[Example]], Batch]
+
+
+class PackedCollator:
+    """Collates like ``collate``, then adds where the real tokens stand.
+
+    Args:
+        pairs: the second half of a batch answers what the first half answers; common first tokens are kept once.
+    """
+
+    def __init__(self, collate: Collator, *, pairs: bool = False) -> None:
+        self.collate = collate
+        self.pairs = pairs
+
+    def __call__(self, examples: list[Example]) -> Batch:
+        batch = self.collate(examples)
+        shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
+        return {**batch, **pack(batch["attention_mask"], shared)}
+
+
+def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
+    """Per row, how many first tokens equal those of the row R/2 before it; 0 in the first half."""
+    half = len(ids_RL) // 2
+    equal = (ids_RL[:half] == ids_RL[half:]) & attention_RL[:half].bool() & attention_RL[half:].bool()
+    shared_R = ids_RL.new_zeros(len(ids_RL))
+    shared_R[half:] = equal.long().cumprod(1).sum(1)
+    return shared_R
+
+
+def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False) -> Collator:
+    """``collate``, packed where the model's architecture is known to give the same numbers packed."""
+    return PackedCollator(collate, pairs=pairs) if is_packable(model) else collate

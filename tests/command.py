@@ -1,0 +1,63 @@
+"""The command as a user calls it: a process of its own, in a folder of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parent.parent
+CONF = REPOSITORY / "tests" / "conf"
+
+
+class Command:
+    """Calls ``posttrain`` in one folder, always with the same leading overrides."""
+
+    def __init__(self, folder: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self._overrides = overrides
+        self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+
+    def start(self, verb: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows", verb, "--config-dir", str(CONF), *self._overrides, *arguments],
+            cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __call__(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        process = self.start(verb, *arguments)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def run(self, *arguments: str) -> dict[str, dict]:
+        """Runs to success and returns the stages of ``run --json`` by name."""
+        result = self("run", "--json", *arguments)
+        assert result.returncode == 0, result.stderr
+        return {row["stage"]: row for row in json.loads(result.stdout)["stages"]}
+
+    def states(self, *arguments: str) -> dict[str, str]:
+        result = self("plan", "--json", *arguments)
+        assert result.returncode == 0, result.stderr
+        return {row["stage"]: row["state"] for row in json.loads(result.stdout)["stages"]}
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """A process and all it has started."""
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,149 @@
+"""The evaluation's numbers, on tiny models, against a computation by hand; and what it writes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.context import Metrics, TrainContext
+from tasks.evaluate import Evaluate
+from tasks.method import Input
+from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
+
+SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Input]:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    root = tmp_path_factory.mktemp("evaluate")
+    sft = write_policy(root / "sft", seed=1)
+    torch.manual_seed(0)
+    reward = AutoModelForSequenceClassification.from_pretrained(sft, num_labels=1)
+    reward.save_pretrained(root / "reward")
+    write_tokenizer(root / "reward")
+    write_policy(root / "dpo", seed=2)
+    rows = {
+        "text": write_rows(root / "text", text_rows(1), text_rows(12)),
+        "conversations": write_rows(root / "conversations", conversation_rows(1), conversation_rows(12)),
+        "pairs": write_rows(root / "pairs", preference_rows(1), preference_rows(12)),
+    }
+    models = {"reward_model": root / "reward", "reference": sft, "sft": sft, "dpo": root / "dpo"}
+    return {
+        slot: Input(name=slot, kind=Evaluate.consumes.get(slot, Kind.CHECKPOINT), fingerprint=str(path), path=path)
+        for slot, path in {**rows, **models}.items()
+    }
+
+
+def evaluate(directory: Path, inputs: Mapping[str, Input], method: Evaluate = SMALL) -> dict[str, float]:
+    return dict(method.run(inputs, TrainContext(output_dir=directory, work_dir=directory)))
+
+
+def held_out(inputs: Mapping[str, Input], slot: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = pq.read_table(inputs[slot].path / "held_out.parquet").to_pylist()
+    return rows
+
+
+def answer_logp(directory: Path, prompt: object, answer: object) -> tuple[float, int]:
+    """Log-probability of an answer with its end of turn, and its tokens: one row, no batch, no padding."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*prompt, *answer])["input_ids"]  # type: ignore[misc]
+    with torch.no_grad():
+        logps = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+    places = range(len(before), len(whole))
+    return sum(float(logps[place - 1, whole[place]]) for place in places), len(places)
+
+
+def test_accuracies_and_answer_perplexity_are_those_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    metrics = evaluate(tmp_path, inputs)
+    margins: dict[str, list[float]] = {
+        name: [
+            answer_logp(inputs[name].path, row["prompt"], row["chosen"])[0]
+            - answer_logp(inputs[name].path, row["prompt"], row["rejected"])[0]
+            for row in held_out(inputs, "pairs")
+        ]
+        for name in ("sft", "dpo")
+    }
+    implicit = [dpo > sft for sft, dpo in zip(margins["sft"], margins["dpo"], strict=True)]
+    assert metrics["dpo/preference_accuracy"] == pytest.approx(sum(implicit) / len(implicit))
+    for name, values in margins.items():
+        assert metrics[f"{name}/logp_accuracy"] == pytest.approx(sum(value > 0 for value in values) / len(values))
+    scores = [
+        answer_logp(inputs["dpo"].path, row["messages"][:-1], row["messages"][-1:])  # type: ignore[index]
+        for row in held_out(inputs, "conversations")
+    ]
+    perplexity = math.exp(-sum(logp for logp, _ in scores) / sum(count for _, count in scores))
+    assert metrics["dpo/answer_perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_the_reference_prefers_nothing_over_itself(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    assert evaluate(tmp_path, inputs)["sft/preference_accuracy"] == 0.5
+    apart = {**inputs, "reference": replace(inputs["reference"], fingerprint="other")}  # loaded by itself
+    assert evaluate(tmp_path, apart)["sft/preference_accuracy"] == 0.5
+
+
+def test_text_perplexity_is_that_of_each_document_with_its_end(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs["sft"].path)
+    model = AutoModelForCausalLM.from_pretrained(inputs["sft"].path)
+    total = count = 0.0
+    for row in held_out(inputs, "text"):
+        ids = [*tokenizer(str(row["text"]))["input_ids"], tokenizer.pad_token_id]
+        with torch.no_grad():
+            total += float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
+        count += len(ids) - 1
+    assert evaluate(tmp_path, inputs)["sft/text_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    metrics = evaluate(tmp_path, inputs)
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 4 and all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
+    table = (tmp_path / "table.md").read_text()
+    assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
+    kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
+    assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
+    assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_rows", 5), ("num_prompts", 2), ("max_new_tokens", 1), ("max_length", 40), ("seed", 1)]
+)
+def test_each_field_changes_the_report(tmp_path: Path, inputs: dict[str, Input], field: str, value: int) -> None:
+    fewer = replace(SMALL, num_rows=6)  # of 12, so that the seed decides which
+    plain = evaluate(tmp_path / "plain", inputs, fewer)
+    changed = evaluate(tmp_path / "changed", inputs, replace(fewer, **{field: value}))
+    answers = [(tmp_path / name / "answers.jsonl").read_text() for name in ("plain", "changed")]
+    assert (changed, answers[1]) != (plain, answers[0])
+
+
+def test_progress_is_reported_once_per_policy(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    seen: list[tuple[int, Metrics]] = []
+    context = TrainContext(
+        output_dir=tmp_path, work_dir=tmp_path, report=lambda step, metrics: seen.append((step, metrics))
+    )
+    metrics = SMALL.run(inputs, context)
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert set(seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"} and seen[-1][1] == metrics
+
+
+def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
+    with pytest.raises(ConfigError, match="evaluate has no policy to measure; give it inputs of any other name"):
+        evaluate(tmp_path, given)

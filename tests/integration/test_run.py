@@ -1,0 +1,155 @@
+"""What is around a method: order, reuse, failure, stop. Toy stages, real processes, real Prefect, real Ray Train."""
+
+import json
+import signal
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.prefect_server import EmbeddedServer
+from tests.command import Command, alive, family, wait_until
+
+SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
+
+
+@pytest.fixture(scope="module")
+def prefect_url(tmp_path_factory):
+    """One Prefect server for all tests here but the one on the embedded server."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
+    server.start()
+    server.wait_until_ready()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def toy(tmp_path, prefect_url):
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
+
+
+def prefect(url: str, path: str, body: dict) -> list[dict]:
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+def step_of(folder, stage):
+    files = list((folder / "artifacts" / stage).glob("*/metrics.jsonl"))
+    return len(files[0].read_text().splitlines()) if files else 0
+
+
+def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
+    first = toy.run()
+    assert {name: row["seconds"] > 0 for name, row in first.items()} == dict.fromkeys(first, True)
+
+    [flow] = prefect(prefect_url, "/flows/filter", {"flows": {"name": {"any_": ["toy"]}}})
+    [run] = prefect(prefect_url, "/flow_runs/filter", {"flows": {"id": {"any_": [flow["id"]]}}})
+    tasks = prefect(prefect_url, "/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert run["state_type"] == "COMPLETED"
+    assert sorted(task["name"] for task in tasks) == ["data", "left", "model", "right"]
+
+    second = toy("run")
+    assert second.returncode == 0
+    assert "nothing to do: all 4 stages are finished" in second.stdout
+    assert len(prefect(prefect_url, "/flow_runs/filter", {"flows": {"id": {"any_": [flow["id"]]}}})) == 1
+
+    third = toy.run("stages.left.method.learning_rate=0.2")
+    assert {name for name, row in third.items() if row["seconds"]} == {"left"}
+    assert set(toy.states("resources.micro_batch_size=4").values()) == {"reuse"}
+
+
+def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
+    result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
+    assert result.returncode == 1
+    assert "stage left failed: ValueError: told to fail (log: " in result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    log = result.stderr.split("(log: ")[-1].split(")")[0]
+    assert 'raise ValueError("told to fail")' in Path(log).read_text()
+    assert toy.states()["right"] == "run"  # of the default recipe
+    assert toy.states("stages.right.method.step_seconds=0.5")["right"] == "reuse"
+
+
+def test_a_config_error_is_one_message_and_exit_code_2(toy):
+    result = toy("run", "stages.left.method.betta=1")
+    assert result.returncode == 2
+    assert result.stderr.startswith("posttrain: stages.left.method.betta: unknown key")
+    assert "Traceback" not in result.stderr
+    assert toy("plan", "--nonsense").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 130), (signal.SIGINT, 130)], ids=["kill", "term", "int"]
+)
+def test_a_stop_leaves_no_process_and_keeps_what_was_finished(toy, number, code):
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
+    wait_until(lambda: list((toy.folder / "artifacts/right").glob("*/manifest.json")), "right finishes")
+    started = family(process)
+    assert len(started) >= 3
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    assert "Traceback" not in errors
+    assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": "run", "right": "reuse"}
+    again = toy.run(*SLOW_LEFT, "stages.left.method.num_steps=3")
+    assert {name for name, row in again.items() if row["seconds"]} == {"left"}
+
+
+def test_a_killed_stage_process_is_a_failed_stage(toy):
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
+    stages = [each for each in family(process) if "left" in _stage(each)]
+    assert len(stages) == 1
+    stages[0].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stage left failed: its process was killed by SIGKILL; out of memory? (log: " in errors
+
+
+def _stage(process: psutil.Process) -> str:
+    """Which stage a process runs: the one whose log it writes."""
+    try:
+        return next((file.path for file in process.open_files() if file.path.endswith("stage.log")), "")
+    except psutil.Error:
+        return ""
+
+
+def test_two_runs_at_once_train_a_shared_stage_once(toy):
+    slow = ("stages.model.method.size=3", "stages.left.method.step_seconds=0.5", "stages.right.method.step_seconds=0.5")
+    both = [toy.start("run", "--json", *slow) for _ in range(2)]
+    rows = []
+    for process in both:
+        out, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        rows.append({row["stage"]: row for row in json.loads(out)["stages"]})
+    for stage in rows[0]:
+        assert sorted(bool(each[stage]["seconds"]) for each in rows) == [False, True], stage
+
+
+def test_works_without_a_server_and_leaves_none(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    toy = Command(tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt")
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
+    started = family(process)
+    servers = [each for each in started if "prefect" in " ".join(each.cmdline())]
+    assert len(servers) == 1, "one embedded server, ours"
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+
+
+def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):
+    process = toy.start("run", *SLOW_LEFT, "stages.left.resources.launcher=foreground")
+    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
+    assert not any("left" in _stage(each) for each in family(process))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130

@@ -1,0 +1,79 @@
+"""A base model from scratch: what it writes loads, says any text back, and is the same for the same rows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.base_model import BaseModel
+from tasks.context import TrainContext
+from tasks.method import Input
+from tests.tiny import text_rows, write_rows
+
+SMALL = BaseModel(vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, max_positions=64)
+
+
+def build(directory: Path, method: BaseModel = SMALL, out: str = "base") -> dict[str, bytes]:
+    rows = write_rows(directory / "rows", text_rows(40), text_rows(1))
+    given = Input(name="corpus", kind=Kind.TEXT, fingerprint="", path=rows)
+    method.run({"rows": given}, TrainContext(output_dir=directory / out, work_dir=directory))
+    return {file.name: file.read_bytes() for file in sorted((directory / out).iterdir())}
+
+
+def test_the_output_loads_with_the_auto_classes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    files = build(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base", local_files_only=True)
+    assert "model.safetensors" in files and "chat_template.jinja" in files and "tokenizer.json" in files
+    assert model.config.vocab_size == len(tokenizer) <= 300
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    text = "def f(x):\n\n    return  'ü→🙂' "
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_chat_template_renders_a_beginning_as_the_beginning_of_the_whole(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    build(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base", local_files_only=True)
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"{role} {index}"} for index, role in enumerate(roles)]
+    whole = tokenizer.apply_chat_template(messages)["input_ids"]
+    for count in range(1, 5):
+        begin = tokenizer.apply_chat_template(messages[:count], add_generation_prompt=roles[count] == "assistant")
+        assert whole[: len(begin["input_ids"])] == begin["input_ids"]
+    assert whole[-1] == tokenizer.eos_token_id
+
+
+def test_the_same_rows_and_seed_give_the_same_bytes_whatever_the_global_state(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(1)
+    first = build(tmp_path, out="first")
+    torch.manual_seed(2)
+    assert build(tmp_path, out="second") == first
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 280), ("hidden_size", 32), ("intermediate_size", 48), ("num_layers", 2), ("num_heads", 4),
+        ("max_positions", 128), ("tie_embeddings", False), ("seed", 1),
+    ],
+)  # fmt: skip
+def test_each_field_changes_the_model(tmp_path: Path, field: str, value: int) -> None:
+    assert build(tmp_path, replace(SMALL, **{field: value}), "changed") != build(tmp_path, out="plain")
+
+
+def test_heads_of_an_odd_width_are_refused() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        BaseModel(hidden_size=190, num_heads=6)
+    assert str(refusal.value) == (
+        "hidden_size=190 over num_heads=6 is no even number of dimensions per head; "
+        "give a hidden_size that is a multiple of 12"
+    )
