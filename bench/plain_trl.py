@@ -17,6 +17,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 
 def arguments() -> argparse.Namespace:
+    """What a run is told."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("method", choices=("cpt", "sft", "reward", "dpo"))
     parser.add_argument("--policy", required=True, help="directory of the model to start from")
@@ -76,10 +77,12 @@ def chunks(rows: Dataset, tokenizer: AutoTokenizer, max_length: int) -> Dataset:
 
 
 def prompt_completion(row: dict[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """A conversation as TRL's prompt-completion format: the last turn is trained."""
     return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
 
 
 def trainer_for(args: argparse.Namespace, rows: Dataset) -> SFTTrainer | RewardTrainer | DPOTrainer:
+    """TRL's trainer for the method, with its defaults."""
     tokenizer = AutoTokenizer.from_pretrained(args.policy)
     settings = common(args)
     if args.method == "cpt":
@@ -96,6 +99,7 @@ def trainer_for(args: argparse.Namespace, rows: Dataset) -> SFTTrainer | RewardT
 
 
 def main() -> None:
+    """Trains, saves, and prints what it took."""
     args = arguments()
     torch.set_num_threads(args.threads)
     set_seed(args.seed)

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 
 from lineage.artifact import Kind, Source
@@ -46,7 +47,7 @@ def pin(name: str, source: Source) -> tuple[Source, str]:
         # These rows come from the interpreter's own documentation, so the interpreter is their revision.
         pinned = replace(source, revision=f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
         return pinned, _identity(pinned, pinned.path)
-    matches = _local(source.path)
+    matches = local_paths(source.path)
     if matches:
         digests = {key: digest for path in matches for key, digest in _digest_path(path).items()}
         pinned = replace(source, revision=None)
@@ -65,15 +66,10 @@ def _identity(source: Source, content: str) -> str:
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
-def _local(path: str) -> list[Path]:
-    """The files and directories that a path or glob names on this machine."""
-    expanded = Path(os.path.expandvars(path)).expanduser()
-    if expanded.exists():
-        return [expanded]
-    if any(mark in path for mark in "*?["):
-        root = Path(expanded.anchor) if expanded.is_absolute() else Path()
-        return sorted(root.glob(str(expanded.relative_to(expanded.anchor))))
-    return []
+def local_paths(path: str) -> list[Path]:
+    """The files and directories of this machine that a path or a glob names; empty for a hub id."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
 
 
 def _digest_path(path: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks import held_out_rows as held_out
+from tasks.completion_mask import Message
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import write_report
 from tasks.method import Input, Inputs, Method
@@ -27,7 +28,7 @@ class Rows:
     text: Sequence[Scored]
     answers: Sequence[Scored]
     pairs: held_out.Pairs
-    prompts: Sequence[list[held_out.Message]]
+    prompts: Sequence[list[Message]]
     prompt_ids: Sequence[Sequence[int]]
 
 
@@ -72,11 +73,14 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.models import load_tokenizer
+        from tasks.tokenize_rows import require_chat_template
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
             raise ConfigError("evaluate has no policy to measure; give it inputs of any other name, such as sft: sft")
+        # One tokenizer and template for all: a base model may have none, and equal tokens make numbers comparable.
         tokenizer = load_tokenizer(inputs["reference"])
+        require_chat_template(tokenizer, inputs["reference"])
         rows = self._rows(inputs, tokenizer)
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
         metrics: dict[str, float] = {}
@@ -100,11 +104,15 @@ class Evaluate(Method):
             prompts=prompts,
             prompt_ids=held_out.prompt_tokens(prompts, tokenizer, self.max_length),
         )
-        for slot, count in (("text", len(rows.text)), ("conversations", len(rows.answers)), ("pairs", len(rows.pairs.kinds))):
+        for slot, count in (
+            ("text", len(rows.text)),
+            ("conversations", len(rows.answers)),
+            ("pairs", len(rows.pairs.kinds)),
+        ):
             if not count:
                 raise DataError(
-                    f"no held-out row of {inputs[slot].name!r} has a token to score within max_length={self.max_length}; "
-                    "raise max_length of evaluate, or hold out more rows"
+                    f"no held-out row of {inputs[slot].name!r} has a token to score within "
+                    f"max_length={self.max_length}; raise max_length of evaluate, or hold out more rows"
                 )
         return rows
 
@@ -123,12 +131,11 @@ class Evaluate(Method):
             known[reference.fingerprint] = self._measure(reference, rows, tokenizer, ctx)
         return known[reference.fingerprint], {name: known[policy.fingerprint] for name, policy in policies.items()}
 
-    def _measure(
-        self, policy: Input, rows: Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
-    ) -> Measured:
+    def _measure(self, policy: Input, rows: Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext) -> Measured:
         from tasks.models import load_policy
 
-        model, batch_size = load_policy(policy).model, ctx.resources.micro_batch_size
+        model = load_policy(policy).model.to(_device(ctx))
+        batch_size = ctx.resources.micro_batch_size
         return Measured(
             text_perplexity=_perplexity(logps(model, rows.text, batch_size), rows.text),
             answer_perplexity=_perplexity(logps(model, rows.answers, batch_size), rows.answers),
@@ -147,9 +154,11 @@ class Evaluate(Method):
     ) -> dict[str, float]:
         from tasks.models import load_reward_model
 
-        model, batch_size = load_reward_model(reward_model, self.seed).model, ctx.resources.micro_batch_size
+        model = load_reward_model(reward_model, self.seed).model.to(_device(ctx))
+        batch_size = ctx.resources.micro_batch_size
         chosen, rejected = (
-            rewards(model, [row.input_ids for row in side], batch_size) for side in (rows.pairs.chosen, rows.pairs.rejected)
+            rewards(model, [row.input_ids for row in side], batch_size)
+            for side in (rows.pairs.chosen, rows.pairs.rejected)
         )
         wins = [_win(left, right) for left, right in zip(chosen, rejected, strict=True)]
         metrics = {"reward_model/accuracy": fmean(wins)}
@@ -160,6 +169,10 @@ class Evaluate(Method):
             answered = held_out.answered_tokens(rows.prompts, texts, tokenizer, self.max_length)
             metrics[f"{name}/reward_score"] = fmean(rewards(model, answered, batch_size))
         return metrics
+
+
+def _device(ctx: TrainContext) -> str:
+    return "cuda" if ctx.resources.gpus_per_worker else "cpu"
 
 
 def _policy_metrics(policy: Measured, reference: Measured) -> dict[str, float]:

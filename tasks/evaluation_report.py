@@ -46,7 +46,11 @@ def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
 
 def _reward_model(metrics: Mapping[str, float]) -> str:
     prefix = "reward_model/accuracy"
-    shown = {key.removeprefix(prefix).lstrip("/") or "all pairs": value for key, value in metrics.items() if key.startswith(prefix)}
+    shown = {
+        key.removeprefix(prefix).lstrip("/") or "all pairs": value
+        for key, value in metrics.items()
+        if key.startswith(prefix)
+    }
     return _table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
 
 

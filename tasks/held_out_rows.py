@@ -1,12 +1,10 @@
 """The held-out rows that policies are measured on, as tokens."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.errors import DataError
 from tasks.completion_mask import IGNORED, Message, render, tokenize
 from tasks.row_split import HELD_OUT
 from tasks.scoring import Scored

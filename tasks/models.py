@@ -47,7 +47,9 @@ class Policy:
 def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model; a missing pad token is filled in memory only, padding is never trained."""
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of weights that are loaded and written: it fills logs, and says nothing
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         policy.path, trust_remote_code=False, local_files_only=True
     )

@@ -26,6 +26,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Attended = tuple[Tensor, None]  # attention's output, and no weights
+
 ATTENTION = "packed_sdpa"
 # Plain causal attention over rotary positions: nothing in their layers depends on the padded grid.
 PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
@@ -68,13 +70,14 @@ def packed_attention(
     token_index: "Tensor | None" = None,
     row_index: "Tensor | None" = None,
     **kwargs: object,
-) -> tuple["Tensor", None]:
+) -> "Attended":
     """Causal attention of a packed batch, on its padded grid; plain SDPA where the batch is not packed.
 
     Padding stands to the right of every row, so that no real token ever looks at it.
     """
     if row_index is None or token_index is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        plain: Attended = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain
 
     def grid(states: "Tensor") -> "Tensor":  # (1, heads, T, d) -> (R, heads, L, d)
         _, heads, tokens, width = states.shape
@@ -93,7 +96,7 @@ def is_packable(model: PreTrainedModel) -> bool:
     return config.model_type in PACKABLE and not sliding and set(layers or ()) <= {"full_attention"}
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, object]) -> "Tensor":
+def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
     """The backbone's last hidden states: (R, L, H), or (1, T, H) where the batch is packed."""
     token_index = inputs.get("token_index")
     if token_index is None:
@@ -124,7 +127,7 @@ def score(hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor") -> tu
 
 
 def _causal_lm_forward(
-    self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, **inputs: object
+    self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, **inputs: "Tensor"
 ) -> FusedCausalLMOutput:
     """TRL's fused forward (``add_fused_lm_head``) on packed tokens; entropy and mean logits are not computed."""
     hidden = hidden_states(self, inputs)
@@ -144,7 +147,7 @@ def _causal_lm_forward(
 
 
 def _reward_forward(
-    self: PreTrainedModel, *, input_ids: "Tensor", **inputs: object
+    self: PreTrainedModel, *, input_ids: "Tensor", **inputs: "Tensor"
 ) -> SequenceClassifierOutputWithPast:
     """One score per row, read where transformers reads it: at the last token that is not padding."""
     hidden = hidden_states(self, {**inputs, "input_ids": input_ids})

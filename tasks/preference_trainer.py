@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
-class TokenizedDPOTrainer(DPOTrainer):  # type: ignore[misc]
+class TokenizedDPOTrainer(DPOTrainer):
     """``DPOTrainer`` that takes ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: TRL would tokenize, and drop."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: object) -> Dataset:
         return dataset
 
 
-class StepZeroProof(TrainerCallback):  # type: ignore[misc]
+class StepZeroProof(TrainerCallback):
     """Fails a preference stage whose policy and reference did not agree before the first optimizer step."""
 
     def __init__(self, policy: "Input", precision: str, loss_type: str) -> None:

@@ -12,7 +12,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
 from tasks.method import Input, Inputs, Method
-from tasks.row_checks import BadRow, Fields, check_conversation, check_group, check_preference, check_text
+from tasks.row_checks import BadRowError, Fields, check_conversation, check_group, check_preference, check_text
 from tasks.row_split import HELD_OUT, TRAIN, RowSplit, canonical
 from tasks.sources import read_rows
 
@@ -117,19 +117,20 @@ def _checked(
         DataError: at the end, naming every bad row (at most 20) by file and line.
     """
     bad: list[str] = []
-    total = 0
-    for total, row in enumerate(read_rows(source), start=1):
+    good = 0
+    for row in read_rows(source):
         try:
             checked = check(row.fields)
             check_group(row.fields)
-        except BadRow as error:
+        except BadRowError as error:
             bad.append(f"{row.where}: {error}")
         else:
+            good += 1
             yield row.fields, checked
     if bad:
         more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
         shown = "\n  ".join(bad[:_MAX_SHOWN] + more)
-        raise DataError(f"{len(bad)} of {total} rows cannot be used:\n  {shown}")
+        raise DataError(f"{len(bad)} of {len(bad) + good} rows cannot be used:\n  {shown}")
 
 
 def _require_both(split: RowSplit, counts: Mapping[str, int]) -> None:

@@ -48,9 +48,7 @@ class RewardModel(Training):
         trainer = RewardTrainer(
             policy.model,
             # TRL turns all dropout off; a LoRA that asks for it gets it.
-            args=RewardConfig(
-                disable_dropout=not (self.adapter and self.adapter.dropout), **trainer_args(self, ctx)
-            ),
+            args=RewardConfig(disable_dropout=not (self.adapter and self.adapter.dropout), **trainer_args(self, ctx)),
             train_dataset=ordered(whole_sequences(rows), self),
             data_collator=collator_for(policy.model, collate, pairs=True),
             processing_class=policy.tokenizer,

@@ -11,7 +11,7 @@ _MESSAGES = '{"messages": [{"role": "user", "content": "..."}, {"role": "assista
 _PREFERENCE = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages'
 
 
-class BadRow(Exception):
+class BadRowError(Exception):
     """What is wrong with a row, what is accepted, and what to do."""
 
     def __init__(self, found: str, accepted: str, mend: str) -> None:
@@ -27,7 +27,9 @@ def check_conversation(fields: Fields) -> dict[str, object]:
     """A row {messages} with at least one answer to learn from."""
     messages = _messages(_field(fields, "messages", _MESSAGES), "messages", _MESSAGES)
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("messages has no assistant turn", _MESSAGES, "add the answer to learn from, or remove the row")
+        raise BadRowError(
+            "messages has no assistant turn", _MESSAGES, "add the answer to learn from, or remove the row"
+        )
     return {"messages": messages}
 
 
@@ -37,10 +39,12 @@ def check_preference(fields: Fields) -> dict[str, object]:
     chosen = _answer(_field(fields, "chosen", _PREFERENCE), "chosen")
     rejected = _answer(_field(fields, "rejected", _PREFERENCE), "rejected")
     if chosen == rejected:
-        raise BadRow("chosen and rejected are the same", _PREFERENCE, "there is nothing to prefer: remove the row")
+        raise BadRowError("chosen and rejected are the same", _PREFERENCE, "there is nothing to prefer: remove the row")
     kind = fields.get("kind")
     if not (kind is None or isinstance(kind, str)):
-        raise BadRow(f"kind is {_name(kind)}", "a string or null", "it names what is wrong with the rejected answer")
+        raise BadRowError(
+            f"kind is {_name(kind)}", "a string or null", "it names what is wrong with the rejected answer"
+        )
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind}
 
 
@@ -48,26 +52,28 @@ def check_group(fields: Fields) -> str | None:
     """What a row is held out together with, where it says so."""
     group = fields.get("group")
     if not (group is None or isinstance(group, str)):
-        raise BadRow(f"group is {_name(group)}", "a string or null", "rows of one group are held out together")
+        raise BadRowError(f"group is {_name(group)}", "a string or null", "rows of one group are held out together")
     return group
 
 
 def _field(fields: Fields, name: str, accepted: str) -> object:
     if name not in fields:
         columns = ", ".join(sorted(fields)) or "none"
-        raise BadRow(f"no field {name!r} (fields: {columns})", accepted, f"add {name!r} or rename the field that holds it")
+        raise BadRowError(
+            f"no field {name!r} (fields: {columns})", accepted, f"add {name!r} or rename the field that holds it"
+        )
     return fields[name]
 
 
 def _string(value: object, what: str, accepted: str) -> str:
     if not isinstance(value, str):
-        raise BadRow(f"{what} is {_name(value)}", accepted, "write a string")
+        raise BadRowError(f"{what} is {_name(value)}", accepted, "write a string")
     if not value.strip():
-        raise BadRow(f"{what} is empty", accepted, "fill it or remove the row")
+        raise BadRowError(f"{what} is empty", accepted, "fill it or remove the row")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadRow(
+        raise BadRowError(
             f"{what} has half a surrogate pair at character {error.start}", "text", "write the whole character"
         ) from error
     return value
@@ -76,21 +82,23 @@ def _string(value: object, what: str, accepted: str) -> str:
 def _messages(value: object, what: str, accepted: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         found = "is empty" if value == [] else f"is {_name(value)}"
-        raise BadRow(f"{what} {found}", accepted, "write a list of messages")
+        raise BadRowError(f"{what} {found}", accepted, "write a list of messages")
     return [_message(item, f"{what}[{index}]", accepted) for index, item in enumerate(value)]
 
 
 def _message(value: object, what: str, accepted: str) -> Message:
     if not isinstance(value, Mapping):
-        raise BadRow(f"{what} is {_name(value)}", accepted, 'write {"role": ..., "content": ...}')
+        raise BadRowError(f"{what} is {_name(value)}", accepted, 'write {"role": ..., "content": ...}')
     for name in ("role", "content"):
         if name not in value:
-            raise BadRow(f"{what} has no {name!r} (it has: {', '.join(sorted(value))})", accepted, f"add {name!r}")
+            raise BadRowError(f"{what} has no {name!r} (it has: {', '.join(sorted(value))})", accepted, f"add {name!r}")
     extra = sorted(key for key in value if key not in ("role", "content") and value[key] is not None)
     if extra:
-        raise BadRow(f"{what} has {', '.join(extra)}", '"role" and "content" alone', "remove it or the row")
+        raise BadRowError(f"{what} has {', '.join(extra)}", '"role" and "content" alone', "remove it or the row")
     if value["role"] not in _ROLES:
-        raise BadRow(f"{what} has the role {value['role']!r}", ", ".join(_ROLES), "rename the role or remove the row")
+        raise BadRowError(
+            f"{what} has the role {value['role']!r}", ", ".join(_ROLES), "rename the role or remove the row"
+        )
     return {"role": str(value["role"]), "content": _string(value["content"], f"{what} content", accepted)}
 
 
@@ -99,7 +107,7 @@ def _prompt(value: object) -> list[Message]:
         return [{"role": "user", "content": _string(value, "prompt", _PREFERENCE)}]
     messages = _messages(value, "prompt", _PREFERENCE)
     if messages[-1]["role"] != "user":
-        raise BadRow(
+        raise BadRowError(
             f"prompt ends with the role {messages[-1]['role']!r}", "a prompt that ends with a user message",
             "move the answer to chosen",
         )  # fmt: skip
@@ -112,7 +120,7 @@ def _answer(value: object, what: str) -> list[Message]:
     messages = _messages(value, what, _PREFERENCE)
     if [message["role"] for message in messages] != ["assistant"]:
         roles = ", ".join(message["role"] for message in messages)
-        raise BadRow(f"{what} has messages of {roles}", "one assistant message", "move what precedes it to prompt")
+        raise BadRowError(f"{what} has messages of {roles}", "one assistant message", "move what precedes it to prompt")
     return messages
 
 

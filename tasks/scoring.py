@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -56,7 +57,11 @@ def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float
     keep = max(len(row.input_ids) - row.first for row in rows)
     positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
     logits_BKV = model(
-        input_ids=ids_BT, attention_mask=attention_BT, position_ids=positions_BT, logits_to_keep=keep + 1, use_cache=False
+        input_ids=ids_BT,
+        attention_mask=attention_BT,
+        position_ids=positions_BT,
+        logits_to_keep=keep + 1,
+        use_cache=False,
     ).logits[:, :-1]
     targets_BK, mask_BK = ids_BT[:, -keep:], mask_BT[:, -keep:]
     logps_BK = -torch.nn.functional.cross_entropy(
@@ -72,7 +77,9 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in _batches([len(row) for row in rows], batch_size):
-            ids_BT, attention_BT = _pad([rows[i] for i in batch], model.device, left=False, pad=model.config.pad_token_id)
+            ids_BT, attention_BT = _pad(
+                [rows[i] for i in batch], model.device, left=False, pad=model.config.pad_token_id
+            )
             scores_B = model(input_ids=ids_BT, attention_mask=attention_BT).logits[:, 0]
             for index, score in zip(batch, scores_B, strict=True):
                 found[index] = float(score)
@@ -95,7 +102,12 @@ def greedy_answers(
             pad = tokenizer.pad_token_id
             ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
             output = model.generate(
-                ids_BT, attention_mask=attention_BT, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, pad_token_id=pad
+                ids_BT,
+                attention_mask=attention_BT,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=pad,
             )
             answers = tokenizer.batch_decode(output[:, ids_BT.shape[1] :], skip_special_tokens=True)
             for index, answer in zip(batch, answers, strict=True):
@@ -110,9 +122,7 @@ def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
         yield order[start : start + batch_size]
 
 
-def _pad(
-    rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0
-) -> "tuple[Tensor, Tensor]":
+def _pad(rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0) -> "tuple[Tensor, Tensor]":
     """Rows of one length as a tensor, and which of its positions are not padding."""
     import torch
 

@@ -1,17 +1,15 @@
 """Reads what a source names: rows with the place that each came from, and the directory of a model."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
 from lineage.artifact import Source
+from lineage.digest import QUICKSTART, local_paths
 from lineage.errors import ConfigError, DataError
 from tasks.quickstart import quickstart_rows
 
-QUICKSTART = "quickstart:"
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one JSON object per line
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 
@@ -39,7 +37,7 @@ def read_rows(source: Source) -> Iterator[Row]:
         count += 1
         yield row
     if not count:
-        raise DataError(f"{source.path}: no rows; give at least one row, such as a line {{\"text\": \"...\"}}")
+        raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
 
 
 def _rows(source: Source) -> Iterator[Row]:
@@ -57,12 +55,6 @@ def _rows(source: Source) -> Iterator[Row]:
             yield from _read_dataset(str(path), source, local=path)
     if not paths:
         yield from _read_dataset(source.path, source, local=None)
-
-
-def local_paths(path: str) -> list[Path]:
-    """The files and directories of this machine that a path or a glob names; empty for a hub id."""
-    expanded = os.path.expanduser(os.path.expandvars(path))
-    return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
@@ -87,9 +79,7 @@ def _parse(line: bytes, where: str, first: bool) -> Mapping[str, object]:
             + _hint(line)
         ) from error
     if not isinstance(fields, dict):
-        raise DataError(
-            f"{where}: a JSON {type(fields).__name__}; one JSON object per line is accepted" + _hint(line)
-        )
+        raise DataError(f"{where}: a JSON {type(fields).__name__}; one JSON object per line is accepted" + _hint(line))
     return fields
 
 

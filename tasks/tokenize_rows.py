@@ -25,6 +25,7 @@ def read_rows(rows: "Input") -> list[Row]:
 
 
 def require_chat_template(tokenizer: "PreTrainedTokenizerBase", policy: "Input") -> None:
+    """Refuses a model that cannot render a conversation."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the model of {policy.name!r} has no chat template, and conversations cannot be rendered without one; "
@@ -65,9 +66,7 @@ def end_of_document(tokenizer: "PreTrainedTokenizerBase") -> str:
     return "<|endoftext|>" if "<|endoftext|>" in tokenizer.get_vocab() else str(tokenizer.eos_token)
 
 
-def tokenize_conversations(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> TokenizedRows:
+def tokenize_conversations(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedRows:
     """Conversations as ``input_ids`` and ``labels``; every assistant turn is trained, and nothing else."""
     rendered = [render(tokenizer, _messages(row["messages"]), str(row["row_id"])) for row in rows]
     tokens = tokenize(tokenizer, [text for turns in rendered for text in (turns.text, *sum(turns.spans, ()))])
@@ -90,9 +89,7 @@ def tokenize_conversations(
     return result
 
 
-def tokenize_preferences(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> TokenizedRows:
+def tokenize_preferences(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedRows:
     """Pairs as ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; prompt + completion fit ``max_length``."""
     pairs = [
         tuple(

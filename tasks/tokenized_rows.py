@@ -86,6 +86,8 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
     if result.cut:
         logger.warning("rows_cut=%d max_length=%d row_ids=%s", len(result.cut), max_length, ",".join(result.cut))
     if result.dropped:
-        logger.warning("rows_dropped=%d reason=nothing_to_train row_ids=%s", len(result.dropped), ",".join(result.dropped))
+        logger.warning(
+            "rows_dropped=%d reason=nothing_to_train row_ids=%s", len(result.dropped), ",".join(result.dropped)
+        )
     for sample in result.samples:
         logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)

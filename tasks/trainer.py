@@ -72,7 +72,7 @@ def ordered(rows: "TokenizedRows", method: "Training") -> "Dataset":
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
-class Recorder(TrainerCallback):  # type: ignore[misc]
+class Recorder(TrainerCallback):
     """Hands every step's metrics to ``ctx.report``, and stops a training whose loss is no number."""
 
     def __init__(self, ctx: "TrainContext") -> None:

@@ -10,7 +10,8 @@ from tasks.chat_template import CHATML
 
 Message = dict[str, str]
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = "the list returns a new sorted copy of items in order while map applies function to every value and sum adds".split()
+_TEXT = "the list returns a new sorted copy of items in order while map applies function to every value and sum adds"
+WORDS = _TEXT.split()
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 TEXT_SCHEMA = pa.schema([("row_id", pa.string()), ("text", pa.string())])
@@ -118,14 +119,10 @@ def preference_rows(count: int) -> list[dict[str, object]]:
     ]
 
 
-def write_rows(
-    directory: Path, train: Sequence[dict[str, object]], held_out: Sequence[dict[str, object]] = ()
-) -> Path:
+def write_rows(directory: Path, train: Sequence[dict[str, object]], held_out: Sequence[dict[str, object]] = ()) -> Path:
     """Writes an artifact's ``train.parquet`` and ``held_out.parquet``; the schema follows from the first row."""
     columns = set(train[0])
-    schema = (
-        TEXT_SCHEMA if "text" in columns else CONVERSATIONS_SCHEMA if "messages" in columns else PREFERENCES_SCHEMA
-    )
+    schema = TEXT_SCHEMA if "text" in columns else CONVERSATIONS_SCHEMA if "messages" in columns else PREFERENCES_SCHEMA
     directory.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(train), schema=schema), directory / "train.parquet")
     pq.write_table(pa.Table.from_pylist(list(held_out), schema=schema), directory / "held_out.parquet")

@@ -20,9 +20,11 @@ from types import ModuleType
 
 # Import prints, opens a window or a browser, or is test code; or documents another module's functions again.
 _SKIPPED = frozenset(
-    "__main__ antigravity this idlelib turtle turtledemo tkinter test lib2to3 pydoc_data ensurepip venv "
-    "distutils msilib ntpath nturl2path genericpath posix nt".split()
-)
+    {
+        "__main__", "antigravity", "distutils", "ensurepip", "genericpath", "idlelib", "lib2to3", "msilib", "nt",
+        "ntpath", "nturl2path", "posix", "pydoc_data", "test", "this", "tkinter", "turtle", "turtledemo", "venv",
+    }
+)  # fmt: skip
 # Implementation modules whose public name is not theirs without the underscore.
 _OWNERS = {
     "posixpath": "os", "genericpath": "os", "ntpath": "os", "posix": "os", "nt": "os", "_pyio": "io",
@@ -105,7 +107,7 @@ def _parameters(value: object) -> tuple[str, ...] | None:
         found = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError):  # the last for a curses that has no screen yet
         return None
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     if found and found[0].name in ("self", "cls", "$self") and not inspect.isclass(value):
         found = found[1:]
     return tuple(

@@ -60,7 +60,7 @@ FAULTS: Mapping[str, Fault] = {
 def preferences() -> Iterator[dict[str, object]]:
     """Rows {prompt, chosen, rejected, kind, group}: two faults for each usage, all faults in equal parts."""
     kinds = tuple(FAULTS)
-    for position, (usage, other) in enumerate(sorted(_with_another(), key=lambda pair: draw("order", pair[0].name))):
+    for position, (usage, other) in enumerate(_with_another()):
         for kind in (kinds[position % 6], kinds[(position + 3) % 6]):
             rejected = FAULTS[kind](usage, other, random.Random(draw(kind, usage.name)))
             yield {
@@ -79,7 +79,9 @@ def _with_another() -> Iterator[tuple[Usage, Usage]]:
     must not be told about in training.
     """
     long_enough = [usage for usage in usages() if len(set(usage.summary.split())) >= 5]
-    for _, group in groupby(sorted(long_enough, key=lambda usage: usage.group), key=lambda usage: usage.group):
+    # Module by module, so that the faults are in equal parts on both sides of a split too.
+    ordered = sorted(long_enough, key=lambda usage: (usage.group, draw("order", usage.name)))
+    for _, group in groupby(ordered, key=lambda usage: usage.group):
         members = {usage.name: usage for usage in group}
         for usage in members.values():
             others = [name for name in members if members[name].parameters != usage.parameters]

@@ -114,7 +114,8 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
     metrics = evaluate(tmp_path, inputs)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 4 and all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
+    assert len(answers) == 4
+    assert all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
     table = (tmp_path / "table.md").read_text()
     assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
@@ -140,7 +141,8 @@ def test_progress_is_reported_once_per_policy(tmp_path: Path, inputs: dict[str, 
     )
     metrics = SMALL.run(inputs, context)
     assert [step for step, _ in seen] == [1, 2, 3]
-    assert set(seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"} and seen[-1][1] == metrics
+    assert set(seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"}
+    assert seen[-1][1] == metrics
 
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:

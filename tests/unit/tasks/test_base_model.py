@@ -28,7 +28,9 @@ def test_the_output_loads_with_the_auto_classes(tmp_path: Path) -> None:
     files = build(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base", local_files_only=True)
-    assert "model.safetensors" in files and "chat_template.jinja" in files and "tokenizer.json" in files
+    assert "model.safetensors" in files
+    assert "chat_template.jinja" in files
+    assert "tokenizer.json" in files
     assert model.config.vocab_size == len(tokenizer) <= 300
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]

@@ -30,9 +30,7 @@ def test_log_probabilities_are_those_of_each_row_alone(policy: Path, batch_size:
 
     model = AutoModelForCausalLM.from_pretrained(policy)
     masks = [[1] * 2 + [0] + [1] * 200, [0] * 2 + [1] * 200, [1] * 200, [0, 1, 0, 1] + [0] * 200, [1] + [0] * 200]
-    scored = [
-        Scored(input_ids=ids, mask=mask[: len(ids)]) for ids, mask in zip(rows(policy), masks, strict=True)
-    ]
+    scored = [Scored(input_ids=ids, mask=mask[: len(ids)]) for ids, mask in zip(rows(policy), masks, strict=True)]
     by_hand = []
     for row in scored:
         with torch.no_grad():

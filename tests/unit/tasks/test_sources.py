@@ -60,7 +60,8 @@ def test_a_saved_data_set_is_read_at_its_split(tmp_path: Path) -> None:
     [
         (
             b'{"text": "a"}\n{"text": "b"\n',
-            ":2: not JSON: Expecting ',' delimiter at column 1; one JSON object per line is accepted; mend or remove the line",
+            ":2: not JSON: Expecting ',' delimiter at column 1; one JSON object per line is accepted; "
+            "mend or remove the line",
         ),
         (
             b'[\n{"text": "a"}\n]\n',
@@ -89,7 +90,7 @@ def test_a_file_that_is_not_there_is_refused() -> None:
 
 
 def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json in .*; save it with model.save_pretrained"):
+    with pytest.raises(ConfigError, match=r"no config\.json in .*; save it with model\.save_pretrained"):
         fetch_model(Source(path=str(tmp_path)))
     written(tmp_path, "config.json", "{}")
     written(tmp_path, "pytorch_model.bin", "")
@@ -114,5 +115,6 @@ def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
     assert fetch_model(Source(path="owner/name", revision="abc")) == tmp_path
     (repo_id, options), patterns = calls[0], calls[0][1]["allow_patterns"]
     assert (repo_id, options["revision"]) == ("owner/name", "abc")
-    assert isinstance(patterns, list) and "*.safetensors" in patterns
+    assert isinstance(patterns, list)
+    assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*.pkl", "*"} & set(patterns)

@@ -1,0 +1,236 @@
+"""The training methods on a tiny model: what they start from, what changes them, and what must not."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lineage.errors import ConfigError, PipelineError
+from tasks.context import Resources
+from tasks.method import LoRA
+from tests import tiny, training
+from tests.training import same, weights
+
+LORA = LoRA(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def lora_policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that SFT made with LoRA: what a preference stage is then given."""
+    return training.train(training.method("sft", adapter=LORA), root, tmp_path_factory.mktemp("sft") / "output").output
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("from_lora", [False, True], ids=["from full", "from lora"])
+def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
+    root: Path,
+    lora_policy: Path,
+    tmp_path: Path,
+    adapter: LoRA | None,
+    from_lora: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tasks.preference_trainer import TokenizedDPOTrainer
+
+    references: list[dict[str, torch.Tensor]] = []
+    original = TokenizedDPOTrainer.__init__
+
+    def remember(self: TokenizedDPOTrainer, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        model = self.ref_model or self.model.get_base_model()
+        references.append({name.replace(".base_layer", ""): p.clone() for name, p in model.named_parameters()})
+
+    monkeypatch.setattr(TokenizedDPOTrainer, "__init__", remember)
+    policy = lora_policy if from_lora else root / "policy"
+    run = training.train(training.method("dpo", adapter=adapter), root, tmp_path / "output", policy=policy)
+    first = run.reports[0][1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert first["rewards/chosen"] == pytest.approx(0, abs=1e-3)
+    assert run.reports[-1][1]["rewards/margins"] != pytest.approx(0, abs=1e-6)
+    for name, tensor in load_file(policy / "model.safetensors").items():
+        assert torch.equal(references[0][name], tensor), name
+
+
+def test_dpo_with_another_reference_fails_naming_both(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import models
+
+    original, loads = models.load_policy, []
+
+    def other_reference(policy: models.Input) -> models.Policy:
+        loads.append(policy)
+        found = original(policy)
+        if len(loads) == 2:
+            with torch.no_grad():
+                found.model.model.embed_tokens.weight.mul_(1.2)
+        return found
+
+    monkeypatch.setattr(models, "load_policy", other_reference)
+    with pytest.raises(PipelineError, match=r"policy and reference differ at step 0: both must be policy \(policy"):
+        training.train(training.method("dpo"), root, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.fixture(scope="module")
+def worker_losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of every method on two gloo workers; both ranks must report the same."""
+    output = tmp_path_factory.mktemp("workers")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.ddp_worker", str(root), str(output)]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    losses = [json.loads((output / f"losses{rank}.json").read_text()) for rank in range(2)]
+    assert losses[0] == losses[1]
+    return dict(losses[0])
+
+
+@pytest.mark.parametrize("name", training.METHODS)
+def test_micro_batches_and_workers_keep_the_trajectory(
+    root: Path, tmp_path: Path, worker_losses: dict[str, list[float]], name: str
+) -> None:
+    stage = training.method(name)
+    runs = [
+        training.train(stage, root, tmp_path / f"micro{size}", resources=Resources(micro_batch_size=size)).losses
+        for size in (1, 2, 4)
+    ]
+    for losses in (*runs[1:], worker_losses[name]):
+        assert losses == pytest.approx(runs[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
+def test_dpo_takes_every_loss_that_it_names(root: Path, tmp_path: Path, loss_type: str) -> None:
+    first = training.train(training.method("dpo", loss_type=loss_type), root, tmp_path / "output").losses[0]
+    at_zero = {"sigmoid": math.log(2), "ipo": (1 / (2 * 0.1)) ** 2, "hinge": 1.0}
+    assert first == pytest.approx(at_zero[loss_type], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_outputs_load_alone_and_repeat_to_the_bit(root: Path, tmp_path: Path, name: str, adapter: LoRA | None) -> None:
+    stage = training.method(name, adapter=adapter)
+    first, second = (training.train(stage, root, tmp_path / run).output for run in ("first", "second"))
+    assert same(weights(first), weights(second))
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert [path for path in files if (first / path).read_bytes() != (second / path).read_bytes()] == []
+    for tokenizer_file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (first / tokenizer_file).read_bytes() == (root / "policy" / tokenizer_file).read_bytes()
+    auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(first)
+    ids = AutoTokenizer.from_pretrained(first)("sum adds", return_tensors="pt")
+    assert torch.isfinite(model(**ids).logits).all()
+    assert "packed" not in (first / "config.json").read_text()
+    assert (first / "adapter" / "adapter_model.safetensors").exists() == (adapter is not None)
+
+
+def test_an_adapter_on_its_base_is_the_merged_model(root: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    output = training.train(training.method("sft", adapter=LORA), root, tmp_path / "output").output
+    base = AutoModelForCausalLM.from_pretrained(root / "policy")
+    ids = AutoTokenizer.from_pretrained(output)("sum adds the list", return_tensors="pt")
+    merged = AutoModelForCausalLM.from_pretrained(output)(**ids).logits
+    torch.testing.assert_close(PeftModel.from_pretrained(base, output / "adapter")(**ids).logits, merged)
+
+
+@pytest.mark.parametrize("name", training.METHODS)
+def test_rows_in_equal_rows_trained_and_rows_reported(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tasks import trainer as trainer_module
+
+    kept: list[int] = []
+    original = trainer_module.ordered
+    monkeypatch.setattr(
+        trainer_module, "ordered", lambda rows, method: kept.append(len(rows)) or original(rows, method)
+    )
+    question = [{"role": "user", "content": tiny.sentence(3, 60)}]
+    answer = [{"role": "assistant", "content": "sum"}]
+    pair = {**tiny.preference_rows(1)[0], "row_id": "long", "prompt": question}
+    rows = {
+        "text": [*tiny.text_rows(9), {"row_id": "long", "text": tiny.sentence(3, 60)}],
+        "conversations": [*tiny.conversation_rows(9), {"row_id": "long", "messages": question + answer}],
+        "preferences": [*tiny.preference_rows(9), pair],
+    }
+    for kind, table in rows.items():
+        tiny.write_rows(tmp_path / kind, table)
+    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}))
+    with caplog.at_level("WARNING"):
+        run = training.train(stage, tmp_path, tmp_path / "output", policy=root / "policy")
+    assert run.metrics["rows"] == 10
+    assert "row_ids=long" in caplog.text
+    if name != "cpt":  # there, rows become chunks
+        assert run.metrics["rows"] == kept[0] + run.metrics["rows_dropped"] == 10
+        assert run.metrics["rows_dropped"] == 1
+
+
+def test_a_loss_that_is_no_number_stops_the_stage(root: Path, tmp_path: Path) -> None:
+    policy = tiny.write_policy(tmp_path / "policy")
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    model.save_pretrained(policy)
+    with pytest.raises(PipelineError, match=r"training diverged: at step 1 loss=nan.*lower learning_rate"):
+        training.train(training.method("sft"), root, tmp_path / "output", policy=policy)
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_finished_trainer_is_not_stepped_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks import trainer as trainer_module
+
+    original, losses = trainer_module.fit, []
+
+    def fit_twice(trainer: object, ctx: object) -> dict[str, float]:
+        once = original(trainer, ctx)
+        before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        twice = original(trainer, ctx)
+        assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+        assert once["steps"] == twice["steps"]
+        losses.extend([once["loss"], twice["loss"]])
+        return once
+
+    monkeypatch.setattr(trainer_module, "fit", fit_twice)
+    run = training.train(training.method("sft"), root, tmp_path / "output")
+    assert losses[0] == losses[1]
+    assert len(run.reports) == 3
+
+
+def test_workers_that_are_not_those_of_resources_are_refused(root: Path, tmp_path: Path) -> None:
+    resources = Resources(num_workers=2, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"1 workers were started and resources.num_workers=2"):
+        training.train(training.method("sft"), root, tmp_path / "output", resources=resources)
+
+
+def test_reports_carry_trls_names(root: Path, tmp_path: Path) -> None:
+    run = training.train(training.method("dpo"), root, tmp_path / "output")
+    step, metrics = run.reports[-1]
+    assert step == 3
+    assert {"loss", "learning_rate", "grad_norm", "num_tokens", "tokens_per_second"} < metrics.keys()
+    assert {"rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen"} < metrics.keys()
+    assert not {"entropy", "logits/chosen"} & metrics.keys()
+    assert run.metrics["steps"] == 3
+    assert run.metrics["num_tokens"] == metrics["num_tokens"] > 0
+    assert run.metrics["train_seconds"] > 0

@@ -1,0 +1,86 @@
+"""Every field of every method changes the run: an option that does nothing is a defect."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lineage.errors import ConfigError
+from tasks.method import LoRA
+from tests import tiny, training
+from tests.training import same, weights
+
+LORA = LoRA(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+CHANGES: dict[str, object] = {
+    "learning_rate": 6e-3,
+    "num_steps": 4,
+    "global_batch_size": 4,
+    "seed": 1,
+    "warmup_ratio": 0.5,
+    "lr_schedule": "constant",  # at three steps, linear is cosine
+    "weight_decay": 0.5,
+    "max_grad_norm": 0.01,
+    "precision": "bf16",
+    "adapter": LORA,
+    "beta": 0.5,
+    "loss_type": "ipo",
+    "chat_template": "chatml",
+}
+SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
+FIELDS = [(name, field.name) for name, cls in training.METHODS.items() for field in dataclasses.fields(cls)]
+
+
+@pytest.fixture(scope="module")
+def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
+    """Weights of each method before any field is changed, in full and with LoRA."""
+    found = {}
+    for name in training.METHODS:
+        for adapter in (None, LORA):
+            output = tmp_path_factory.mktemp("baseline") / "output"
+            found[name, adapter is not None] = weights(
+                training.train(training.method(name, adapter=adapter), root, output).output
+            )
+    return found
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS, ids=[f"{name}.{field}" for name, field in FIELDS])
+def test_every_field_changes_the_run(
+    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, field: str
+) -> None:
+    value = SHORTER[name] if field == "max_length" else CHANGES[field]
+    if field == "chat_template":  # a model without a template trains with the field, and is refused without it
+        policy = tiny.write_policy(tmp_path / "bare", chat_template=None)
+        with pytest.raises(ConfigError, match="chat_template=chatml"):
+            training.train(training.method(name), root, tmp_path / "refused", policy=policy)
+        run = training.train(training.method(name, chat_template=value), root, tmp_path / "output", policy=policy)
+        assert AutoTokenizer.from_pretrained(run.output).chat_template == tiny.CHATML
+        return
+    run = training.train(training.method(name, **{field: value}), root, tmp_path / "output")
+    assert not same(weights(run.output), baselines[name, False])
+
+
+@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoRA(rank=2, alpha=8),
+        LoRA(rank=4, alpha=32),
+        LoRA(rank=4, alpha=8, dropout=0.5),
+        LoRA(rank=4, alpha=8, target_modules="q_proj, v_proj"),
+    ],
+    ids=["rank", "alpha", "dropout", "target_modules"],
+)
+def test_every_field_of_an_adapter_changes_the_run(
+    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, adapter: LoRA
+) -> None:
+    run = training.train(training.method(name, adapter=adapter), root, tmp_path / "output")
+    assert not same(weights(run.output), baselines[name, True])

@@ -1,0 +1,90 @@
+"""Runs a method on tiny rows and a tiny policy, and collects what it reported."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.artifact import Kind
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpt import ContinuedPretraining
+from tasks.dpo import DPO
+from tasks.method import Input, Inputs, Training
+from tasks.reward_model import RewardModel
+from tasks.sft import SFT
+from tests import tiny
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Small enough to step in milliseconds; max_length cuts nothing.
+FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
+METHODS: dict[str, type[Training]] = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO}
+
+
+def method(name: str, **fields: object) -> Training:
+    """The named method with the fields of these tests."""
+    return METHODS[name](**{**FIELDS, **({"max_length": 16} if name == "cpt" else {}), **fields})  # type: ignore[arg-type]
+
+
+def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
+    """A policy and rows of every kind under ``root``."""
+    tiny.write_policy(root / "policy")
+    tiny.write_rows(root / "text", tiny.text_rows(num_rows))
+    tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
+    tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
+    return root
+
+
+def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs:
+    """Every slot of a method, filled from ``write_inputs``."""
+    found = {}
+    for slot, kind in stage.consumes.items():
+        path = (policy or root / "policy") if kind == Kind.CHECKPOINT else root / kind.value
+        found[slot] = Input(name=path.name, kind=kind, fingerprint=f"{path.name:f<64}", path=path)
+    return found
+
+
+@dataclass
+class Trained:
+    """What a run left behind."""
+
+    output: Path
+    metrics: Metrics
+    reports: list[tuple[int, Metrics]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        return [metrics["loss"] for _, metrics in self.reports]
+
+
+def train(
+    stage: Training, root: Path, output: Path, *, policy: Path | None = None, resources: Resources | None = None
+) -> Trained:
+    """Runs a method in this process."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    reports: list[tuple[int, Metrics]] = []
+    ctx = TrainContext(
+        output_dir=output,
+        work_dir=output.parent / "work",
+        resources=resources or Resources(micro_batch_size=4),
+        report=lambda step, metrics: reports.append((step, dict(metrics))),
+    )
+    try:
+        metrics = stage.run(inputs(root, stage, policy=policy), ctx)
+    finally:
+        torch.set_num_threads(threads)
+    return Trained(output=output, metrics=metrics, reports=reports)
+
+
+def weights(output: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file
+
+    return load_file(output / "model.safetensors")
+
+
+def same(left: "dict[str, Tensor]", right: "dict[str, Tensor]") -> bool:
+    """Whether two models are equal to the bit."""
+    return all(bool((left[name] == right[name]).all()) for name in left)

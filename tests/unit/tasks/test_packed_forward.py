@@ -1,0 +1,129 @@
+"""The packed forward gives the numbers of TRL's padded one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl.trainer.utils import add_fused_lm_head
+
+from tasks import packed_forward
+from tasks.packed_batches import common_tokens
+from tasks.packed_forward import PACKABLE, install, is_packable, pack
+from tests import tiny
+
+LENGTHS = [5, 9, 3, 7]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_policy(tmp_path_factory.mktemp("policy"))
+
+
+def batch(*, same_start: int = 0) -> dict[str, torch.Tensor]:
+    """Four rows; the last two begin like the first two."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 300, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+    ids[2:, :same_start] = ids[:2, :same_start]
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def test_a_layout_keeps_each_real_token_once() -> None:
+    inputs = batch()
+    layout = pack(inputs["attention_mask"])
+    assert len(layout["token_index"]) == sum(LENGTHS)
+    tokens = inputs["input_ids"].reshape(-1)[layout["token_index"]]
+    assert (tokens[layout["row_index"]] * inputs["attention_mask"] == inputs["input_ids"]).all()
+
+
+def test_a_pair_shares_the_tokens_that_it_begins_with() -> None:
+    inputs = batch(same_start=3)
+    shared = common_tokens(inputs["input_ids"], inputs["attention_mask"])
+    assert shared.tolist() == [0, 0, 3, 3]
+    layout = pack(inputs["attention_mask"], shared)
+    assert len(layout["token_index"]) == sum(LENGTHS) - 6
+    tokens = inputs["input_ids"].reshape(-1)[layout["token_index"]]
+    assert (tokens[layout["row_index"]] * inputs["attention_mask"] == inputs["input_ids"]).all()
+
+
+@pytest.mark.parametrize("same_start", [0, 3])
+@pytest.mark.parametrize("max_logits", [2**27, 1])  # one product, or TRL's chunks
+def test_log_probabilities_and_gradients_equal_trls(
+    policy: Path, same_start: int, max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_forward, "MAX_LOGITS", max_logits)
+    padded, packed = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
+    add_fused_lm_head(padded, outputs=("log_probs", "is_top1"))
+    install(packed)
+    inputs = batch(same_start=same_start)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, :2] = -100
+    layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
+    expected = padded(**inputs, labels=labels, fused_lm_head=True)
+    found = packed(**inputs, **layout, labels=labels, fused_lm_head=True)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    assert (found.is_top1 == expected.is_top1).all()
+    assert (found.label_mask == expected.label_mask).all()
+    for output in (expected, found):
+        (output.log_probs * torch.arange(8)).sum().backward()
+    for (name, left), right in zip(padded.named_parameters(), packed.parameters(), strict=True):
+        torch.testing.assert_close(right.grad, left.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("architecture", sorted(PACKABLE))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
+    architecture: str, checkpointing: bool
+) -> None:
+    settings = {"sliding_window": None, "use_sliding_window": False, "pad_token_id": 0, "bos_token_id": 1}
+    config = AutoConfig.for_model(
+        architecture, vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=2, **settings,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).train()
+    inputs = batch(same_start=3)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    logits = model(**inputs).logits[:, :-1]
+    expected = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+    assert is_packable(model)
+    install(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
+    found = model(**inputs, **layout, labels=labels, use_cache=False).log_probs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    found.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_rewards_equal_transformers(policy: Path) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1))
+    inputs = batch(same_start=3)
+    expected = models[0](**inputs).logits
+    install(models[1])
+    layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
+    torch.testing.assert_close(models[1](**inputs, **layout).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_an_unknown_architecture_keeps_trls_forward(policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.config.model_type = "something-new"
+    assert not is_packable(model)
+    install(model)
+    assert "forward" not in vars(model)
+
+
+def test_sliding_window_attention_is_not_packed() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, sliding_window=4,
+    )  # fmt: skip
+    assert not is_packable(MistralForCausalLM(config))
+    config.sliding_window = None
+    assert is_packable(MistralForCausalLM(config))
