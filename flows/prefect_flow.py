@@ -13,8 +13,6 @@ from flows.plan import Plan
 from lineage.errors import PipelineError
 from tasks.context import Launcher
 
-Run = PrefectFuture[None] | State[None]
-
 
 def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, Result]:
     """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
@@ -31,7 +29,7 @@ def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, R
 
     @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
     def pipeline_flow() -> None:
-        runs: dict[str, Run] = {}
+        runs: dict[str, PrefectFuture[None] | State[None]] = {}
         try:
             for planned in plan.stale:
                 waits = _waits(plan, planned.name, runs)
@@ -50,7 +48,9 @@ def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, R
     return results
 
 
-def _waits(plan: Plan, name: str, runs: dict[str, Run]) -> list[Run]:
+def _waits(
+    plan: Plan, name: str, runs: dict[str, PrefectFuture[None] | State[None]]
+) -> list[PrefectFuture[None] | State[None]]:
     """A stage waits for what it reads; one that trains waits for all data too, so that a bad row is found first."""
     planned = plan.stage(name)
     needs = set(planned.upstream)
@@ -59,7 +59,7 @@ def _waits(plan: Plan, name: str, runs: dict[str, Run]) -> list[Run]:
     return [run for other, run in runs.items() if other in needs]
 
 
-def _raise_first_failure(runs: dict[str, Run]) -> None:
+def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:
     for run in runs.values():
         error = run.result(raise_on_failure=False)
         if isinstance(error, PipelineError):

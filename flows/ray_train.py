@@ -9,7 +9,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchTrainer
 
 from flows.job import Job
-from flows.process_settings import MALLOC
+from flows.process_settings import WORKER_ENVIRONMENT
 from flows.worker import run_worker
 from lineage.errors import ConfigError
 from tasks.context import Metrics
@@ -65,7 +65,7 @@ def _connect(job: Job) -> None:
     resources = job.resources
     environment = {
         "py_modules": [str(path) for path in _packages(job)],
-        "env_vars": {**MALLOC, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
+        "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=environment, log_to_driver=True)

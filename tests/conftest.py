@@ -10,6 +10,8 @@ HERE = Path(__file__).parent
 # Also for the processes that tests start.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="posttrain-tests-prefect-")
 os.environ.pop("PREFECT_API_URL", None)
+# Before torch is imported: tests share the machine, and spinning threads would stall each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

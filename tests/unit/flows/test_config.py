@@ -75,7 +75,10 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stages.left.method.learning_rat=1", "stages.left.method.learning_rat: unknown key.*did you mean learning_rate"),
+        (
+            "stages.left.method.learning_rat=1",
+            "stages.left.method.learning_rat: unknown key.*did you mean learning_rate",
+        ),
         ("+stages.left.method.nope=1", "stages.left.method.nope: unknown key; accepted: .*learning_rate"),
         ("stages.left.resources.num_worker=2", "stages.left.resources.num_worker: .*did you mean num_workers"),
         ("resources.micro_batch=2", "resources.micro_batch: unknown key.*did you mean micro_batch_size"),
@@ -97,7 +100,10 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("stages.left.method.num_steps=-1", "greater than 0"),
         ("stages.left.method.lr_schedule=sine", "'constant', 'linear' or 'cosine'"),
         ("stages.left.method.learning_rate=1,2", "several values for one field"),
-        ("stages.left.inputs.policy=data", "data gives text, this slot takes checkpoint; that is what model, left, right"),
+        (
+            "stages.left.inputs.policy=data",
+            "data gives text, this slot takes checkpoint; that is what model, left, right",
+        ),
         ("stages.left.inputs.policy=left", "cycle: left -> left"),
         ("stages.model.inputs.rows=left", "gives checkpoint, this slot takes text"),
         ("stages.left.inputs.rows=source:rows", "gives rows, this slot takes text"),

@@ -10,7 +10,9 @@ RECIPE = {"method": "DPO", "version": 1, "beta": 0.1, "adapter": {"rank": 8}}
 
 
 def test_order_of_keys_does_not_enter():
-    assert fingerprint(dict(reversed(RECIPE.items())), {"a": "1", "b": "2"}) == fingerprint(RECIPE, {"b": "2", "a": "1"})
+    assert fingerprint(dict(reversed(RECIPE.items())), {"a": "1", "b": "2"}) == fingerprint(
+        RECIPE, {"b": "2", "a": "1"}
+    )
 
 
 def test_a_field_that_is_none_does_not_enter_at_any_depth():
