@@ -1,0 +1,84 @@
+"""A preference stage starts from the policy that it was given, and keeps that policy as its reference."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lineage.errors import PipelineError
+from tasks.method import LoRA
+from tests import training
+
+LORA = LoRA(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def lora_policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that SFT made with LoRA: what a preference stage is then given."""
+    return training.train(training.method("sft", adapter=LORA), root, tmp_path_factory.mktemp("sft") / "output").output
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("from_lora", [False, True], ids=["from full", "from lora"])
+def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
+    root: Path,
+    lora_policy: Path,
+    tmp_path: Path,
+    adapter: LoRA | None,
+    from_lora: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tasks.preference_trainer import TokenizedDPOTrainer
+
+    references: list[dict[str, torch.Tensor]] = []
+    original = TokenizedDPOTrainer.__init__
+
+    def remember(self: TokenizedDPOTrainer, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        model = self.ref_model or self.model.get_base_model()
+        references.append({name.replace(".base_layer", ""): p.clone() for name, p in model.named_parameters()})
+
+    monkeypatch.setattr(TokenizedDPOTrainer, "__init__", remember)
+    policy = lora_policy if from_lora else root / "policy"
+    run = training.train(training.method("dpo", adapter=adapter), root, tmp_path / "output", policy=policy)
+    first = run.reports[0][1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert first["rewards/chosen"] == pytest.approx(0, abs=1e-3)
+    assert run.reports[-1][1]["rewards/margins"] != pytest.approx(0, abs=1e-6)
+    for name, tensor in load_file(policy / "model.safetensors").items():
+        assert torch.equal(references[0][name], tensor), name
+
+
+def test_dpo_with_another_reference_fails_naming_both(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import models
+
+    original, loads = models.load_policy, []
+
+    def other_reference(policy: models.Input) -> models.Policy:
+        loads.append(policy)
+        found = original(policy)
+        if len(loads) == 2:
+            with torch.no_grad():
+                found.model.model.embed_tokens.weight.mul_(1.2)
+        return found
+
+    monkeypatch.setattr(models, "load_policy", other_reference)
+    with pytest.raises(PipelineError, match=r"policy and reference differ at step 0: both must be policy \(policy"):
+        training.train(training.method("dpo"), root, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
+def test_dpo_takes_every_loss_that_it_names(root: Path, tmp_path: Path, loss_type: str) -> None:
+    first = training.train(training.method("dpo", loss_type=loss_type), root, tmp_path / "output").losses[0]
+    at_zero = {"sigmoid": math.log(2), "ipo": (1 / (2 * 0.1)) ** 2, "hinge": 1.0}
+    assert first == pytest.approx(at_zero[loss_type], abs=1e-3)
