@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from flows.compose import compose_tree
-from flows.pipeline import CodeDrift, Pipeline, Stage, nearest
+from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage, nearest
 from lineage.artifact import Source
 from lineage.errors import ConfigError
 from tasks.context import Resources
@@ -63,7 +63,7 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
     pipeline = Pipeline(
         name=root.name, store=Path(root.store).absolute(), code_drift=root.code_drift, sources=sources, stages=stages
     )
-    _refuse_unused_sources(pipeline, overrides)
+    _refuse_unknown_sources(pipeline, overrides, config_dir)
     return pipeline
 
 
@@ -132,18 +132,23 @@ def _method_class(where: str, target: str) -> type[Method]:
     return cls
 
 
-def _refuse_unused_sources(pipeline: Pipeline, overrides: Sequence[str]) -> None:
-    """An override of a source that no stage reads is a typo, or a change that would do nothing."""
-    used = {
-        reference.removeprefix("source:")
-        for stage in pipeline.stages.values()
-        for reference in stage.inputs.values()
-        if pipeline.is_source(reference)
-    }
-    for override in overrides:
-        key = override.lstrip("+~").split("=")[0].split(".")
-        if key[0] == "sources" and len(key) > 1 and key[1] not in used:
+def _refuse_unknown_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:
+    """An override of a source that no stage reads and no YAML states is a typo."""
+    used = {ref.removeprefix(SOURCE) for stage in pipeline.stages.values() for ref in stage.inputs.values()}
+    unread = [override for override in overrides if _source_named(override) not in {None, *used}]
+    if not unread:
+        return
+    stated = compose_tree([word for word in overrides if word not in unread], config_dir)["sources"]
+    assert isinstance(stated, dict)
+    for override in unread:
+        name = _source_named(override)
+        if name not in stated:
+            names = sorted(used & pipeline.sources.keys())
             raise ConfigError(
-                f"sources.{key[1]}: no stage reads this source; read are: {', '.join(sorted(used))}"
-                f"{nearest(key[1], sorted(used))}"
+                f"sources.{name}: no stage reads this source; read are: {', '.join(names)}{nearest(str(name), names)}"
             )
+
+
+def _source_named(override: str) -> str | None:
+    key = override.lstrip("+~").split("=")[0].split(".")
+    return key[1] if key[0] == "sources" and len(key) > 1 else None

@@ -27,11 +27,16 @@ def _collect(module: str, files: dict[str, Path]) -> None:
 
 @cache
 def _source_file(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # `from package.module import name` where name is no module
+    """Where a module's source lies, found by its path: asking for the spec of ``a.b.c`` would import ``a.b``."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         return None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    if not rest:
+        return Path(spec.origin)
+    place = Path(spec.origin).parent.joinpath(*rest)
+    candidates = (place.with_suffix(".py"), place / "__init__.py")
+    return next((path for path in candidates if path.is_file()), None)
 
 
 @cache
