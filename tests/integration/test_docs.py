@@ -12,12 +12,14 @@ import pytest
 
 from tests import tiny, training
 
-PAGE = Path(__file__).parents[2] / "docs" / "add_a_method.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "add_a_method.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What makes it small: the page's own numbers are those of a real training.
-SMALL = "stages.simpo.method.num_steps=4 stages.simpo.method.global_batch_size=8 stages.simpo.method.learning_rate=1e-3"
-LAST = "rewards/margins"
+SMALL = (
+    "stages.simpo.method.num_steps=12 stages.simpo.method.global_batch_size=8 stages.simpo.method.learning_rate=3e-3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def shell(folder: Path, lines: list[str]) -> subprocess.CompletedProcess[str]:
+def shell(folder: Path, setup: str, command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    here = f"export PYTHONPATH=$PYTHONPATH:{ROOT}"  # this checkout, whichever one is installed
     return subprocess.run(
-        ["bash", "-ec", "\n".join(lines)],
+        ["bash", "-ec", f"{setup}\n{here}\n{command}"],
         cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -49,14 +52,14 @@ def test_the_page_needs_one_python_file_and_one_yaml() -> None:
 def test_a_method_added_by_the_page_plans_trains_and_is_reused(folder: Path) -> None:
     setup, add, *rest = [line for block in SHELL.findall(PAGE.read_text()) for line in block.splitlines()]
     plan, run = rest
-    added = shell(folder, [setup, f"{add} --json"])
+    added = shell(folder, setup, f"{add} --json")
     assert added.returncode == 0, added.stderr
     assert "simpo" in [row["stage"] for row in json.loads(added.stdout)["stages"]]
 
-    result = shell(folder, [setup, f"{run} {SMALL} --json"])
+    result = shell(folder, setup, f"{run} {SMALL} --json")
     assert result.returncode == 0, result.stderr
     stage = {row["stage"]: row for row in json.loads(result.stdout)["stages"]}["simpo"]
-    assert stage["metrics"]["steps"] == 4
+    assert stage["metrics"]["steps"] == 12
     reports = [json.loads(line) for line in (Path(stage["output"]).parent / "metrics.jsonl").read_text().splitlines()]
     losses = [report["metrics"]["loss"] for report in reports]
     # Before the first step: the loss of the margin that the untrained model has.
@@ -65,5 +68,5 @@ def test_a_method_added_by_the_page_plans_trains_and_is_reused(folder: Path) -> 
     assert losses[-1] < losses[0]
     assert not training.same(training.weights(Path(stage["output"])), training.weights(folder / "models" / "chat"))
 
-    again = shell(folder, [setup, f"{plan} {SMALL} --json"])
+    again = shell(folder, setup, f"{plan} {SMALL} --json")
     assert [row["state"] for row in json.loads(again.stdout)["stages"]] == ["reuse", "reuse"]

@@ -1,0 +1,123 @@
+"""posttrain beside the same four trainings as plain TRL scripts, one after the other, in one run.
+
+    make bench                                   # or: python bench/run.py [--fraction 0.2] [--no-gradient-checkpointing]
+
+Same model, rows, steps and micro batches. Both sides are timed as whole processes; posttrain's side also reads and
+checks the data, makes the base model, and digests and records every output; the scripts start from its prepared rows.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STAGES = {"cpt": "corpus", "sft": "instructions", "reward": "preferences", "dpo": "preferences"}
+POLICY = {"cpt": "base", "sft": "cpt", "reward": "sft", "dpo": "sft"}
+
+
+def arguments() -> argparse.Namespace:
+    """What the benchmark is told."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fraction", type=float, default=1.0, help="of the recipe's steps")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true", help="for the scripts; TRL's default is on")
+    parser.add_argument("--keep", type=Path, help="leave stores and outputs here")
+    return parser.parse_args()
+
+
+def recipes(fraction: float) -> dict[str, dict[str, float]]:
+    """The fields that the shipped recipe of the tiny model states, steps scaled."""
+    from flows.config import load_pipeline
+
+    pipeline = load_pipeline([])
+    found = {name: dict(pipeline.stages[name].method.recipe()) for name in STAGES}
+    for recipe in found.values():
+        recipe["num_steps"] = max(4, round(recipe["num_steps"] * fraction))
+    return found
+
+
+def posttrain(folder: Path, *words: str) -> tuple[dict[str, dict], float]:
+    """Runs the command; its stages by name, and its wall seconds as a whole process."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "flows", "run", "--json", *words]
+    result = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    wall = time.perf_counter() - start
+    return {row["stage"]: row for row in json.loads(result.stdout)["stages"]}, wall
+
+
+def plain(folder: Path, recipe: dict[str, dict], ours: dict[str, dict], extra: list[str]) -> tuple[dict, float]:
+    """Runs the four scripts in turn, each on the output of the one before."""
+    outputs = {"base": ours["base"]["output"]}
+    results, start = {}, time.perf_counter()
+    for name, data in STAGES.items():
+        outputs[name] = str(folder / name)
+        fields = recipe[name]
+        command = [
+            sys.executable, str(HERE / "plain_trl.py"), name, "--policy", outputs[POLICY[name]],
+            "--rows", f"{ours[data]['output']}/train.parquet", "--output", outputs[name],
+            "--steps", str(fields["num_steps"]), "--batch-size", str(fields["global_batch_size"]),
+            "--max-length", str(fields["max_length"]), "--learning-rate", str(fields["learning_rate"]), *extra,
+        ]  # fmt: skip
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        results[name] = json.loads(result.stdout.splitlines()[-1])
+        print(f"plain {name}: {results[name]['train_seconds']:.1f} s", file=sys.stderr)
+    return results, time.perf_counter() - start
+
+
+def busy_seconds(ours: dict[str, dict]) -> float:
+    """Seconds in which at least one stage trained: reward and dpo run side by side."""
+    side_by_side = max(ours["reward"]["train_seconds"], ours["dpo"]["train_seconds"])
+    return ours["cpt"]["train_seconds"] + ours["sft"]["train_seconds"] + side_by_side
+
+
+def report(ours: dict[str, dict], walls: dict[str, float], theirs: dict[str, dict]) -> str:
+    """The figures as a Markdown table with ratios."""
+    lines = [
+        f"{os.cpu_count()} CPUs; load at the end {os.getloadavg()[0]:.1f}", "",
+        "| stage | plain TRL, train s | posttrain, train s | tokens/s ratio | loss plain | loss posttrain |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name in STAGES:
+        mine, other = ours[name], theirs[name]
+        lines.append(
+            f"| {name} | {other['train_seconds']:.1f} | {mine['train_seconds']:.1f} "
+            f"| {other['train_seconds'] / mine['train_seconds']:.2f} "
+            f"| {other['loss']:.5f} | {mine['metrics']['loss']:.5f} |"
+        )
+    trained, their_train = busy_seconds(ours), sum(row["train_seconds"] for row in theirs.values())
+    overhead = walls["posttrain"] - trained
+    lines += [
+        "",
+        f"training: plain {their_train:.1f} s, posttrain {trained:.1f} s: tokens/s {their_train / trained:.2f}x",
+        f"whole wall: plain {walls['plain']:.1f} s, posttrain {walls['posttrain']:.1f} s: "
+        f"{walls['posttrain'] / walls['plain']:.2f}x",
+        f"not training: plain {walls['plain'] - their_train:.1f} s, posttrain {overhead:.1f} s; "
+        f"with the evaluation {overhead + ours['evaluate']['seconds']:.1f} s",
+        f"the same command again, nothing to do: {walls['again']:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs both sides and prints the comparison."""
+    args = arguments()
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="posttrain-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = recipes(args.fraction)
+    steps = [f"stages.{name}.method.num_steps={fields['num_steps']}" for name, fields in recipe.items()]
+    walls: dict[str, float] = {}
+    ours, walls["posttrain"] = posttrain(folder, *steps, "~stages.evaluate")
+    evaluated, _ = posttrain(folder, *steps)
+    ours["evaluate"] = evaluated["evaluate"]
+    _, walls["again"] = posttrain(folder, *steps)
+    extra = ["--no-gradient-checkpointing"] if args.no_gradient_checkpointing else []
+    theirs, walls["plain"] = plain(folder / "plain", recipe, ours, extra)
+    print(report(ours, walls, theirs))
+
+
+if __name__ == "__main__":
+    main()
