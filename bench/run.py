@@ -1,9 +1,9 @@
 """posttrain beside the same four trainings as plain TRL scripts, one after the other, in one run.
 
-    make bench                                   # or: python bench/run.py [--fraction 0.2] [--no-gradient-checkpointing]
+    make bench    # or: python bench/run.py [--fraction 0.2] [--no-gradient-checkpointing]
 
-Same model, rows, steps and micro batches. Both sides are timed as whole processes; posttrain's side also reads and
-checks the data, makes the base model, and digests and records every output; the scripts start from its prepared rows.
+Same model, rows, steps and micro batches. Both sides are timed as whole processes. posttrain's side also reads and
+checks the data, makes the base model, digests and records every output; the scripts start from its prepared rows.
 """
 
 import argparse

@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done, 2 the input was wrong, 1 a stage failed, 130 stopped.
     """
+    sys.path.append(os.getcwd())  # where a method of the user's own may lie
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-")]
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posttrain", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="posttrain", description="Trains language models after pretraining, as one graph."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, help_text in (
         ("plan", _plan, "show what would run, what is reused, and why; run nothing"),
@@ -68,7 +71,8 @@ def _run(options: argparse.Namespace) -> int:
     from flows.plan import make_plan
     from flows.run import run_plan
 
-    return run_plan(make_plan(load_pipeline(options.overrides, options.config_dir)), as_json=options.json)
+    words = [*(["--config-dir", str(options.config_dir)] if options.config_dir else []), *options.overrides]
+    return run_plan(make_plan(load_pipeline(options.overrides, options.config_dir)), words, as_json=options.json)
 
 
 if __name__ == "__main__":

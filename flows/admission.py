@@ -27,20 +27,26 @@ def admitted(cpus: int, gpus: int) -> Iterator[tuple[int, ...]]:
 
     Args:
         cpus: a request for more than the machine has is served with all of them.
+        gpus: not more than ``require_gpus`` has let pass.
 
     Yields:
         The indices of the GPUs.
+    """
+    with _hold("gpu", gpus, count_gpus()) as indices, _hold("cpu", min(cpus, count_cpus()), count_cpus()):
+        yield indices
+
+
+def require_gpus(stage: str, gpus: int) -> None:
+    """Refuses, before anything starts, what would wait for ever.
 
     Raises:
         ConfigError: there are fewer GPUs than asked.
     """
-    if gpus > count_gpus():
+    if gpus and gpus > count_gpus():
         raise ConfigError(
-            f"gpus_per_worker asks for {gpus} GPUs, this machine has {count_gpus()}; "
-            "use resources=local for a run without, or RAY_ADDRESS for a cluster that has them"
+            f"stages.{stage}.resources asks for {gpus} GPUs, this machine has {count_gpus()}; "
+            f"use resources=local for a run without, or launcher=cluster and RAY_ADDRESS for a cluster that has them"
         )
-    with _hold("gpu", gpus, count_gpus()) as indices, _hold("cpu", min(cpus, count_cpus()), count_cpus()):
-        yield indices
 
 
 def count_cpus() -> int:

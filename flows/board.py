@@ -98,7 +98,7 @@ class Board:
         self._end(name, "  ".join([f"done in {seconds:.1f} s", *_highlights(metrics)]))
 
     def failed(self, name: str, cause: str) -> None:
-        self._end(name, f"FAILED: {cause}")
+        self._end(name, f"FAILED: {cause.partition(chr(10))[0]}")
 
     def _end(self, name: str, text: str) -> None:
         with self._lock:
@@ -123,11 +123,13 @@ class Board:
     def _plain_progress(self) -> None:
         while not self._done.wait(PLAIN_INTERVAL_SECONDS):
             with self._lock:
-                lines = dict(self._running)
+                lines, waits = dict(self._running), dict(self._waits)
                 for line in lines.values():
                     line.refresh()
             for name, line in lines.items():
                 self._say(name, line.describe())
+            for name, reason in waits.items():
+                self._say(name, f"waits for {reason}")
 
 
 def _highlights(metrics: Mapping[str, float]) -> list[str]:

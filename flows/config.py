@@ -61,7 +61,11 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
     pipeline = Pipeline(
-        name=root.name, store=Path(root.store).absolute(), code_drift=root.code_drift, sources=sources, stages=stages
+        name=root.name,
+        store=Path(root.store).expanduser().absolute(),
+        code_drift=root.code_drift,
+        sources=sources,
+        stages=stages,
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
     return pipeline
@@ -126,7 +130,10 @@ def _method_class(where: str, target: str) -> type[Method]:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}={target}: cannot be imported ({error}); give package.module.Class") from error
+        raise ConfigError(
+            f"{where}={target}: cannot be imported ({error}); give package.module.Class, "
+            "of a package that is installed, in this folder, or on PYTHONPATH"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigError(f"{where}={target}: is no tasks.method.Method; derive the class from it")
     return cls

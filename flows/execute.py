@@ -1,5 +1,6 @@
 """One stage, from its lock to its manifest."""
 
+import os
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,6 +51,15 @@ def execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board:
     return Result(manifest=manifest, seconds=seconds)
 
 
+def needs(planned: PlannedStage) -> tuple[int, int]:
+    """CPUs and GPUs of this machine that a stage takes; a cluster elsewhere admits its own work."""
+    method, resources = planned.stage.method, planned.stage.resources
+    if method.trains and resources.on_cluster and os.environ.get("RAY_ADDRESS"):
+        return 0, 0
+    workers = resources.num_workers if method.trains else 1
+    return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
+
+
 def _reused(planned: PlannedStage, entry: Entry, board: Board) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
@@ -61,12 +71,10 @@ def _make(
     plan: Plan, planned: PlannedStage, entry: Entry, processes: StageProcesses, board: Board
 ) -> tuple[Manifest, float]:
     resources = planned.stage.resources
-    # A cluster elsewhere admits its own work; everything else shares this machine.
-    workers = resources.num_workers if planned.stage.method.trains else 1
-    gpus = workers * resources.gpus_per_worker if planned.stage.method.uses_gpu else 0
+    method = planned.stage.method
+    cpus, gpus = needs(planned)
     board.waiting(planned.name, "CPUs" + (" and GPUs" if gpus else ""))
-    with admitted(workers * resources.cpus_per_worker, gpus) as visible_gpus:
-        method = planned.stage.method
+    with admitted(cpus, gpus) as visible_gpus:
         board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
         start = time.time()
         job = Job(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage
+from flows.preflight import check_models
 from lineage.artifact import Source
 from lineage.code import code_digest
 from lineage.digest import pin
@@ -89,7 +90,7 @@ class Plan:
     def _row(self, planned: PlannedStage) -> dict[str, object]:
         return {
             "stage": planned.name,
-            "method": type(planned.stage.method).__qualname__,
+            "method": planned.stage.method.name(),
             "fingerprint": planned.fingerprint,
             "state": planned.state,
             "reason": planned.reason,
@@ -102,8 +103,10 @@ def make_plan(pipeline: Pipeline) -> Plan:
     """Fingerprints every stage and looks each one up in the store.
 
     Raises:
-        ConfigError: a source does not exist, or ``code_drift=refuse`` and a reused stage's code changed.
+        ConfigError: a source does not exist or is no model, a chat template is lacking, or
+            ``code_drift=refuse`` and a reused stage's code changed.
     """
+    check_models(pipeline)
     store = Store(pipeline.store)
     known = {SOURCE + name: _pinned(name, pipeline.sources[name]) for name in _used_sources(pipeline)}
     stages = []

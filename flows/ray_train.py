@@ -86,10 +86,20 @@ def _connect(job: Job) -> None:
 
 
 def _packages(job: Job) -> list[Path]:
-    """The package directories that the workers need: ours, and that of the user's own method."""
-    names = {"lineage", "tasks", "flows", type(job.method).__module__.split(".")[0]}
-    modules = [importlib.import_module(name) for name in sorted(names)]
-    return [Path(str(module.__file__)).parent for module in modules if hasattr(module, "__path__")]
+    """The package directories that the workers need: ours, and that of the user's own method.
+
+    Raises:
+        ConfigError: the method is a single file, which does not travel.
+    """
+    own = type(job.method).__module__.partition(".")[0]
+    modules = [importlib.import_module(name) for name in sorted({"lineage", "tasks", "flows", own})]
+    for module in modules:
+        if not hasattr(module, "__path__"):
+            raise ConfigError(
+                f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
+                f"make it {own}/__init__.py, or a module of a package"
+            )
+    return [Path(next(iter(module.__path__))) for module in modules]
 
 
 def _metrics(value: object) -> Metrics:

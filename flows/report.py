@@ -1,6 +1,8 @@
 """What the commands print: the plan, and at the end of a run what came of it."""
 
 import io
+import shlex
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +43,10 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float) -> dict[str, ob
     return {**document, "seconds": wall, "mlflow_run_id": None}
 
 
-def summary(plan: Plan, seconds: dict[str, float], wall: float) -> str:
+def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[str]) -> str:
     """The end of a run for people: what was measured, what it took, where every model lies, what to try next."""
-    parts = [(plan.entry(planned).output / "table.md").read_text() for planned in plan.stages if _is_report(planned)]
+    tables = [plan.entry(planned).output / "table.md" for planned in plan.stages if _is_report(planned)]
+    parts = [path.read_text() for path in tables if path.exists()]
     table = _table("stage", "seconds", "tokens/s", "output")
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
@@ -54,18 +57,19 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float) -> str:
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:
         parts.append(f"{plan.pipeline.name}: {len(plan.stale)} of {len(plan.stages)} stages run in {wall:.1f} s")
-    parts.append(_next(plan))
+    parts.append(_next(plan, words))
     return "\n\n".join(part.rstrip() for part in parts)
 
 
-def _next(plan: Plan) -> str:
+def _next(plan: Plan, words: Sequence[str]) -> str:
     """A change of one field that is worth a look: the last trained stage at half its learning rate."""
     trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]
     if not trained:
-        return "next: posttrain plan"
+        return f"next: posttrain plan {shlex.join(words)}".rstrip()
     rate = trained[-1].stage.method.recipe()["learning_rate"]
     assert isinstance(rate, float)
-    return f"next: posttrain plan stages.{trained[-1].name}.method.learning_rate={rate / 2:g}"
+    change = f"stages.{trained[-1].name}.method.learning_rate={rate / 2:g}"
+    return f"next: posttrain plan {shlex.join([*words, change])}"
 
 
 def _is_report(planned: PlannedStage) -> bool:

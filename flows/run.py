@@ -4,9 +4,12 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
+from flows.admission import require_gpus
 from flows.board import Board
+from flows.execute import needs
 from flows.launch import StageProcesses
 from flows.plan import Plan
 from flows.prefect_server import embedded_server
@@ -14,8 +17,11 @@ from flows.report import plan_table, run_dict, summary
 from tasks.context import Launcher
 
 
-def run_plan(plan: Plan, *, as_json: bool) -> int:
+def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     """Executes what is stale and reports; the progress goes to stderr, the result to stdout.
+
+    Args:
+        words: the options and overrides of the command, to build on in what is proposed next.
 
     Raises:
         PipelineError: a stage failed.
@@ -23,12 +29,14 @@ def run_plan(plan: Plan, *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     seconds: dict[str, float] = {}
+    for planned in plan.stale:
+        require_gpus(planned.name, needs(planned)[1])
     if plan.stale:
         print(plan_table(plan), file=sys.stderr)
         signal.signal(signal.SIGTERM, _stop)
         seconds = _run_stale(plan)
     wall = time.perf_counter() - start
-    print(json.dumps(run_dict(plan, seconds, wall), indent=2) if as_json else summary(plan, seconds, wall))
+    print(json.dumps(run_dict(plan, seconds, wall), indent=2) if as_json else summary(plan, seconds, wall, words))
     return 0
 
 

@@ -27,7 +27,6 @@ def stage_main(job: Job, connection: Connection) -> None:
     sys.stdout.flush()
     connection.send(reply)
     connection.close()
-    os._exit(0)  # all is written: tearing down torch and ray would only take time
 
 
 def answer(job: Job) -> Answer:

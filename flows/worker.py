@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -43,9 +44,10 @@ def pin_threads(count: int) -> None:
     """Fixes the threads of every library: sums over other splits differ in their last bits."""
     os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
-    import torch
+    if "torch" in sys.modules:  # else it will read the variables: a stage that only reads rows needs no torch
+        import torch
 
-    torch.set_num_threads(count)
+        torch.set_num_threads(count)
 
 
 def _reporter(path: Path, rank: int) -> Report:

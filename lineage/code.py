@@ -7,22 +7,24 @@ from pathlib import Path
 
 from lineage.digest import digest_file, digest_of
 
+OURS = ("tasks", "lineage")
+
 
 def code_digest(module: str) -> str:
-    """Digest of a module's file and of every module of the same top-level package that it imports, at any depth."""
+    """Digest of a module's file and of every module that it imports, at any depth, from its own package or ours."""
     files: dict[str, Path] = {}
-    _collect(module, files)
+    _collect(module, files, packages={module.partition(".")[0], *OURS})
     return digest_of({name: digest_file(path) for name, path in sorted(files.items())})
 
 
-def _collect(module: str, files: dict[str, Path]) -> None:
+def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
     path = _source_file(module)
     if path is None or module in files:
         return
     files[module] = path
     for name in _imports(path):
-        if name.split(".")[0] == module.split(".")[0]:
-            _collect(name, files)
+        if name.partition(".")[0] in packages:
+            _collect(name, files, packages)
 
 
 @cache

@@ -92,15 +92,14 @@ def _hub_commit(name: str, source: Source) -> str:
     if source.revision and len(source.revision) == 40 and all(digit in "0123456789abcdef" for digit in source.revision):
         return source.revision
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     repo_type = "model" if source.kind == Kind.CHECKPOINT else "dataset"
     try:
         info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # the hub's own, its HTTP library's, and of being offline: no common base
         raise ConfigError(
             f"sources.{name}.path={source.path}: no such file here, and the hub gave no {repo_type} of that id "
-            f"at revision {source.revision or 'main'} ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"at revision {source.revision or 'main'} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); "
             f"check the id, log in with `hf auth login` for a private one, or give a commit as sources.{name}.revision"
         ) from error
     return str(info.sha)

@@ -22,6 +22,7 @@ class DPO(Training):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    chat_slot: ClassVar[str | None] = "policy"
 
     learning_rate: Annotated[float, Gt(0)] = 1e-6
     num_steps: Annotated[int, Gt(0)] = 1000

@@ -64,6 +64,8 @@ class Evaluate(Method):
         "*": Kind.CHECKPOINT,
     }
     produces: ClassVar[Kind] = Kind.REPORT
+    uses_gpu: ClassVar[bool] = True
+    chat_slot: ClassVar[str | None] = "reference"
 
     num_rows: Annotated[int, Gt(0)] = 200  # held-out rows per measure, at most
     num_prompts: Annotated[int, Gt(0)] = 32  # answered greedily by each policy

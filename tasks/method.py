@@ -44,6 +44,7 @@ class Method(ABC):
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
         uses_gpu: whether it runs a model, and so asks for the GPUs of its resources.
+        chat_slot: the slot whose model must have a chat template, where one is needed.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -53,6 +54,7 @@ class Method(ABC):
     produces: ClassVar[Kind]
     trains: ClassVar[bool] = False
     uses_gpu: ClassVar[bool] = False
+    chat_slot: ClassVar[str | None] = None
 
     @abstractmethod
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -61,7 +63,13 @@ class Method(ABC):
     def recipe(self) -> dict[str, object]:
         """What makes this method's result: class, version and every field that is not None."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"method": type(self).__qualname__, "version": self.version, **fields}
+        return {"method": self.name(), "version": self.version, **fields}
+
+    @classmethod
+    def name(cls) -> str:
+        """The class's name; of a method that is not ours, with its module, so that two ``DPO`` stay two."""
+        ours = cls.__module__.partition(".")[0] == "tasks"
+        return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)

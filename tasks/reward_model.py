@@ -23,6 +23,7 @@ class RewardModel(Training):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.REWARD_MODEL
+    chat_slot: ClassVar[str | None] = "policy"
 
     learning_rate: Annotated[float, Gt(0)] = 1e-5
     num_steps: Annotated[int, Gt(0)] = 1000

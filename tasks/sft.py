@@ -28,6 +28,7 @@ class SFT(Training):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.CONVERSATIONS}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    chat_slot: ClassVar[str | None] = "policy"
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5
     num_steps: Annotated[int, Gt(0)] = 1000

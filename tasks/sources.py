@@ -126,16 +126,15 @@ def fetch_model(source: Source) -> Path:
         directory = matches[0]
     else:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
             fetched = snapshot_download(
                 source.path, revision=source.revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
             )
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        except Exception as error:  # the hub's errors and its HTTP library's have no common base
             raise ConfigError(
                 f"model {source.path}: no such directory, and the hub gave none at revision {source.revision} "
-                f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); give a directory or a hub id"
+                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
             ) from error
         directory = Path(fetched)
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):

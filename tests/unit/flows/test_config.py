@@ -136,7 +136,7 @@ def test_a_mistake_says_what_is_accepted(override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["stages.left.inputs.policy=right", "stages.right.inputs.policy=left"], "the stages form a cycle: .*left.*right"),
+        (["stages.left.inputs.policy=right", "stages.right.inputs.policy=left"], "the stages form a cycle: .*left.*right"),  # noqa: E501
         (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
         (["resources.num_workers=3", "resources.num_nodes=2", "resources.micro_batch_size=1",
           "stages.left.method.global_batch_size=9", "stages.right.method.global_batch_size=9"], "does not divide over"),

@@ -72,7 +72,7 @@ def test_a_missing_output_file_is_not_finished(entry):
 
 def test_a_manifest_that_cannot_be_read_says_what_to_do(entry):
     (entry.path / "manifest.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="delete .* to make it again"):
+    with pytest.raises(ArtifactError, match=r"delete .* to make it again"):
         entry.manifest()
 
 
