@@ -97,9 +97,10 @@ def _hub_commit(name: str, source: Source) -> str:
     try:
         info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
     except Exception as error:  # the hub's own, its HTTP library's, and of being offline: no common base
+        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
             f"sources.{name}.path={source.path}: no such file here, and the hub gave no {repo_type} of that id "
-            f"at revision {source.revision or 'main'} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); "
+            f"at revision {source.revision or 'main'} ({cause}); "
             f"check the id, log in with `hf auth login` for a private one, or give a commit as sources.{name}.revision"
         ) from error
     return str(info.sha)

@@ -41,9 +41,9 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], ro
         return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
 
     try:
-        whole = text(len(messages))
+        whole, last = text(len(messages)), len(messages) - 1
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [(text(place, prompt=True), text(place + 1)) for place in turns]
+        spans = [(text(place, prompt=True), whole if place == last else text(place + 1)) for place in turns]
     except TemplateError as error:
         raise DataError(
             f"row {row_id}: the model's chat template refuses its messages: {error}; mend the row's roles and "

@@ -7,14 +7,14 @@ from pathlib import Path
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
 _NUM_SAMPLES = 3
-_MAX_SHOWN = 160  # characters of a sample answer
+_MAX_SHOWN = 120  # characters of a sample answer
 # Metric of a policy -> title of its column, and digits after the point.
 _COLUMNS = {
-    "text_perplexity": ("text perplexity ↓", 1),
-    "answer_perplexity": ("answer perplexity ↓", 1),
-    "preference_accuracy": ("preference accuracy, implicit reward ↑", 3),
-    "logp_accuracy": ("preference accuracy, log-probability ↑", 3),
-    "reward_score": ("reward of greedy answers ↑", 2),
+    "text_perplexity": ("text ppl ↓", 1),
+    "answer_perplexity": ("answer ppl ↓", 1),
+    "preference_accuracy": ("preference acc. (implicit reward) ↑", 3),
+    "logp_accuracy": ("preference acc. (log-prob.) ↑", 3),
+    "reward_score": ("reward of answers ↑", 2),
 }
 
 
@@ -55,11 +55,12 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
 
 
 def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:
-    rows = [
-        [_cell(prompt[-1]["content"]), *(_cell(texts[index]) for texts in answers.values())]
-        for index, prompt in enumerate(prompts[:_NUM_SAMPLES])
-    ]
-    return _table(["prompt", *answers], rows)
+    """A few prompts with the answer of every policy below each."""
+    blocks = []
+    for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
+        rows = [[name, _cell(texts[index])] for name, texts in answers.items()]
+        blocks.append(_table(["policy", _cell(prompt[-1]["content"])], rows))
+    return "\n".join(blocks)
 
 
 def _cell(text: str) -> str:
@@ -68,5 +69,8 @@ def _cell(text: str) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
+    """A Markdown table that is aligned as plain text too."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (titles, *rows)]
+    lines = [padded[0], ["-" * width for width in widths], *padded[1:]]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
