@@ -1,11 +1,12 @@
 """Ray Train around a training stage: local mode for one worker, a cluster for more."""
 
 import importlib
+import logging
 import os
 from pathlib import Path
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, get_context
 from ray.train.torch import TorchTrainer
 
 from flows.job import Job
@@ -13,6 +14,8 @@ from flows.process_settings import WORKER_ENVIRONMENT
 from flows.worker import run_worker
 from lineage.errors import ConfigError
 from tasks.context import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 def train(job: Job) -> Metrics:
@@ -45,8 +48,18 @@ def _train_on_cluster(job: Job) -> Metrics:
             ),
         )
         return _metrics(trainer.fit().return_value)
+    except WorkerGroupError as error:
+        # What the worker raised, not Ray's wrapper of it: a wrong row stays a wrong row.
+        rank = min(error.worker_failures)
+        logger.exception("stage=%s rank=%s state=failed", job.stage, rank)
+        raise _root(error.worker_failures[rank]) from error
     finally:
         ray.shutdown()
+
+
+def _root(failure: Exception) -> Exception:
+    cause = failure.__cause__
+    return cause if isinstance(cause, Exception) and type(failure).__module__.startswith("ray.") else failure
 
 
 def _worker_loop(config: dict[str, Job]) -> dict[str, float]:

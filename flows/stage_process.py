@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from flows.job import Job
 from lineage.errors import PipelineError, StageError
-from tasks.context import Metrics
+from tasks.context import Launcher, Metrics
 
 Answer = Metrics | PipelineError
 
@@ -38,7 +38,8 @@ def answer(job: Job) -> Answer:
         return error
     except Exception as error:
         traceback.print_exc()
-        return StageError(job.stage, one_line(error), str(job.log))
+        foreground = job.resources.launcher == Launcher.FOREGROUND
+        return StageError(job.stage, one_line(error), "above" if foreground else str(job.log))
 
 
 def run(job: Job) -> Metrics:
@@ -53,12 +54,8 @@ def run(job: Job) -> Metrics:
 
 
 def one_line(error: BaseException) -> str:
-    """The root cause of an error in one line: Ray wraps what a worker raised."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Of a remote traceback the last line names the exception.
-    text = lines[-1] if lines and "Traceback" in str(error) else (lines[0] if lines else "")
+    """An error's type and the first line of its message."""
+    text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
