@@ -32,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("posttrain: stopped; run the same command again to go on", file=sys.stderr)
         return STOPPED
-    except BrokenPipeError:  # `posttrain plan | head`
+    except BrokenPipeError:  # `posttrain plan | head`: all is done but the last of the print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"posttrain: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

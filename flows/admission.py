@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,19 +21,24 @@ from lineage.errors import ConfigError
 _POLL_SECONDS = 0.05
 
 
+Check = Callable[[], None]
+
+
 @contextlib.contextmanager
-def admitted(cpus: int, gpus: int) -> Iterator[tuple[int, ...]]:
+def admitted(cpus: int, gpus: int, check: Check) -> Iterator[tuple[str, ...]]:
     """Waits until the machine has room, then holds it.
 
     Args:
         cpus: a request for more than the machine has is served with all of them.
         gpus: not more than ``require_gpus`` has let pass.
+        check: called while waiting; raises when the run is being stopped.
 
     Yields:
-        The indices of the GPUs.
+        The GPUs, as ``CUDA_VISIBLE_DEVICES`` names them.
     """
-    with _hold("gpu", gpus, count_gpus()) as indices, _hold("cpu", min(cpus, count_cpus()), count_cpus()):
-        yield indices
+    cores = [str(index) for index in range(count_cpus())]
+    with _hold("gpu", gpus, visible_gpus(), check) as devices, _hold("cpu", min(cpus, len(cores)), cores, check):
+        yield devices
 
 
 def require_gpus(stage: str, gpus: int) -> None:
@@ -42,10 +47,10 @@ def require_gpus(stage: str, gpus: int) -> None:
     Raises:
         ConfigError: there are fewer GPUs than asked.
     """
-    if gpus and gpus > count_gpus():
+    if gpus and gpus > len(visible_gpus()):
         raise ConfigError(
-            f"stages.{stage}.resources asks for {gpus} GPUs, this machine has {count_gpus()}; "
-            f"use resources=local for a run without, or launcher=cluster and RAY_ADDRESS for a cluster that has them"
+            f"stages.{stage}.resources asks for {gpus} GPUs, this machine shows {len(visible_gpus())}; "
+            "use resources=local for a run without, or launcher=cluster and RAY_ADDRESS for a cluster that has them"
         )
 
 
@@ -54,9 +59,17 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use: those the user or a scheduler has named, else all."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [device for device in named.split(",") if device and device != "-1"]
+    return [str(index) for index in range(_count_gpus())]
+
+
 @cache
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine; asks the driver, not torch, which takes seconds to import."""
+def _count_gpus() -> int:
+    """Asks the driver, not torch, which takes seconds to import."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -65,30 +78,44 @@ def count_gpus() -> int:
 
 
 @contextlib.contextmanager
-def _hold(kind: str, wanted: int, total: int) -> Iterator[tuple[int, ...]]:
+def _hold(kind: str, wanted: int, slots: list[str], check: Check) -> Iterator[tuple[str, ...]]:
     if not wanted:
         yield ()
         return
     folder = Path(tempfile.gettempdir()) / f"posttrain-slots-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    held: dict[int, FileLock] = {}
+    held: list[str] = []
     with contextlib.ExitStack() as stack:
-        with FileLock(folder / f"{kind}.turn", thread_local=False, poll_interval=_POLL_SECONDS):
+        with contextlib.ExitStack() as turn:
+            while not _take(folder / f"{kind}.turn", turn):
+                _wait(check)
             while len(held) < wanted:
-                _take(folder, kind, wanted, total, held, stack)
-        yield tuple(sorted(held))
+                held += _take_free(
+                    folder, kind, wanted - len(held), [slot for slot in slots if slot not in held], stack
+                )
+                if len(held) < wanted:
+                    _wait(check)
+        yield tuple(held)
 
 
-def _take(
-    folder: Path, kind: str, wanted: int, total: int, held: dict[int, FileLock], stack: contextlib.ExitStack
-) -> None:
-    """Takes the slots that are free now; waits a moment when they do not suffice."""
-    for index in range(total):
-        if index not in held and len(held) < wanted:
-            lock = FileLock(folder / f"{kind}-{index}", thread_local=False)
-            with contextlib.suppress(Timeout):
-                lock.acquire(blocking=False)
-                held[index] = lock
-                stack.callback(lock.release)
-    if len(held) < wanted:
-        time.sleep(_POLL_SECONDS)
+def _take_free(folder: Path, kind: str, wanted: int, slots: list[str], stack: contextlib.ExitStack) -> Iterator[str]:
+    for slot in slots:
+        if wanted and _take(folder / f"{kind}-{slot}", stack):
+            wanted -= 1
+            yield slot
+
+
+def _wait(check: Check) -> None:
+    check()
+    time.sleep(_POLL_SECONDS)
+
+
+def _take(path: Path, stack: contextlib.ExitStack) -> bool:
+    """Takes a lock if it is free; the stack gives it back."""
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return False
+    stack.callback(lock.release)
+    return True

@@ -1,5 +1,6 @@
 """What the user sees while stages run: a live line per running stage, or a few plain lines without a terminal."""
 
+import contextlib
 import json
 import threading
 import time
@@ -107,7 +108,7 @@ class Board:
         self._say(name, text)
 
     def _say(self, name: str, text: str) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # whoever read this is gone; the run goes on
             self._console.print(f"{name:<{self._width}}  {text}", markup=False, soft_wrap=True)
 
     def _render(self) -> Table:

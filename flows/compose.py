@@ -1,6 +1,5 @@
 """Hydra's own work: groups and overrides composed to one plain tree."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,9 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     """
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such directory")
-    search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    if config_dir:
+        _refuse_shadows(config_dir)
+    search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
@@ -42,10 +43,20 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
         if missing:
             raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
         tree = OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(_first_lines(error)) from error
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def _refuse_shadows(config_dir: Path) -> None:
+    """Hydra would take the shipped file of a name and pass the user's over in silence."""
+    for path in sorted(config_dir.rglob("*.yaml")):
+        name = path.relative_to(config_dir)
+        if (CONF / name).exists():
+            raise ConfigError(
+                f"{path}: posttrain ships a {name} too, and that one would be used; give yours another name"
+            )
 
 
 def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
@@ -57,6 +68,8 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
             f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
         ) from error
     key = override.key_or_group
+    if not key:
+        raise ConfigError(f"{word}: is no override; write key=value")
     if key.split(".")[0] == "hydra":
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")
     if override.is_sweep_override():
@@ -92,7 +105,7 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", r"\'") + "'"
+    return "'" + value.replace("\\", r"\\").replace("'", r"\'") + "'"
 
 
 def _first_lines(error: Exception) -> str:

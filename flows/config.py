@@ -1,6 +1,7 @@
 """The border of Hydra: overrides in, a checked ``Pipeline`` out. No ``DictConfig`` passes it."""
 
 import importlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -104,7 +105,8 @@ def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
 
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     where = f"stages.{name}"
-    if "method" not in node or "_target_" not in dict(node["method"]):  # type: ignore[call-overload]
+    method = node.get("method")
+    if not isinstance(method, Mapping) or "_target_" not in method:
         others = [other for other, stage in root.stages.items() if other != name]
         raise ConfigError(
             f"{where}: no such stage; there are: {', '.join(others)}{nearest(name, others)} "
@@ -129,13 +131,16 @@ def _method_class(where: str, target: str) -> type[Method]:
     module, _, name = target.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a module of the user's raises when it is imported
         raise ConfigError(
             f"{where}={target}: cannot be imported ({error}); give package.module.Class, "
             "of a package that is installed, in this folder, or on PYTHONPATH"
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigError(f"{where}={target}: is no tasks.method.Method; derive the class from it")
+    lacking = [name for name in ("consumes", "produces") if not hasattr(cls, name)]
+    if inspect.isabstract(cls) or lacking:
+        raise ConfigError(f"{where}={target}: lacks {', '.join(lacking) or 'run'}; see docs/add_a_method.md")
     return cls
 
 

@@ -11,7 +11,7 @@ from flows.job import Job, JobInput
 from flows.launch import StageProcesses
 from flows.plan import Plan, PlannedInput, PlannedStage
 from lineage.digest import digest_files, digest_of
-from lineage.errors import PipelineError, StageError
+from lineage.errors import PipelineError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import InputRecord, Manifest, provenance
 from lineage.store import Entry
@@ -32,20 +32,30 @@ def execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board:
     Raises:
         PipelineError: the stage failed; nothing is committed.
     """
+    try:
+        return _execute(plan, planned, processes, board)
+    except StoppedError:
+        raise
+    except PipelineError as error:
+        board.failed(planned.name, str(error))
+        raise
+    except OSError as error:  # of the store: full, read-only, gone
+        board.failed(planned.name, str(error))
+        raise StageError(planned.name, f"the store: {error}", str(plan.entry(planned).logs)) from error
+
+
+def _execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board: Board) -> Result:
     entry = plan.entry(planned)
     lease = Lease(entry.path)
     finished = partial(planned.is_finished, entry)
-    if not acquire_or(lease, finished, on_wait=partial(board.waiting, planned.name, "another run that makes it")):
+    on_wait = partial(board.waiting, planned.name, "another run that makes it")
+    if not acquire_or(lease, finished, on_wait, check=processes.raise_if_stopped):
         return _reused(planned, entry, board)
     with lease.holding():
         if finished():  # by a run that ended between the look and the lock
             return _reused(planned, entry, board)
         entry.begin()
-        try:
-            manifest, seconds = _make(plan, planned, entry, processes, board)
-        except PipelineError as error:
-            board.failed(planned.name, str(error))
-            raise
+        manifest, seconds = _make(plan, planned, entry, processes, board)
         entry.commit(manifest, lease)
     board.done(planned.name, seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)
@@ -74,7 +84,7 @@ def _make(
     method = planned.stage.method
     cpus, gpus = needs(planned)
     board.waiting(planned.name, "CPUs" + (" and GPUs" if gpus else ""))
-    with admitted(cpus, gpus) as visible_gpus:
+    with admitted(cpus, gpus, processes.raise_if_stopped) as visible_gpus:
         board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
         start = time.time()
         job = Job(

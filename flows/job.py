@@ -26,7 +26,7 @@ class Job:
 
     Args:
         directory: of the stage in the store; ``output/``, ``work/``, ``logs/`` and ``metrics.jsonl`` lie below it.
-        visible_gpus: indices that the stage was admitted to.
+        visible_gpus: devices that the stage was admitted to, as CUDA_VISIBLE_DEVICES names them.
     """
 
     stage: str
@@ -34,7 +34,7 @@ class Job:
     inputs: Mapping[str, JobInput]
     resources: Resources
     directory: Path
-    visible_gpus: tuple[int, ...] = ()
+    visible_gpus: tuple[str, ...] = ()
 
     @property
     def log(self) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,12 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
+import psutil
+
 from flows.job import Job
 from flows.process_settings import STAGE_ENVIRONMENT
 from flows.stage_process import Answer, answer, stage_main
-from lineage.errors import PipelineError, StageError
+from lineage.errors import StageError, StoppedError
 from tasks.context import Launcher, Metrics
 
 _GRACE_SECONDS = 5.0
@@ -32,34 +35,52 @@ class StageProcesses:
         self._fresh: SpawnContext = multiprocessing.get_context("spawn")
         self._running: set[BaseProcess] = set()
         self._lock = threading.Lock()
-        self._stopped = False
+        self._starting = threading.Lock()  # apart: a start may wait for the fork server's imports, a stop must not
+        self._stopped = threading.Event()
 
     def warm_up(self) -> None:
         """Starts the fork server's imports, without waiting for them."""
         from multiprocessing.forkserver import ensure_running
 
         self._server.set_forkserver_preload(["flows.preload"])
-        with _environment(STAGE_ENVIRONMENT):
-            ensure_running()
+        # A Ctrl-C is for us; the fork server would die of it while it still imports.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with _environment(STAGE_ENVIRONMENT):
+                ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def raise_if_stopped(self) -> None:
+        """For whoever waits.
+
+        Raises:
+            StoppedError: the run is being stopped.
+        """
+        if self._stopped.is_set():
+            raise StoppedError("the run was stopped")
 
     def run(self, job: Job) -> Metrics:
         """Runs a job to its end.
 
         Raises:
-            PipelineError: what the stage raised; a ``StageError`` if its process died.
+            StageError: the stage raised, or its process died.
+            StoppedError: the run is being stopped.
         """
+        self.raise_if_stopped()
         if job.resources.launcher == Launcher.FOREGROUND:
-            return _result(answer(job))
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+                return _result(answer(job))
         reader, writer = multiprocessing.Pipe(duplex=False)
         context = self._fresh if _only_rows(job) else self._server
         process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
+        with self._starting, _environment(STAGE_ENVIRONMENT):
+            process.start()
         with self._lock:
-            if self._stopped:
-                raise StageError(job.stage, "stopped before it began", str(job.log))
-            with _environment(STAGE_ENVIRONMENT):
-                process.start()
             self._running.add(process)
         writer.close()
+        if self._stopped.is_set():  # between the look above and the start
+            _signal_group(process, signal.SIGKILL)
         try:
             wait([reader, process.sentinel])
             reply = reader.recv() if reader.poll() else None
@@ -67,12 +88,14 @@ class StageProcesses:
             reply = None
         finally:
             self._end(process)
+        if reply is None:
+            self.raise_if_stopped()
         return _result(reply if reply is not None else _death(job, process.exitcode))
 
     def stop(self) -> None:
         """Ends every running stage with its whole group: asked first, killed after a grace."""
+        self._stopped.set()
         with self._lock:
-            self._stopped = True
             processes = list(self._running)
         for process in processes:
             _signal_group(process, signal.SIGTERM)
@@ -80,6 +103,7 @@ class StageProcesses:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             _signal_group(process, signal.SIGKILL)
+        _end_fork_server()
 
     def _end(self, process: BaseProcess) -> None:
         process.join(_GRACE_SECONDS)
@@ -99,16 +123,26 @@ def _signal_group(process: BaseProcess, number: signal.Signals) -> None:
             os.killpg(process.pid, number)  # the stage made its pid its group
 
 
+def _end_fork_server() -> None:
+    """It ends by itself when we do, but first finishes its imports."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                child.kill()
+
+
 def _death(job: Job, exitcode: int | None) -> StageError:
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
         hint = "; out of memory?" if -exitcode == signal.SIGKILL else ""
         return StageError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
-    return StageError(job.stage, f"its process ended with exit code {exitcode} and no answer", str(job.log))
+    address = os.environ.get("RAY_ADDRESS")
+    hint = f"; is RAY_ADDRESS={address} reachable?" if address and job.resources.on_cluster else ""
+    return StageError(job.stage, f"its process ended with exit code {exitcode} and no answer{hint}", str(job.log))
 
 
 def _result(reply: Answer) -> Metrics:
-    if isinstance(reply, PipelineError):
+    if isinstance(reply, StageError):
         raise reply
     return reply
 

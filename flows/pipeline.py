@@ -1,6 +1,7 @@
 """The declared graph: stages, what fills their slots, and the checks that need no GPU."""
 
 import graphlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +15,9 @@ from tasks.method import Method, Training
 
 SOURCE = "source:"
 CodeDrift = Literal["warn", "rerun", "refuse"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_RESERVED = ("logs", "pipelines")  # directories of the store that belong to no stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,14 @@ class Pipeline:
     stages: Mapping[str, Stage]
 
     def __post_init__(self) -> None:
+        for name in (self.name, *self.stages):
+            if not _NAME.fullmatch(name) or name in _RESERVED:
+                raise ConfigError(
+                    f"{name!r} is no name for a pipeline or a stage: it names directories; "
+                    f"letters, digits, '_', '-' and '.' are accepted, and not {' or '.join(_RESERVED)}"
+                )
+        if not self.stages:
+            raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")
         for name, stage in self.stages.items():
             self._check_slots(name, stage)
             _check_resources(name, stage)
@@ -48,6 +60,15 @@ class Pipeline:
 
     def is_source(self, reference: str) -> bool:
         return reference.startswith(SOURCE) or reference not in self.stages
+
+    def key(self, reference: str) -> str:
+        """The one spelling of a reference: a stage's name, or ``source:NAME``."""
+        return SOURCE + reference.removeprefix(SOURCE) if self.is_source(reference) else reference
+
+    def used_sources(self) -> list[str]:
+        """Names of the sources that some stage reads."""
+        keys = {self.key(ref) for stage in self.stages.values() for ref in stage.inputs.values()}
+        return sorted(key.removeprefix(SOURCE) for key in keys if key.startswith(SOURCE))
 
     def order(self) -> list[str]:
         """Stage names, each after the stages it needs.
@@ -86,6 +107,8 @@ class Pipeline:
             raise ConfigError(
                 f"{where}: nothing fills {', '.join(missing)}; state {where}.{missing[0]}=<stage or source>"
             )
+        if "*" in slots and not stage.inputs.keys() - slots.keys():
+            raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
         for slot, reference in stage.inputs.items():
             if slot not in slots and "*" not in slots:
                 raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {', '.join(slots)}{nearest(slot, slots)}")

@@ -12,9 +12,10 @@ from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage
 from flows.preflight import check_models
 from lineage.artifact import Source
 from lineage.code import code_digest
-from lineage.digest import pin
+from lineage.digest import DigestCache, pin
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, fingerprint, short, without_nones
+from lineage.lease import living_holder
 from lineage.manifest import Manifest
 from lineage.store import Entry, Store
 
@@ -108,28 +109,20 @@ def make_plan(pipeline: Pipeline) -> Plan:
     """
     check_models(pipeline)
     store = Store(pipeline.store)
-    known = {SOURCE + name: _pinned(name, pipeline.sources[name]) for name in _used_sources(pipeline)}
+    digests = DigestCache(pipeline.store / "digests.json")
+    known = {SOURCE + name: _pinned(name, pipeline.sources[name], digests) for name in pipeline.used_sources()}
     stages = []
     for name in pipeline.order():
         stage = pipeline.stages[name]
-        inputs = {slot: known[_key(pipeline, ref)] for slot, ref in stage.inputs.items()}
+        inputs = {slot: known[pipeline.key(ref)] for slot, ref in stage.inputs.items()}
         planned = _plan_stage(name, stage, inputs, store, pipeline.code_drift)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint, source=None)
         stages.append(planned)
     return Plan(pipeline=pipeline, stages=stages)
 
 
-def _key(pipeline: Pipeline, reference: str) -> str:
-    return SOURCE + reference.removeprefix(SOURCE) if pipeline.is_source(reference) else reference
-
-
-def _used_sources(pipeline: Pipeline) -> list[str]:
-    references = [ref for stage in pipeline.stages.values() for ref in stage.inputs.values()]
-    return sorted({ref.removeprefix(SOURCE) for ref in references if pipeline.is_source(ref)})
-
-
-def _pinned(name: str, source: Source) -> PlannedInput:
-    pinned, digest = pin(name, source)
+def _pinned(name: str, source: Source, digests: DigestCache) -> PlannedInput:
+    pinned, digest = pin(name, source, digests)
     return PlannedInput(name=SOURCE + name, fingerprint=digest, source=pinned)
 
 
@@ -160,6 +153,9 @@ def _judge(
             return "run", f"its output is damaged: {missing[0]} is missing"
         when = datetime.fromtimestamp(manifest.provenance.end).strftime("%Y-%m-%d %H:%M")
         return "reuse", f"finished {when}"
+    holder = living_holder(entry.path)
+    if holder:
+        return "run", f"process {holder.pid} on {holder.host} is making it now: a run waits for it and reuses it"
     if entry.metrics.exists():
         return "run", f"an earlier attempt stopped at step {_last_step(entry)}; starts again"
     return "run", _why_stale(recipe, inputs, store.finished(name))

@@ -60,9 +60,8 @@ def _waits(
 
 
 def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:
-    for run in runs.values():
-        error = run.result(raise_on_failure=False)
-        if isinstance(error, PipelineError):
-            raise error
-    for run in runs.values():  # anything else that ended badly, a bug of ours included
-        run.result()
+    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
+    # A stage that never began, for want of one that failed, has nothing to tell.
+    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
+    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
+        raise error

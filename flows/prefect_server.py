@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
 
-from lineage.errors import PipelineError
+from lineage.errors import ConfigError, PipelineError
 
 START_TIMEOUT_SECONDS = 180.0
 
@@ -89,6 +90,23 @@ def configured_api_url() -> str | None:
     return str(url) if url else None
 
 
+def _require_reachable(url: str) -> None:
+    """Asks once, instead of leaving it to the client's long retries.
+
+    Raises:
+        ConfigError: nothing answers there.
+    """
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10).close()
+    except urllib.error.HTTPError:
+        return  # it answers; whether it lets us in is the client's affair
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, mend the URL, "
+            "or unset it for an embedded server"
+        ) from error
+
+
 def _prefect_home() -> Path:
     return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
@@ -101,7 +119,9 @@ def embedded_server(log: Path) -> Iterator[EmbeddedServer | None]:
     would start a server of its own that outlives us.
     """
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
-    if configured_api_url():
+    url = configured_api_url()
+    if url:
+        _require_reachable(url)
         yield None
         return
     server = EmbeddedServer(log)

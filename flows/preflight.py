@@ -1,12 +1,14 @@
 """Checks of a pipeline's models that need no GPU and no torch: made with the plan, before anything is paid."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.pipeline import SOURCE, Pipeline
+from flows.pipeline import SOURCE, Pipeline, nearest
 from lineage.artifact import Kind, Source
-from lineage.digest import local_paths
+from lineage.digest import QUICKSTART, local_paths
 from lineage.errors import ConfigError
+from tasks.quickstart import ROWS as QUICKSTART_ROWS
 
 
 def check_models(pipeline: Pipeline) -> None:
@@ -15,11 +17,17 @@ def check_models(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: names the source or stage, and what to do.
     """
-    has_template = {
-        SOURCE + name: _source_has_template(name, source)
-        for name, source in pipeline.sources.items()
-        if source.kind == Kind.CHECKPOINT
-    }
+    has_template = {}
+    for name in pipeline.used_sources():
+        source = pipeline.sources[name]
+        if source.kind == Kind.CHECKPOINT:
+            has_template[SOURCE + name] = _source_has_template(name, source)
+        elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
+            names = [QUICKSTART + each for each in QUICKSTART_ROWS]
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: no such rows; accepted: {', '.join(names)}"
+                f"{nearest(source.path, names)}"
+            )
     for name in pipeline.order():
         stage = pipeline.stages[name]
         recipe = stage.method.recipe()
@@ -35,9 +43,7 @@ def check_models(pipeline: Pipeline) -> None:
 
 
 def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:
-    reference = inputs[slot]
-    key = SOURCE + reference.removeprefix(SOURCE) if pipeline.is_source(reference) else reference
-    return has_template[key]
+    return has_template[pipeline.key(inputs[slot])]
 
 
 def _source_has_template(name: str, source: Source) -> bool:
@@ -56,7 +62,10 @@ def _source_has_template(name: str, source: Source) -> bool:
 
 
 def _has_template(directory: Path) -> bool:
-    config = directory / "tokenizer_config.json"
-    return (directory / "chat_template.jinja").exists() or (
-        config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
-    )
+    if (directory / "chat_template.jinja").exists():
+        return True
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the stage that loads it says what is wrong
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -83,12 +83,8 @@ def _connect(job: Job) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=environment, log_to_driver=True)
         return
-    if resources.num_nodes > 1:
-        raise ConfigError(
-            f"stages.{job.stage}.resources.num_nodes={resources.num_nodes}: a cluster started here has one node; "
-            "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
-        )
     ray.init(
+        address="local",  # a cluster of our own, whatever else runs here
         # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
         num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
         num_gpus=resources.num_workers * resources.gpus_per_worker,

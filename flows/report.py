@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flows.plan import Plan, PlannedStage
 from lineage.artifact import Kind
@@ -20,7 +21,7 @@ def plan_table(plan: Plan) -> str:
     """A line per stage: what happens to it, and why."""
     table = _table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
-        table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
+        table.add_row(planned.name, planned.state, short(planned.fingerprint), Text(planned.reason))
     count = len(plan.stale)
     verdict = (
         f"{count} of {len(plan.stages)} stages to run"
@@ -67,8 +68,7 @@ def _next(plan: Plan, words: Sequence[str]) -> str:
     if not trained:
         return f"next: posttrain plan {shlex.join(words)}".rstrip()
     rate = trained[-1].stage.method.recipe()["learning_rate"]
-    assert isinstance(rate, float)
-    change = f"stages.{trained[-1].name}.method.learning_rate={rate / 2:g}"
+    change = f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"
     return f"next: posttrain plan {shlex.join([*words, change])}"
 
 

@@ -1,10 +1,12 @@
 """Runs a plan: warm-up of processes and server side by side, the flow, then the report."""
 
+import contextlib
 import json
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from flows.admission import require_gpus
@@ -14,6 +16,7 @@ from flows.launch import StageProcesses
 from flows.plan import Plan
 from flows.prefect_server import embedded_server
 from flows.report import plan_table, run_dict, summary
+from lineage.errors import ConfigError
 from tasks.context import Launcher
 
 
@@ -29,15 +32,27 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     seconds: dict[str, float] = {}
-    for planned in plan.stale:
-        require_gpus(planned.name, needs(planned)[1])
     if plan.stale:
-        print(plan_table(plan), file=sys.stderr)
-        signal.signal(signal.SIGTERM, _stop)
-        seconds = _run_stale(plan)
+        _check_machine(plan)
+        with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
+            print(plan_table(plan), file=sys.stderr, flush=True)
+        with _stoppable():
+            seconds = _run_stale(plan)
     wall = time.perf_counter() - start
     print(json.dumps(run_dict(plan, seconds, wall), indent=2) if as_json else summary(plan, seconds, wall, words))
     return 0
+
+
+def _check_machine(plan: Plan) -> None:
+    """What a plan may ask for and this machine has not."""
+    for planned in plan.stale:
+        require_gpus(planned.name, needs(planned)[1])
+        nodes = planned.stage.resources.num_nodes
+        if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(
+                f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
+                "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
+            )
 
 
 def _run_stale(plan: Plan) -> dict[str, float]:
@@ -61,5 +76,25 @@ def _run_stale(plan: Plan) -> dict[str, float]:
     return {name: result.seconds for name, result in results.items()}
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Makes the first Ctrl-C or SIGTERM one ``KeyboardInterrupt``, whatever the libraries make of it on its way up."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # the stop is under way; a second one would only break it
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if stopped:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

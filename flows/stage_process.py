@@ -1,6 +1,7 @@
 """The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,9 @@ from flows.job import Job
 from lineage.errors import PipelineError, StageError
 from tasks.context import Launcher, Metrics
 
-Answer = Metrics | PipelineError
+Answer = Metrics | StageError
+
+logger = logging.getLogger(__name__)
 
 
 def stage_main(job: Job, connection: Connection) -> None:
@@ -22,7 +25,7 @@ def stage_main(job: Job, connection: Connection) -> None:
     _die_with_parent()
     _log_to(job)
     if job.visible_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.visible_gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
     reply = answer(job)
     sys.stdout.flush()
     connection.send(reply)
@@ -31,15 +34,15 @@ def stage_main(job: Job, connection: Connection) -> None:
 
 def answer(job: Job) -> Answer:
     """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
+    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
     try:
-        return dict(run(job))
+        return finite(run(job))
     except PipelineError as error:
         traceback.print_exc()
-        return error
+        return StageError(job.stage, str(error), log, error.exit_code)
     except Exception as error:
         traceback.print_exc()
-        foreground = job.resources.launcher == Launcher.FOREGROUND
-        return StageError(job.stage, one_line(error), "above" if foreground else str(job.log))
+        return StageError(job.stage, one_line(error), log)
 
 
 def run(job: Job) -> Metrics:
@@ -51,6 +54,14 @@ def run(job: Job) -> Metrics:
     from flows.worker import run_worker
 
     return run_worker(job)
+
+
+def finite(metrics: Metrics) -> dict[str, float]:
+    """The metrics that JSON can state; a trained model is not thrown away for one that it cannot."""
+    kept = {name: value for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
+    for name in metrics.keys() - kept.keys():
+        logger.warning("metric=%s value=%r is no finite number and is left out", name, metrics[name])
+    return kept
 
 
 def one_line(error: BaseException) -> str:

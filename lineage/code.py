@@ -22,7 +22,7 @@ def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
     if path is None or module in files:
         return
     files[module] = path
-    for name in _imports(path):
+    for name in _imports(module, path):
         if name.partition(".")[0] in packages:
             _collect(name, files, packages)
 
@@ -32,22 +32,28 @@ def _source_file(module: str) -> Path | None:
     """Where a module's source lies, found by its path: asking for the spec of ``a.b.c`` would import ``a.b``."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
+    if spec is None:
         return None
-    if not rest:
-        return Path(spec.origin)
-    place = Path(spec.origin).parent.joinpath(*rest)
-    candidates = (place.with_suffix(".py"), place / "__init__.py")
-    return next((path for path in candidates if path.is_file()), None)
+    if spec.submodule_search_locations is None:  # a single file
+        return Path(str(spec.origin)) if not rest and spec.has_location else None
+    for root in spec.submodule_search_locations:  # several, for a package without __init__.py
+        place = Path(root, *rest)
+        for candidate in (place.with_suffix(".py"), place / "__init__.py"):
+            if candidate.is_file() and (rest or candidate.name == "__init__.py"):
+                return candidate
+    return None
 
 
 @cache
-def _imports(path: Path) -> tuple[str, ...]:
-    """Every module that a file names in an import, inside functions too."""
+def _imports(module: str, path: Path) -> tuple[str, ...]:
+    """Every module that a file names in an import, inside functions too; a relative one by its full name."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(names)

@@ -1,6 +1,7 @@
 """Digests of bytes: of a file, of a directory, of a pinned source."""
 
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -14,6 +15,33 @@ from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 
 QUICKSTART = "quickstart:"
+# A smaller file is read again each time: that costs nothing, and no clock can hide a change of it.
+_CACHED_BYTES = 16 * 2**20
+
+
+class DigestCache:
+    """Digests of large files by path, size, time of change and inode, so that a plan need not read them again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._known: dict[str, str] = json.loads(path.read_text())
+        except (OSError, ValueError):  # none yet, or damaged: it is only a cache
+            self._known = {}
+
+    def digest(self, file: Path) -> str:
+        """SHA-256 of a file's bytes."""
+        status = file.stat()
+        if status.st_size < _CACHED_BYTES:
+            return digest_file(file)
+        key = f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        if key not in self._known:
+            self._known[key] = digest_file(file)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self._path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(self._known))
+            draft.replace(self._path)
+        return self._known[key]
 
 
 def digest_file(path: Path) -> str:
@@ -24,8 +52,7 @@ def digest_file(path: Path) -> str:
 
 def digest_files(directory: Path) -> dict[str, str]:
     """Relative POSIX path -> SHA-256, of every file below a directory, in order of path."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
+    return {name: digest_file(directory / name) for name in _names(directory)}
 
 
 def digest_of(files: Mapping[str, str]) -> str:
@@ -33,7 +60,7 @@ def digest_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(canonical_json(dict(files)).encode()).hexdigest()
 
 
-def pin(name: str, source: Source) -> tuple[Source, str]:
+def pin(name: str, source: Source, cache: DigestCache) -> tuple[Source, str]:
     """Pins a source to what it is now, and gives its fingerprint.
 
     Returns:
@@ -49,9 +76,11 @@ def pin(name: str, source: Source) -> tuple[Source, str]:
         return pinned, _identity(pinned, pinned.path)
     matches = local_paths(source.path)
     if matches:
-        digests = {key: digest for path in matches for key, digest in _digest_path(path).items()}
-        pinned = replace(source, revision=None)
-        return pinned, _identity(pinned, digest_of(digests))
+        # Absolute, for a worker that was started elsewhere; the identity is the content alone.
+        pinned = replace(
+            source, revision=None, path=os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
+        )
+        return pinned, _identity(pinned, digest_of(_digest_paths(matches, cache)))
     if _is_hub_id(source.path):
         pinned = replace(source, revision=_hub_commit(name, source))
         return pinned, _identity(pinned, pinned.path)
@@ -61,20 +90,28 @@ def pin(name: str, source: Source) -> tuple[Source, str]:
     )
 
 
-def _identity(source: Source, content: str) -> str:
-    identity = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
-    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
-
-
 def local_paths(path: str) -> list[Path]:
     """The files and directories of this machine that a path or a glob names; empty for a hub id."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
 
 
-def _digest_path(path: Path) -> dict[str, str]:
-    # A file is known by its bytes, not by where it lies: moving it changes no model.
-    return {path.name: digest_file(path)} if path.is_file() else digest_files(path)
+def _identity(source: Source, content: str) -> str:
+    identity = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+
+
+def _digest_paths(paths: list[Path], cache: DigestCache) -> dict[str, str]:
+    """By place in the order of reading, not by name: moving or renaming a file changes no model."""
+    digests: dict[str, str] = {}
+    for place, path in enumerate(paths):
+        names = [""] if path.is_file() else _names(path)
+        digests |= {f"{place}/{name}": cache.digest(path / name if name else path) for name in names}
+    return digests
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
 def _is_hub_id(path: str) -> bool:

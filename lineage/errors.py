@@ -22,6 +22,12 @@ class DataError(PipelineError):
     exit_code = 2
 
 
+class StoppedError(PipelineError):
+    """The run was stopped while this stage waited."""
+
+    exit_code = 130
+
+
 class ArtifactError(PipelineError):
     """Something in the store is missing, changed or unfinished."""
 
@@ -33,11 +39,12 @@ class StageError(PipelineError):
         stage: its name in the pipeline.
         cause: one line that says why.
         log: path of the log that holds the whole story.
+        exit_code: 2 where the cause is the user's input.
     """
 
-    def __init__(self, stage: str, cause: str, log: str) -> None:
-        super().__init__(stage, cause, log)
-        self.stage, self.cause, self.log = stage, cause, log
+    def __init__(self, stage: str, cause: str, log: str, exit_code: int = 1) -> None:
+        super().__init__(stage, cause, log, exit_code)
+        self.stage, self.cause, self.log, self.exit_code = stage, cause, log, exit_code
 
     def __str__(self) -> str:
         return f"stage {self.stage} failed: {self.cause} (log: {self.log})"

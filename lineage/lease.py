@@ -39,12 +39,14 @@ class Holder:
         process = psutil.Process()
         return Holder(host=socket.gethostname(), pid=process.pid, started=process.create_time(), token=uuid.uuid4().hex)
 
-    def is_dead_here(self) -> bool:
-        """True when the holder was a process of this host and is gone."""
+    def is_dead(self, silent_seconds: float) -> bool:
+        """Of a process of this host the kernel knows; of another's only its silence tells."""
         if self.host != socket.gethostname():
-            return False
+            return silent_seconds > EXPIRY_SECONDS
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) > 1.0
+            process = psutil.Process(self.pid)
+            gone = process.status() == psutil.STATUS_ZOMBIE  # killed, and not yet reaped by its parent
+            return gone or abs(process.create_time() - self.started) > 1.0
         except psutil.NoSuchProcess:
             return True
 
@@ -111,7 +113,7 @@ class Lease:
             return Holder(host=socket.gethostname(), pid=-1, started=0.0, token="")
 
     def _is_dead(self, holder: Holder) -> bool:
-        return holder.pid < 0 or holder.is_dead_here() or time.time() - self._path.stat().st_mtime > EXPIRY_SECONDS
+        return holder.pid < 0 or holder.is_dead(time.time() - self._path.stat().st_mtime)
 
     def _beat(self, done: threading.Event) -> None:
         while not done.wait(HEARTBEAT_SECONDS):
@@ -127,10 +129,27 @@ class Lease:
                 self._path.unlink()
 
 
-def acquire_or(lease: Lease, finished: Callable[[], bool], on_wait: Callable[[], None]) -> bool:
-    """Waits until the lease is ours (True), or until the work is finished by its holder (False)."""
+def living_holder(directory: Path) -> Holder | None:
+    """Who is making a directory's artifact now, if anybody is."""
+    path = directory / "lock"
+    try:
+        holder = Holder(**json.loads(path.read_text()))
+        return None if holder.is_dead(time.time() - path.stat().st_mtime) else holder
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def acquire_or(
+    lease: Lease, finished: Callable[[], bool], on_wait: Callable[[], None], check: Callable[[], None]
+) -> bool:
+    """Waits until the lease is ours (True), or until the work is finished by its holder (False).
+
+    Args:
+        check: called while waiting; raises when the run is being stopped.
+    """
     waited = False
     while not finished():
+        check()
         if lease.try_acquire():
             return True
         if not waited:

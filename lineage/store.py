@@ -1,6 +1,5 @@
 """The store: ``<root>/<stage>/<fingerprint>/``, the only place of outputs."""
 
-import json
 import logging
 import os
 import shutil
@@ -36,7 +35,7 @@ class Entry:
             return Manifest.from_json((self.path / MANIFEST).read_text())
         except FileNotFoundError:
             return None
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(
                 f"{self.path / MANIFEST} is not a manifest of this version ({error}); "
                 f"delete {self.path} to make it again"
@@ -95,6 +94,10 @@ class Store:
         """Records of every finished artifact of a stage, newest first."""
         paths = (self.root / stage).glob(f"*/{MANIFEST}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-            manifest = Entry(path.parent).manifest()
+            try:
+                manifest = Entry(path.parent).manifest()
+            except ArtifactError as error:  # of another artifact than the one that is asked for
+                logger.warning("%s", error)
+                continue
             if manifest:
                 yield manifest

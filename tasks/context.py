@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from lineage.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Resources:
     num_nodes: Annotated[int, Gt(0)] = 1
     num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
     cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
-    gpus_per_worker: Annotated[int, Ge(0)] = 0
+    gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, another global batch
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
     launcher: Launcher = Launcher.AUTO
 

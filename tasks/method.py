@@ -95,7 +95,7 @@ class Training(Method):
     num_steps: Annotated[int, Gt(0)]  # optimizer steps
     global_batch_size: Annotated[int, Gt(0)]  # rows per optimizer step, over all workers
     max_length: Annotated[int, Gt(0)]  # tokens per row, prompt + completion
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.05  # of num_steps
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     weight_decay: Annotated[float, Ge(0)] = 0.0

@@ -11,6 +11,8 @@ from lineage.errors import ConfigError, DataError
 from tasks.quickstart import quickstart_rows
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one JSON object per line
+_TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # read by the builder of `datasets` of that name
+_DATA = {*_LINES, *_TABLES, ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip"}  # what must not be passed over
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 
 
@@ -47,14 +49,45 @@ def _rows(source: Source) -> Iterator[Row]:
         return
     paths = local_paths(source.path)
     for path in paths:
-        lines = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _LINES[:-1])
-        if path.suffix in _LINES or (path.is_dir() and lines):
-            for file in lines:
-                yield from _read_lines(file)
+        if path.is_dir():
+            yield from _read_directory(path, source)
         else:
-            yield from _read_dataset(str(path), source, local=path)
+            yield from _read_file(path)
     if not paths:
         yield from _read_dataset(source.path, source, local=None)
+
+
+def _read_directory(directory: Path, source: Source) -> Iterator[Row]:
+    """All rows below a directory: of its JSON Lines, or as one data set; never of a part of it."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    saved = any((directory / name).exists() for name in ("dataset_dict.json", "state.json"))
+    lines = [path for path in files if path.suffix in _LINES]
+    if saved or not lines:
+        yield from _read_dataset(str(directory), source, local=directory)
+        return
+    others = [path for path in files if path.suffix in _DATA - set(_LINES)]
+    if others:
+        raise DataError(
+            f"{directory}: holds JSON Lines ({lines[0].name}) and other data ({others[0].name}); "
+            "one kind in a directory is accepted; name the files you mean by a glob"
+        )
+    for file in lines:
+        yield from _read_lines(file)
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix in _LINES:
+        yield from _read_lines(file)
+    elif file.suffix in _TABLES:
+        import datasets
+
+        rows = datasets.load_dataset(_TABLES[file.suffix], data_files=str(file), split="train")
+        yield from _numbered(rows, str(file))
+    else:
+        accepted = ", ".join((*_LINES, *_TABLES))
+        raise DataError(
+            f"{file}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: {accepted}"
+        )
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
@@ -97,8 +130,6 @@ def _read_dataset(path: str, source: Source, local: Path | None) -> Iterator[Row
             data = datasets.load_from_disk(path)[source.split]
         elif local and (local / "state.json").exists():
             data = datasets.load_from_disk(path)
-        elif local and local.is_file():
-            data = datasets.load_dataset(local.suffix.removeprefix("."), data_files=path, split="train")
         else:
             data = datasets.load_dataset(path, revision=source.revision, split=source.split)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what `datasets` raises for data it cannot find

@@ -118,9 +118,14 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("resources=nope", "resources=nope: no such resources; accepted: .*local"),
         ("model=nope", "no such model; accepted: .*tiny"),
         ("pipeline=cpt-sft-dop", "did you mean cpt-sft-dpo"),
-        ("stages.left.method=", "stages.left"),
-        ("a b c", "a b c"),
-        ("=", "="),
+        ("stages.left.method=null", "stages.left: no such stage"),
+        ("resources.gpus_per_worker=2", "less than or equal to 1"),
+        ("name=a/b", "no name for a pipeline or a stage"),
+        ("name=..", "no name for a pipeline or a stage"),
+        ("stages.left.method._target_=tasks.method.Method", "lacks consumes, produces"),
+        ("stages.left.method.seed=99999999999999999999", "seed"),
+        ("a b c", "is no override .*write key=value"),
+        ("=", "=: is no override"),
         ("stages.left.resources.launcher=rocket", "'auto', 'process', 'cluster' or 'foreground'"),
         ("stages.left.resources.launcher=process", None),
     ],
@@ -157,3 +162,22 @@ def test_yaml_that_does_not_parse_is_a_message(tmp_path):
     (tmp_path / "model" / "broken.yaml").write_text("a: {b")
     with pytest.raises(ConfigError, match=r"broken\.yaml"):
         load_pipeline(["model=broken"], tmp_path)
+
+
+def test_a_group_file_that_ours_would_hide_is_refused(tmp_path):
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "stage" / "dpo.yaml").write_text("_target_: tasks.dpo.DPO\nbeta: 0.9\n")
+    with pytest.raises(ConfigError, match=r"ships a stage/dpo\.yaml too.*give yours another name"):
+        load_pipeline([], tmp_path)
+
+
+def test_a_config_dir_may_have_any_name(tmp_path):
+    folder = tmp_path / "our conf, [1] 'a=b'"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "ours.yaml").write_text("# @package _global_\nsources: {base: {kind: checkpoint, path: /m}}\n")
+    assert load_pipeline(["model=ours"], folder).sources["base"].path == "/m"
+
+
+def test_an_evaluation_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"stages.evaluate.inputs: no checkpoint is compared"):
+        load_pipeline([f"~stages.evaluate.inputs.{policy}" for policy in ("base", "cpt", "sft", "dpo")])

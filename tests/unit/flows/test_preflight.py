@@ -8,6 +8,7 @@ from flows.config import load_pipeline
 from flows.execute import needs
 from flows.plan import make_plan
 from flows.preflight import check_models
+from flows.run import _check_machine
 from lineage.errors import ConfigError
 
 
@@ -43,9 +44,9 @@ def test_a_template_in_the_tokenizer_config_or_beside_it_is_one(tmp_path):
 
 
 def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("flows.admission.count_gpus", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     require_gpus("dpo", 1)
-    with pytest.raises(ConfigError, match="asks for 2 GPUs, this machine has 1"):
+    with pytest.raises(ConfigError, match="asks for 2 GPUs, this machine shows 1"):
         require_gpus("dpo", 2)
 
 
@@ -60,3 +61,15 @@ def test_data_stages_take_no_gpu():
     plan = make_plan(load_pipeline(["resources=gpu"]))
     assert needs(plan.stage("corpus"))[1] == 0
     assert needs(plan.stage("evaluate"))[1] == 1
+
+
+def test_quickstart_rows_that_do_not_exist_are_refused_by_the_plan():
+    with pytest.raises(ConfigError, match=r"no such rows; accepted: quickstart:corpus.*did you mean quickstart:corpus"):
+        make_plan(load_pipeline(["sources.corpus.path=quickstart:corpsu"]))
+
+
+def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    plan = make_plan(load_pipeline(["resources=cluster", "resources.num_nodes=2"]))
+    with pytest.raises(ConfigError, match="num_nodes=2: a cluster started here has one node; set RAY_ADDRESS"):
+        _check_machine(plan)

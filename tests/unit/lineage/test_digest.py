@@ -1,9 +1,16 @@
+from pathlib import Path
+
 import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest
-from lineage.digest import digest_file, pin
+from lineage.digest import DigestCache, digest_file
+from lineage.digest import pin as pin_with
 from lineage.errors import ConfigError
+
+
+def pin(name, source):
+    return pin_with(name, source, DigestCache(Path("/nonexistent/digests.json")))
 
 
 def test_a_file_is_known_by_its_bytes_not_its_place(tmp_path):
@@ -81,3 +88,40 @@ def test_the_code_of_a_method_covers_what_it_imports(tmp_path, monkeypatch):
 def test_digest_is_sha256(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     assert digest_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_glob_over_equal_names_covers_each(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text("1")
+    source = Source(path=f"{tmp_path}/*/rows.jsonl")
+    before = pin("rows", source)[1]
+    (tmp_path / "a" / "rows.jsonl").write_text("2")
+    assert pin("rows", source)[1] != before
+
+
+def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    large = tmp_path / "model.safetensors"
+    large.write_bytes(b"0" * (17 * 2**20))
+    hashed = []
+    monkeypatch.setattr("lineage.digest.digest_file", lambda path: hashed.append(path) or digest_file(path))
+    cache = tmp_path / "store" / "digests.json"
+    first, second = (pin_with("base", Source(path=str(large)), DigestCache(cache))[1] for _ in range(2))
+    assert first == second
+    assert len(hashed) == 1
+    large.write_bytes(b"1" * (17 * 2**20))
+    assert pin_with("base", Source(path=str(large)), DigestCache(cache))[1] != first
+
+
+def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(tmp_path, monkeypatch):
+    package = tmp_path / "bare"
+    package.mkdir()
+    (package / "method.py").write_text("from . import loss\nfrom .data import rows\n")
+    (package / "loss.py").write_text("f = 1\n")
+    (package / "data.py").write_text("rows = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = [code_digest("bare.method")]
+    for name in ("loss", "data"):
+        (package / f"{name}.py").write_text("changed = 1\n")
+        digests.append(code_digest("bare.method"))
+    assert len(set(digests)) == 3

@@ -2,12 +2,16 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from lineage import lease as lease_module
-from lineage.errors import ArtifactError, PipelineError, StageError
+from lineage.errors import ArtifactError, PipelineError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import Manifest, Provenance
 from lineage.store import Store
@@ -127,7 +131,7 @@ def test_waiting_ends_when_the_holder_finishes(tmp_path):
     Lease(tmp_path).try_acquire()
     answers = iter([False, True])
     waits = []
-    assert acquire_or(Lease(tmp_path), lambda: next(answers), lambda: waits.append(1)) is False
+    assert acquire_or(Lease(tmp_path), lambda: next(answers), lambda: waits.append(1), check=lambda: None) is False
     assert waits == [1]
 
 
@@ -137,3 +141,38 @@ def test_errors_cross_process_borders():
     error = pickle.loads(pickle.dumps(StageError("dpo", "out of memory", "stage.log")))
     assert str(error) == "stage dpo failed: out of memory (log: stage.log)"
     assert isinstance(error, PipelineError)
+
+
+def test_waiting_ends_when_the_run_is_stopped(tmp_path):
+    Lease(tmp_path).try_acquire()
+
+    def check():
+        raise StoppedError("stopped")
+
+    with pytest.raises(StoppedError):
+        acquire_or(Lease(tmp_path), lambda: False, lambda: None, check)
+
+
+def test_a_silent_but_living_holder_of_this_host_keeps_the_lease(tmp_path):
+    Lease(tmp_path).try_acquire()
+    silent = time.time() - lease_module.EXPIRY_SECONDS - 1
+    os.utime(tmp_path / "lock", (silent, silent))  # suspended with Ctrl-Z, say: its stage goes on
+    assert not Lease(tmp_path).try_acquire()
+
+
+def test_a_killed_holder_that_nobody_has_reaped_is_dead(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    holder = {"host": socket.gethostname(), "pid": process.pid, "token": "t"}
+    holder["started"] = psutil.Process(process.pid).create_time()
+    (tmp_path / "lock").write_text(json.dumps(holder))
+    assert not Lease(tmp_path).try_acquire()
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert Lease(tmp_path).try_acquire()
+    process.wait()
+
+
+def test_a_damaged_manifest_of_another_artifact_is_passed_over(entry):
+    (entry.path / "manifest.json").write_text("{")
+    assert list(Store(entry.path.parents[1]).finished("dpo")) == []
