@@ -36,7 +36,7 @@ def recipes(fraction: float) -> dict[str, dict[str, float]]:
     pipeline = load_pipeline([])
     found = {name: dict(pipeline.stages[name].method.recipe()) for name in STAGES}
     for recipe in found.values():
-        recipe["num_steps"] = max(4, round(recipe["num_steps"] * fraction))
+        recipe["num_steps"] = max(10, round(recipe["num_steps"] * fraction))
     return found
 
 
@@ -62,10 +62,20 @@ def plain(folder: Path, recipe: dict[str, dict], ours: dict[str, dict], extra: l
             "--steps", str(fields["num_steps"]), "--batch-size", str(fields["global_batch_size"]),
             "--max-length", str(fields["max_length"]), "--learning-rate", str(fields["learning_rate"]), *extra,
         ]  # fmt: skip
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if result.returncode:
+            sys.exit(f"plain {name} failed:\n{result.stderr[-4000:]}")
         results[name] = json.loads(result.stdout.splitlines()[-1])
         print(f"plain {name}: {results[name]['train_seconds']:.1f} s", file=sys.stderr)
     return results, time.perf_counter() - start
+
+
+def window_loss(row: dict) -> float:
+    """Mean loss of the last whole ten steps: the window of which TRL's last log line is the mean."""
+    lines = (Path(row["output"]).parent / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["metrics"]["loss"] for line in lines]
+    end = len(losses) // 10 * 10
+    return sum(losses[end - 10 : end]) / 10
 
 
 def busy_seconds(ours: dict[str, dict]) -> float:
@@ -86,7 +96,7 @@ def report(ours: dict[str, dict], walls: dict[str, float], theirs: dict[str, dic
         lines.append(
             f"| {name} | {other['train_seconds']:.1f} | {mine['train_seconds']:.1f} "
             f"| {other['train_seconds'] / mine['train_seconds']:.2f} "
-            f"| {other['loss']:.5f} | {mine['metrics']['loss']:.5f} |"
+            f"| {other['loss']:.5f} | {window_loss(mine):.5f} |"
         )
     trained, their_train = busy_seconds(ours), sum(row["train_seconds"] for row in theirs.values())
     overhead = walls["posttrain"] - trained

@@ -21,23 +21,23 @@ from lineage.errors import ConfigError
 _POLL_SECONDS = 0.05
 
 
-Check = Callable[[], None]
+Waiting = Callable[[], None]
 
 
 @contextlib.contextmanager
-def admitted(cpus: int, gpus: int, check: Check) -> Iterator[tuple[str, ...]]:
+def admitted(cpus: int, gpus: int, waiting: Waiting) -> Iterator[tuple[str, ...]]:
     """Waits until the machine has room, then holds it.
 
     Args:
         cpus: a request for more than the machine has is served with all of them.
         gpus: not more than ``require_gpus`` has let pass.
-        check: called while waiting; raises when the run is being stopped.
+        waiting: called at every look that was in vain; may raise, to end the wait.
 
     Yields:
         The GPUs, as ``CUDA_VISIBLE_DEVICES`` names them.
     """
     cores = [str(index) for index in range(count_cpus())]
-    with _hold("gpu", gpus, visible_gpus(), check) as devices, _hold("cpu", min(cpus, len(cores)), cores, check):
+    with _hold("gpu", gpus, visible_gpus(), waiting) as devices, _hold("cpu", min(cpus, len(cores)), cores, waiting):
         yield devices
 
 
@@ -78,7 +78,7 @@ def _count_gpus() -> int:
 
 
 @contextlib.contextmanager
-def _hold(kind: str, wanted: int, slots: list[str], check: Check) -> Iterator[tuple[str, ...]]:
+def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterator[tuple[str, ...]]:
     if not wanted:
         yield ()
         return
@@ -88,13 +88,13 @@ def _hold(kind: str, wanted: int, slots: list[str], check: Check) -> Iterator[tu
     with contextlib.ExitStack() as stack:
         with contextlib.ExitStack() as turn:
             while not _take(folder / f"{kind}.turn", turn):
-                _wait(check)
+                _wait(waiting)
             while len(held) < wanted:
                 held += _take_free(
                     folder, kind, wanted - len(held), [slot for slot in slots if slot not in held], stack
                 )
                 if len(held) < wanted:
-                    _wait(check)
+                    _wait(waiting)
         yield tuple(held)
 
 
@@ -105,8 +105,8 @@ def _take_free(folder: Path, kind: str, wanted: int, slots: list[str], stack: co
             yield slot
 
 
-def _wait(check: Check) -> None:
-    check()
+def _wait(waiting: Waiting) -> None:
+    waiting()
     time.sleep(_POLL_SECONDS)
 
 

@@ -82,8 +82,12 @@ class Board:
             self._live.stop()
 
     def waiting(self, name: str, reason: str) -> None:
+        """Says once for what a stage waits."""
         with self._lock:
+            known = self._waits.get(name) == reason
             self._waits[name] = reason
+        if not (known or self._is_live):
+            self._say(name, f"waits for {reason}")
 
     def running(self, name: str, metrics: Path, total: int | None) -> None:
         with self._lock:
@@ -124,13 +128,11 @@ class Board:
     def _plain_progress(self) -> None:
         while not self._done.wait(PLAIN_INTERVAL_SECONDS):
             with self._lock:
-                lines, waits = dict(self._running), dict(self._waits)
+                lines = dict(self._running)
                 for line in lines.values():
                     line.refresh()
             for name, line in lines.items():
                 self._say(name, line.describe())
-            for name, reason in waits.items():
-                self._say(name, f"waits for {reason}")
 
 
 def _highlights(metrics: Mapping[str, float]) -> list[str]:

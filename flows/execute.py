@@ -48,8 +48,7 @@ def _execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board
     entry = plan.entry(planned)
     lease = Lease(entry.path)
     finished = partial(planned.is_finished, entry)
-    on_wait = partial(board.waiting, planned.name, "another run that makes it")
-    if not acquire_or(lease, finished, on_wait, check=processes.raise_if_stopped):
+    if not acquire_or(lease, finished, partial(_waiting, planned, "another run that makes it", processes, board)):
         return _reused(planned, entry, board)
     with lease.holding():
         if finished():  # by a run that ended between the look and the lock
@@ -59,6 +58,11 @@ def _execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board
         entry.commit(manifest, lease)
     board.done(planned.name, seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)
+
+
+def _waiting(planned: PlannedStage, reason: str, processes: StageProcesses, board: Board) -> None:
+    processes.raise_if_stopped()
+    board.waiting(planned.name, reason)
 
 
 def needs(planned: PlannedStage) -> tuple[int, int]:
@@ -83,8 +87,8 @@ def _make(
     resources = planned.stage.resources
     method = planned.stage.method
     cpus, gpus = needs(planned)
-    board.waiting(planned.name, "CPUs" + (" and GPUs" if gpus else ""))
-    with admitted(cpus, gpus, processes.raise_if_stopped) as visible_gpus:
+    room = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+    with admitted(cpus, gpus, partial(_waiting, planned, room, processes, board)) as visible_gpus:
         board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
         start = time.time()
         job = Job(

@@ -139,21 +139,15 @@ def living_holder(directory: Path) -> Holder | None:
         return None
 
 
-def acquire_or(
-    lease: Lease, finished: Callable[[], bool], on_wait: Callable[[], None], check: Callable[[], None]
-) -> bool:
+def acquire_or(lease: Lease, finished: Callable[[], bool], waiting: Callable[[], None]) -> bool:
     """Waits until the lease is ours (True), or until the work is finished by its holder (False).
 
     Args:
-        check: called while waiting; raises when the run is being stopped.
+        waiting: called at every look that was in vain; may raise, to end the wait.
     """
-    waited = False
     while not finished():
-        check()
         if lease.try_acquire():
             return True
-        if not waited:
-            on_wait()
-            waited = True
+        waiting()
         time.sleep(_POLL_SECONDS)
     return False

@@ -133,6 +133,32 @@ def test_two_runs_at_once_train_a_shared_stage_once(toy):
         assert sorted(bool(each[stage]["seconds"]) for each in rows) == [False, True], stage
 
 
+def test_a_run_that_waits_for_another_can_be_stopped(toy):
+    first = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
+    assert "is making it now" in toy("plan", *SLOW_LEFT).stdout
+    second = toy.start("run", *SLOW_LEFT)
+    assert any("waits for another run" in line for line in second.stderr)  # reads up to that line
+    second.send_signal(signal.SIGTERM)
+    _, errors = second.communicate(timeout=10)
+    assert second.returncode == 130
+    assert "FAILED" not in errors
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=30)
+
+
+def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    url = "http://127.0.0.1:9/api"
+    toy = Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", environment={"PREFECT_API_URL": url}
+    )
+    result = toy("run")
+    assert result.returncode == 2
+    assert f"PREFECT_API_URL={url}: no Prefect server answers there" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_works_without_a_server_and_leaves_none(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
     toy = Command(tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt")

@@ -131,7 +131,7 @@ def test_waiting_ends_when_the_holder_finishes(tmp_path):
     Lease(tmp_path).try_acquire()
     answers = iter([False, True])
     waits = []
-    assert acquire_or(Lease(tmp_path), lambda: next(answers), lambda: waits.append(1), check=lambda: None) is False
+    assert acquire_or(Lease(tmp_path), lambda: next(answers), lambda: waits.append(1)) is False
     assert waits == [1]
 
 
@@ -146,11 +146,11 @@ def test_errors_cross_process_borders():
 def test_waiting_ends_when_the_run_is_stopped(tmp_path):
     Lease(tmp_path).try_acquire()
 
-    def check():
+    def waiting():
         raise StoppedError("stopped")
 
     with pytest.raises(StoppedError):
-        acquire_or(Lease(tmp_path), lambda: False, lambda: None, check)
+        acquire_or(Lease(tmp_path), lambda: False, waiting)
 
 
 def test_a_silent_but_living_holder_of_this_host_keeps_the_lease(tmp_path):
