@@ -62,7 +62,7 @@ def plain(folder: Path, recipe: dict[str, dict], ours: dict[str, dict], extra: l
             "--steps", str(fields["num_steps"]), "--batch-size", str(fields["global_batch_size"]),
             "--max-length", str(fields["max_length"]), "--learning-rate", str(fields["learning_rate"]), *extra,
         ]  # fmt: skip
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             sys.exit(f"plain {name} failed:\n{result.stderr[-4000:]}")
         results[name] = json.loads(result.stdout.splitlines()[-1])

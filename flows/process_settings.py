@@ -1,7 +1,7 @@
 """Environment that a stage's process must have before its Python starts."""
 
 # glibc gives freed memory back to the kernel and faults it in again at every step of a training loop.
-# Keeping it costs 30-45 % of memory, saves a third of the time, and changes no bit of the weights.
+# Keeping it costs memory, saves time, and changes no bit of the weights.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -9,7 +9,7 @@ MALLOC = {
 }
 
 # OpenMP's threads spin at every barrier by default. When anything else wants a core, the spinning thread
-# keeps the working one off it: a training step was seen to take ten times as long. Sleeping costs a few percent.
+# keeps the working one off it, and a step can take ten times as long. Sleeping costs a little. The user's own wins.
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 LIBRARIES = {
