@@ -93,7 +93,9 @@ def _owner(value: object, module: ModuleType) -> str:
 
 def _shown(value: object) -> str:
     """A default as one may print it anywhere: no address, no path, no environment, no order of a set."""
-    if isinstance(value, _PLAIN) and sys.base_prefix not in str(value):
+    if isinstance(value, str) and any(place in value for place in (sys.prefix, sys.base_prefix, sys.executable)):
+        return "..."
+    if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value):
         return repr(value)

@@ -42,7 +42,8 @@ def test_rows_name_no_address_and_no_path_of_this_machine() -> None:
     for name in ROWS:
         text = "".join(str(row) for row in quickstart_rows(name))
         assert " at 0x" not in text
-        assert sys.base_prefix not in text
+        for place in (sys.base_prefix, sys.prefix, sys.executable):
+            assert place not in text
         assert str(Path.home()) not in text
 
 
@@ -105,3 +106,12 @@ def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:
 def test_an_unknown_quickstart_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="quickstart:poems is no quickstart source; give quickstart: and one of"):
         quickstart_rows("poems")
+
+
+def test_rows_do_not_depend_on_the_virtual_environment() -> None:
+    file = sys.modules[documents.__module__].__file__
+    interpreters = (sys.executable, sys._base_executable)  # type: ignore[attr-defined]
+    found = [
+        subprocess.run([path, "-I", "-S", str(file)], capture_output=True, check=True).stdout for path in interpreters
+    ]
+    assert found[0] == found[1]
