@@ -69,6 +69,8 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
         stages=stages,
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
+    if pipeline.store.exists() and not pipeline.store.is_dir():
+        raise ConfigError(f"store={pipeline.store}: is a file; name a directory, which is made if it does not exist")
     return pipeline
 
 

@@ -181,3 +181,9 @@ def test_a_config_dir_may_have_any_name(tmp_path):
 def test_an_evaluation_of_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"stages.evaluate.inputs: no checkpoint is compared"):
         load_pipeline([f"~stages.evaluate.inputs.{policy}" for policy in ("base", "cpt", "sft", "dpo")])
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; name a directory"):
+        load_pipeline([f"store={tmp_path}/file"])
