@@ -56,11 +56,18 @@ class _Line:
         return "  ".join(parts)
 
 
+class _Screen(Console):
+    """A console whose reader may go away: rich would end the process, and with it a stage that is running well."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Board:
     """Shows the run on a stream; every method may be called from any thread."""
 
     def __init__(self, stream: IO[str], names: list[str], plain: bool = False) -> None:
-        self._console = Console(file=stream, highlight=False)
+        self._console = _Screen(file=stream, highlight=False)
         self._is_live = self._console.is_terminal and not plain
         self._width = max(map(len, names), default=0)
         self._lock = threading.RLock()
@@ -109,6 +116,8 @@ class Board:
         with self._lock:
             self._waits.pop(name, None)
             self._running.pop(name, None)
+        if self._is_live:
+            self._live.refresh()  # else the live line of a stage is drawn once more below the line of its end
         self._say(name, text)
 
     def _say(self, name: str, text: str) -> None:

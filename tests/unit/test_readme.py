@@ -38,14 +38,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_readme_composes(reader: Path, command: str) -> None:
     options = _parser().parse_args(shlex.split(command, comments=True)[1:])
-    load_pipeline(options.overrides, options.config_dir)
+    assert load_pipeline(options.overrides, options.config_dir).order()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_override_of_a_page_composes(page: Path) -> None:
     for override in OVERRIDE.findall(page.read_text()):
         if "simpo" not in override:  # docs/add_a_method.md adds that stage; test_docs.py runs it
-            load_pipeline([override])
+            assert load_pipeline([override]).order(), override
 
 
 def test_the_example_groups_of_the_readme_take_effect(reader: Path) -> None:
