@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from flows.compose import compose_tree
-from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage, nearest
+from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage, Tracking, nearest
 from lineage.artifact import Source
 from lineage.errors import ConfigError
 from tasks.context import Resources
@@ -41,6 +41,7 @@ class Root:
     name: str
     store: str
     code_drift: CodeDrift
+    tracking: Tracking
     sources: dict[str, dict[str, object]]
     stages: dict[str, dict[str, object]]
     resources: Resources
@@ -65,6 +66,7 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
         name=root.name,
         store=Path(root.store).expanduser().absolute(),
         code_drift=root.code_drift,
+        tracking=root.tracking,
         sources=sources,
         stages=stages,
     )

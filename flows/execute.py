@@ -1,7 +1,9 @@
 """One stage, from its lock to its manifest."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -11,11 +13,22 @@ from flows.job import Job, JobInput
 from flows.launch import StageProcesses
 from flows.plan import Plan, PlannedInput, PlannedStage
 from lineage.digest import digest_files, digest_of
-from lineage.errors import PipelineError, StageError, StoppedError
+from lineage.errors import ArtifactError, PipelineError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import InputRecord, Manifest, provenance
 from lineage.store import Entry
-from tasks.method import Training
+from lineage.tracker import StageStart, StageTracker, Tracker
+from tasks.method import Method, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a plan: what its stages share."""
+
+    plan: Plan
+    processes: StageProcesses
+    board: Board
+    tracker: Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,43 +39,43 @@ class Result:
     seconds: float  # of this run; 0 where nothing was done
 
 
-def execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board: Board) -> Result:
+def execute(run: Run, planned: PlannedStage) -> Result:
     """Makes one stage's artifact, or waits for another run that is making it.
 
     Raises:
         PipelineError: the stage failed; nothing is committed.
     """
     try:
-        return _execute(plan, planned, processes, board)
+        return _execute(run, planned)
     except StoppedError:
         raise
     except PipelineError as error:
-        board.failed(planned.name, str(error))
+        run.board.failed(planned.name, str(error))
         raise
     except OSError as error:  # of the store: full, read-only, gone
-        board.failed(planned.name, str(error))
-        raise StageError(planned.name, f"the store: {error}", str(plan.entry(planned).logs)) from error
+        run.board.failed(planned.name, str(error))
+        raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
 
 
-def _execute(plan: Plan, planned: PlannedStage, processes: StageProcesses, board: Board) -> Result:
-    entry = plan.entry(planned)
+def _execute(run: Run, planned: PlannedStage) -> Result:
+    entry = run.plan.entry(planned)
     lease = Lease(entry.path)
     finished = partial(planned.is_finished, entry)
-    if not acquire_or(lease, finished, partial(_waiting, planned, "another run that makes it", processes, board)):
-        return _reused(planned, entry, board)
+    if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
+        return _reused(run, planned, entry)
     with lease.holding():
         if finished():  # by a run that ended between the look and the lock
-            return _reused(planned, entry, board)
+            return _reused(run, planned, entry)
+        parents = _intact_parents(run.plan, planned)
         entry.begin()
-        manifest, seconds = _make(plan, planned, entry, processes, board)
-        entry.commit(manifest, lease)
-    board.done(planned.name, seconds, manifest.metrics)
+        manifest, seconds = _tracked(run, planned, entry, parents, lease)
+    run.board.done(planned.name, seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)
 
 
-def _waiting(planned: PlannedStage, reason: str, processes: StageProcesses, board: Board) -> None:
-    processes.raise_if_stopped()
-    board.waiting(planned.name, reason)
+def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
+    run.processes.raise_if_stopped()
+    run.board.waiting(planned.name, reason)
 
 
 def needs(planned: PlannedStage) -> tuple[int, int]:
@@ -74,47 +87,106 @@ def needs(planned: PlannedStage) -> tuple[int, int]:
     return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
 
 
-def _reused(planned: PlannedStage, entry: Entry, board: Board) -> Result:
+def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
-    board.reused(planned.name)
+    run.board.reused(planned.name)
     return Result(manifest=manifest, seconds=0.0)
 
 
+def _intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The records of the stages that it reads, every byte of whose outputs is still what was committed.
+
+    Raises:
+        StageError: one is not.
+    """
+    parents = {}
+    for name in planned.upstream:
+        try:
+            parents[name] = plan.entry(plan.stage(name)).require_intact()
+        except ArtifactError as error:
+            raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
+    return parents
+
+
+def _tracked(
+    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], lease: Lease
+) -> tuple[Manifest, float]:
+    """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
+    with _admitted(run, planned) as visible_gpus:
+        tracked = run.tracker.stage(_stage_start(planned, entry, parents))
+        try:
+            manifest, seconds = _make(run, planned, entry, parents, tracked, visible_gpus)
+            entry.commit(manifest, lease)
+        except BaseException as error:
+            tracked.failed(str(error), stopped=not isinstance(error, Exception) or isinstance(error, StoppedError))
+            raise
+    tracked.finished(manifest)
+    return manifest, seconds
+
+
+@contextlib.contextmanager
+def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
+    """Waits for the CPUs and GPUs that a stage takes, and holds them."""
+    cpus, gpus = needs(planned)
+    room = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+    with admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
+        yield visible_gpus
+
+
+def _stage_start(planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest]) -> StageStart:
+    method = planned.stage.method
+    return StageStart(
+        stage=planned.name, method=_class_name(method), produces=method.produces, fingerprint=planned.fingerprint,
+        recipe=method.recipe(), inputs=_records(planned, parents), directory=entry.path, parents=parents,
+    )  # fmt: skip
+
+
 def _make(
-    plan: Plan, planned: PlannedStage, entry: Entry, processes: StageProcesses, board: Board
+    run: Run,
+    planned: PlannedStage,
+    entry: Entry,
+    parents: Mapping[str, Manifest],
+    tracked: StageTracker,
+    visible_gpus: tuple[str, ...],
 ) -> tuple[Manifest, float]:
     resources = planned.stage.resources
     method = planned.stage.method
-    cpus, gpus = needs(planned)
-    room = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
-    with admitted(cpus, gpus, partial(_waiting, planned, room, processes, board)) as visible_gpus:
-        board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
-        start = time.time()
-        job = Job(
-            stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-            inputs={slot: _job_input(plan, planned, slot, given) for slot, given in planned.inputs.items()},
-        )  # fmt: skip
-        metrics = processes.run(job)
-        end = time.time()
+    run.board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
+    start = time.time()
+    job = Job(
+        stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
+        inputs={slot: _job_input(run.plan, planned, slot, given) for slot, given in planned.inputs.items()},
+    )  # fmt: skip
+    metrics = run.processes.run(job)
+    end = time.time()
     files = digest_files(entry.output)
     if not files:
         raise StageError(planned.name, "it ended without writing any output", str(job.log))
-    seed = asdict(method).get("seed")
+    run_ids = tracked.run_ids()
     return Manifest(
-        pipeline=plan.pipeline.name,
+        pipeline=run.plan.pipeline.name,
         stage=planned.name,
-        method=f"{type(method).__module__}.{type(method).__qualname__}",
+        method=_class_name(method),
         recipe=dict(method.recipe()),
         fingerprint=planned.fingerprint,
-        inputs={slot: _record(plan, given) for slot, given in planned.inputs.items()},
+        inputs=_records(planned, parents),
         files=files,
         output_digest=digest_of(files),
         metrics=dict(metrics),
         provenance=provenance(
-            start=start, end=end, code_digest=planned.code_digest, seed=seed, resources=asdict(resources)
+            start=start, end=end, code_digest=planned.code_digest, seed=asdict(method).get("seed"),
+            resources=asdict(resources),
         ),
-    ), end - start
+        produces=method.produces,
+        mlflow_run_id=run_ids.stage,
+        execution_run_id=run_ids.execution,
+        parent_run_ids=list(run_ids.parents),
+    ), end - start  # fmt: skip
+
+
+def _class_name(method: Method) -> str:
+    return f"{type(method).__module__}.{type(method).__qualname__}"
 
 
 def _job_input(plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput) -> JobInput:
@@ -125,9 +197,13 @@ def _job_input(plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput
     )
 
 
-def _record(plan: Plan, given: PlannedInput) -> InputRecord:
-    digest = None
-    if given.source is None:
-        manifest = plan.entry(plan.stage(given.name)).manifest()
-        digest = manifest.output_digest if manifest else None
-    return InputRecord(artifact=given.name, fingerprint=given.fingerprint, digest=digest)
+def _records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
+    return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
+
+
+def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = given.pinned
+    digest = pinned.digest if pinned else parents[given.name].output_digest
+    return InputRecord(
+        artifact=given.name, fingerprint=given.fingerprint, digest=digest, source=pinned.record if pinned else None
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
@@ -35,12 +35,30 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Where a run is recorded beside its manifests. Execution, never identity.
+
+    Args:
+        mlflow: whether runs, data sets and models go to MLflow.
+        uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` where the command is called.
+        dvc: whether a run of the pipeline as declared commits to DVC, in a DVC repository.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    mlflow: bool
+    uri: str | None
+    dvc: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work."""
 
     name: str
     store: Path
     code_drift: CodeDrift
+    tracking: Tracking
     sources: Mapping[str, Source]
     stages: Mapping[str, Stage]
 

@@ -12,11 +12,12 @@ from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage
 from flows.preflight import check_models
 from lineage.artifact import Source
 from lineage.code import code_digest
-from lineage.digest import DigestCache, pin
+from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, fingerprint, short, without_nones
 from lineage.lease import living_holder
 from lineage.manifest import Manifest
+from lineage.sources import Pinned, pin
 from lineage.store import Entry, Store
 
 State = Literal["run", "reuse", "resume"]
@@ -28,7 +29,11 @@ class PlannedInput:
 
     name: str
     fingerprint: str
-    source: Source | None  # None where it is a stage
+    pinned: Pinned | None = None  # None where it is a stage
+
+    @property
+    def source(self) -> Source | None:
+        return self.pinned.source if self.pinned else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +121,14 @@ def make_plan(pipeline: Pipeline) -> Plan:
         stage = pipeline.stages[name]
         inputs = {slot: known[pipeline.key(ref)] for slot, ref in stage.inputs.items()}
         planned = _plan_stage(name, stage, inputs, store, pipeline.code_drift)
-        known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint, source=None)
+        known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
     return Plan(pipeline=pipeline, stages=stages)
 
 
 def _pinned(name: str, source: Source, digests: DigestCache) -> PlannedInput:
-    pinned, digest = pin(name, source, digests)
-    return PlannedInput(name=SOURCE + name, fingerprint=digest, source=pinned)
+    pinned = pin(name, source, digests)
+    return PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned)
 
 
 def _plan_stage(

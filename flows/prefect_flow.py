@@ -6,26 +6,25 @@ from prefect.futures import PrefectFuture, wait
 from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.board import Board
-from flows.execute import Result, execute
-from flows.launch import StageProcesses
+from flows.execute import Result, Run, execute
 from flows.plan import Plan
 from lineage.errors import PipelineError
 from tasks.context import Launcher
 
 
-def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, Result]:
+def run_flow(run: Run) -> dict[str, Result]:
     """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
 
     Raises:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
+    plan = run.plan
     results: dict[str, Result] = {}
 
     # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
     @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
     def run_stage(stage: str) -> None:
-        results[stage] = execute(plan, plan.stage(stage), processes, board)
+        results[stage] = execute(run, plan.stage(stage))
 
     @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
     def pipeline_flow() -> None:
@@ -38,9 +37,11 @@ def run_flow(plan: Plan, processes: StageProcesses, board: Board) -> dict[str, R
                     runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
                 else:
                     runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
-            wait([run for run in runs.values() if isinstance(run, PrefectFuture)])  # independent branches finish first
+            wait(
+                [future for future in runs.values() if isinstance(future, PrefectFuture)]
+            )  # independent branches finish first
         except BaseException:
-            processes.stop()  # a stop is passed on to the stages, and they are waited for
+            run.processes.stop()  # a stop is passed on to the stages, and they are waited for
             raise
         _raise_first_failure(runs)
 

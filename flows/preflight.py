@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flows.pipeline import SOURCE, Pipeline, nearest
 from lineage.artifact import Kind, Source
-from lineage.digest import QUICKSTART, local_paths
 from lineage.errors import ConfigError
+from lineage.sources import QUICKSTART, local_paths
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
 
 

@@ -31,7 +31,7 @@ def plan_table(plan: Plan) -> str:
     return f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}\n{_text(table)}\n{verdict}"
 
 
-def run_dict(plan: Plan, seconds: dict[str, float], wall: float) -> dict[str, object]:
+def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:
     """The object that ``run --json`` prints: the plan's, with what each stage took and measured."""
     document = plan.to_dict()
     rows = document["stages"]
@@ -41,7 +41,7 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float) -> dict[str, ob
         row["seconds"] = seconds.get(planned.name, 0.0)
         row["train_seconds"] = metrics.get("train_seconds", 0.0) if planned.name in seconds else 0.0
         row["metrics"] = metrics
-    return {**document, "seconds": wall, "mlflow_run_id": None}
+    return {**document, "seconds": wall, "mlflow_run_id": mlflow_run_id}
 
 
 def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[str]) -> str:

@@ -11,12 +11,14 @@ from types import FrameType
 
 from flows.admission import require_gpus
 from flows.board import Board
-from flows.execute import needs
+from flows.execute import Run, needs
 from flows.launch import StageProcesses
 from flows.plan import Plan
 from flows.prefect_server import embedded_server
 from flows.report import plan_table, run_dict, summary
+from flows.tracking import make_tracker
 from lineage.errors import ConfigError
+from lineage.tracker import Execution, NoTracker, Tracker
 from tasks.context import Launcher
 
 
@@ -32,15 +34,23 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     seconds: dict[str, float] = {}
+    tracker = make_tracker(plan.pipeline.tracking) if plan.stale else NoTracker()
     if plan.stale:
         _check_machine(plan)
         with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
             print(plan_table(plan), file=sys.stderr, flush=True)
-        with _stoppable():
-            seconds = _run_stale(plan)
+        with _stoppable(), tracker.execution(_execution(plan, words)):
+            seconds = _run_stale(plan, tracker)
     wall = time.perf_counter() - start
-    print(json.dumps(run_dict(plan, seconds, wall), indent=2) if as_json else summary(plan, seconds, wall, words))
+    result = run_dict(plan, seconds, wall, tracker.execution_id())
+    print(json.dumps(result, indent=2) if as_json else summary(plan, seconds, wall, words))
     return 0
+
+
+def _execution(plan: Plan, words: Sequence[str]) -> Execution:
+    manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
+    reused = {name: manifest for name, manifest in manifests.items() if manifest}
+    return Execution(pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused)
 
 
 def _check_machine(plan: Plan) -> None:
@@ -55,7 +65,7 @@ def _check_machine(plan: Plan) -> None:
             )
 
 
-def _run_stale(plan: Plan) -> dict[str, float]:
+def _run_stale(plan: Plan, tracker: Tracker) -> dict[str, float]:
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in plan.stale)
     names = [planned.name for planned in plan.stale]
@@ -70,7 +80,7 @@ def _run_stale(plan: Plan) -> dict[str, float]:
 
             if server:
                 server.wait_until_ready()
-            results = run_flow(plan, processes, board)
+            results = run_flow(Run(plan=plan, processes=processes, board=board, tracker=tracker))
     finally:
         processes.stop()
     return {name: result.seconds for name, result in results.items()}

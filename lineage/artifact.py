@@ -26,6 +26,8 @@ class Source:
         kind: ``rows`` or ``checkpoint``.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
         split: of a hub data set.
+        labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``: every artifact that the source
+            goes into carries them. Not identity.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -34,3 +36,4 @@ class Source:
     kind: Kind = Kind.ROWS
     revision: str | None = None
     split: str = "train"
+    labels: tuple[str, ...] = ()

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-SCHEMA_VERSION = 1
+from lineage.digest import digest_files
+
+SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
 # The libraries whose version can change what a stage computes.
 _LIBRARIES = (
@@ -27,12 +29,31 @@ _LIBRARIES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """A root of the graph, as it was when a stage read it.
+
+    Args:
+        files: absolute path -> SHA-256, of every file that was read; empty where the revision is the identity.
+        dvc: the hash in the ``.dvc`` file beside it, where DVC tracks it.
+    """
+
+    path: str
+    kind: str
+    revision: str | None
+    split: str
+    labels: list[str]
+    files: dict[str, str]
+    dvc: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputRecord:
     """One slot of a finished stage: the artifact that filled it, by identity and by content."""
 
     artifact: str  # pipeline name of the stage, or source:NAME
     fingerprint: str
     digest: str | None  # of the bytes; None where the revision is the identity (hub ids, quickstart)
+    source: SourceRecord | None = None  # None where a stage made it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +86,11 @@ class Manifest:
     output_digest: str
     metrics: dict[str, float]
     provenance: Provenance
+    produces: str | None = None  # kind of the output
     schema_version: int = SCHEMA_VERSION
-    mlflow_run_id: str | None = None
-    parent_run_ids: list[str] = field(default_factory=list)
+    mlflow_run_id: str | None = None  # of this stage
+    execution_run_id: str | None = None  # of the execution of the pipeline that made it
+    parent_run_ids: list[str] = field(default_factory=list)  # of the stages that it was made from
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
@@ -75,13 +98,33 @@ class Manifest:
     @staticmethod
     def from_json(text: str) -> "Manifest":
         fields = json.loads(text)
-        fields["inputs"] = {slot: InputRecord(**record) for slot, record in fields["inputs"].items()}
+        for slot, record in fields["inputs"].items():
+            source = record.pop("source", None)
+            fields["inputs"][slot] = InputRecord(**record, source=SourceRecord(**source) if source else None)
         fields["provenance"] = Provenance(**fields["provenance"])
         return Manifest(**fields)
 
     def missing(self, output: Path) -> list[str]:
         """Recorded files that are not below ``output``; contents are not read."""
         return [name for name in self.files if not (output / name).is_file()]
+
+    def damage(self, output: Path) -> list[str]:
+        """What sets the files below ``output`` apart from the recorded ones, a phrase each; reads every byte."""
+        found = digest_files(output)
+        names = sorted(self.files.keys() | found.keys())
+        return [
+            _damage(name, self.files.get(name), found.get(name))
+            for name in names
+            if self.files.get(name) != found.get(name)
+        ]
+
+
+def _damage(name: str, recorded: str | None, found: str | None) -> str:
+    if found is None:
+        return f"{name} is missing"
+    if recorded is None:
+        return f"{name} was added"
+    return f"{name} has SHA-256 {found[:16]}, recorded is {recorded[:16]}"
 
 
 def provenance(

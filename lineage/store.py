@@ -51,6 +51,23 @@ class Entry:
             logger.warning("output=%s state=damaged missing=%s", self.output, ",".join(missing[:3]))
         return not missing
 
+    def require_intact(self) -> Manifest:
+        """The record of a finished output, after reading every byte of it again.
+
+        Raises:
+            ArtifactError: it is unfinished, or a file is missing, changed or new.
+        """
+        manifest = self.manifest()
+        if manifest is None:
+            raise ArtifactError(f"{self.path}: is not finished: it has no {MANIFEST}; run its pipeline again")
+        damage = manifest.damage(self.output)
+        if damage:
+            raise ArtifactError(
+                f"{self.output}: is not what was committed: {'; '.join(damage[:3])}; "
+                f"restore it, or delete {self.path} to make it again"
+            )
+        return manifest
+
     def begin(self) -> None:
         """Clears what an unfinished attempt left, and makes the directories of a new one."""
         (self.path / MANIFEST).unlink(missing_ok=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.artifact import Source
-from lineage.digest import QUICKSTART, local_paths
 from lineage.errors import ConfigError, DataError
+from lineage.sources import QUICKSTART, local_paths
 from tasks.quickstart import quickstart_rows
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one JSON object per line

@@ -15,16 +15,26 @@ CONF = REPOSITORY / "tests" / "conf"
 
 
 class Command:
-    """Calls ``posttrain`` in one folder, always with the same leading overrides."""
+    """Calls ``posttrain`` in one folder, always with the same leading overrides.
 
-    def __init__(self, folder: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+    Args:
+        tracked: whether MLflow and DVC record; off, because most tests are of something else.
+    """
+
+    def __init__(
+        self, folder: Path, *overrides: str, environment: dict[str, str] | None = None, tracked: bool = False
+    ) -> None:
         self.folder = folder
-        self._overrides = overrides
+        self._overrides = overrides if tracked else ("tracking=none", *overrides)
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+
+    def _words(self, verb: str) -> list[str]:
+        """What states the pipeline, for the commands that take one; of the others the folder is enough."""
+        return ["--config-dir", str(CONF), *self._overrides] if verb in ("plan", "run") else []
 
     def start(self, verb: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows", verb, "--config-dir", str(CONF), *self._overrides, *arguments],
+            [sys.executable, "-m", "flows", verb, *self._words(verb), *arguments],
             cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

@@ -5,8 +5,8 @@ import pytest
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache, digest_file
-from lineage.digest import pin as pin_with
 from lineage.errors import ConfigError
+from lineage.sources import pin as pin_with
 
 
 def pin(name, source):
@@ -17,33 +17,33 @@ def test_a_file_is_known_by_its_bytes_not_its_place(tmp_path):
     (tmp_path / "a").mkdir()
     for path in (tmp_path / "rows.jsonl", tmp_path / "a" / "rows.jsonl"):
         path.write_text("{}\n")
-    digests = {pin("rows", Source(path=str(path)))[1] for path in tmp_path.rglob("*.jsonl")}
+    digests = {pin("rows", Source(path=str(path))).fingerprint for path in tmp_path.rglob("*.jsonl")}
     assert len(digests) == 1
 
 
 def test_a_changed_byte_changes_the_source(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("1")
-    before = pin("rows", Source(path=str(path)))[1]
+    before = pin("rows", Source(path=str(path))).fingerprint
     path.write_text("2")
-    assert pin("rows", Source(path=str(path)))[1] != before
+    assert pin("rows", Source(path=str(path))).fingerprint != before
 
 
 def test_a_glob_covers_its_files(tmp_path):
     (tmp_path / "1.jsonl").write_text("1")
-    before = pin("rows", Source(path=f"{tmp_path}/*.jsonl"))[1]
+    before = pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint
     (tmp_path / "2.jsonl").write_text("2")
-    assert pin("rows", Source(path=f"{tmp_path}/*.jsonl"))[1] != before
+    assert pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint != before
 
 
 def test_the_interpreter_is_the_revision_of_the_quickstart():
-    pinned, _ = pin("corpus", Source(path="quickstart:corpus"))
+    pinned = pin("corpus", Source(path="quickstart:corpus")).source
     assert pinned.revision.startswith("cpython-3.11.")
 
 
 def test_a_commit_of_a_hub_id_needs_no_network():
     commit = "0123456789abcdef0123456789abcdef01234567"
-    pinned, _ = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision=commit))
+    pinned = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision=commit)).source
     assert pinned.revision == commit
 
 
@@ -59,10 +59,11 @@ def test_a_branch_of_a_hub_id_is_resolved_to_a_commit(monkeypatch):
         return types.SimpleNamespace(sha="c" * 40)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-    pinned, digest = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT))
+    given = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT))
+    pinned, digest = given.source, given.fingerprint
     assert pinned.revision == "c" * 40
     assert (seen["path"], seen["repo_type"]) == ("owner/name", "model")
-    assert digest == pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision="c" * 40))[1]
+    assert digest == pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision="c" * 40)).fingerprint
 
 
 def test_a_path_that_is_nowhere_says_so():
@@ -95,22 +96,22 @@ def test_a_glob_over_equal_names_covers_each(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rows.jsonl").write_text("1")
     source = Source(path=f"{tmp_path}/*/rows.jsonl")
-    before = pin("rows", source)[1]
+    before = pin("rows", source).fingerprint
     (tmp_path / "a" / "rows.jsonl").write_text("2")
-    assert pin("rows", source)[1] != before
+    assert pin("rows", source).fingerprint != before
 
 
 def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     large = tmp_path / "model.safetensors"
     large.write_bytes(b"0" * (17 * 2**20))
     hashed = []
-    monkeypatch.setattr("lineage.digest.digest_file", lambda path: hashed.append(path) or digest_file(path))
+    monkeypatch.setattr("lineage.digest.digest_file", lambda path, *how: hashed.append(path) or digest_file(path, *how))
     cache = tmp_path / "store" / "digests.json"
-    first, second = (pin_with("base", Source(path=str(large)), DigestCache(cache))[1] for _ in range(2))
+    first, second = (pin_with("base", Source(path=str(large)), DigestCache(cache)).fingerprint for _ in range(2))
     assert first == second
     assert len(hashed) == 1
     large.write_bytes(b"1" * (17 * 2**20))
-    assert pin_with("base", Source(path=str(large)), DigestCache(cache))[1] != first
+    assert pin_with("base", Source(path=str(large)), DigestCache(cache)).fingerprint != first
 
 
 def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(tmp_path, monkeypatch):

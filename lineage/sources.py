@@ -1,0 +1,131 @@
+"""Sources pinned to what they are now: the roots of every identity."""
+
+import hashlib
+import os
+import platform
+import sys
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+
+from lineage.artifact import Kind, Source
+from lineage.digest import DigestCache, digest_of, file_names
+from lineage.dvc_hash import tracked_hash
+from lineage.errors import ConfigError
+from lineage.fingerprint import canonical_json
+from lineage.manifest import SourceRecord
+
+QUICKSTART = "quickstart:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """A source as it is now.
+
+    Args:
+        source: a path made absolute, a hub id's revision resolved to a commit.
+        fingerprint: of kind, split and content.
+        digest: of the bytes; None where the revision is the identity (hub ids, quickstart).
+        record: what a manifest says of it.
+    """
+
+    source: Source
+    fingerprint: str
+    digest: str | None
+    record: SourceRecord
+
+
+def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
+    """Pins a source to what it is now.
+
+    Raises:
+        ConfigError: there is no such file, directory or hub repository.
+    """
+    if source.path.startswith(QUICKSTART):
+        # These rows come from the interpreter's own documentation, so the interpreter is their revision.
+        return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
+    matches = local_paths(source.path)
+    if matches:
+        return _by_content(source, matches, cache)
+    if _is_hub_id(source.path):
+        return _by_revision(source, _hub_commit(name, source))
+    raise ConfigError(
+        f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is no hub id "
+        f"(owner/name); give a path that exists, or a hub id"
+    )
+
+
+def _by_revision(source: Source, revision: str) -> Pinned:
+    pinned = replace(source, revision=revision)
+    record = _record(pinned, files={}, dvc=None)
+    return Pinned(source=pinned, fingerprint=_identity(pinned, pinned.path), digest=None, record=record)
+
+
+def _by_content(source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
+    # Absolute, for a worker that was started elsewhere; the identity is the content alone.
+    path = os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
+    pinned = replace(source, revision=None, path=path)
+    files = {str(file.absolute()): cache.digest(file) for match in matches for file in _files(match)}
+    digest = digest_of(_by_place(matches, files))
+    record = _record(pinned, files=files, dvc=tracked_hash(Path(path), cache))
+    return Pinned(source=pinned, fingerprint=_identity(pinned, digest), digest=digest, record=record)
+
+
+def _record(source: Source, files: dict[str, str], dvc: str | None) -> SourceRecord:
+    return SourceRecord(
+        path=source.path, kind=source.kind, revision=source.revision, split=source.split,
+        labels=sorted(source.labels), files=files, dvc=dvc,
+    )  # fmt: skip
+
+
+def local_paths(path: str) -> list[Path]:
+    """The files and directories of this machine that a path or a glob names; empty for a hub id."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
+
+
+def _identity(source: Source, content: str) -> str:
+    identity = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [path / name for name in file_names(path)]
+
+
+def _by_place(paths: list[Path], digests: dict[str, str]) -> dict[str, str]:
+    """By place in the order of reading, not by name: moving or renaming a file changes no model."""
+    return {
+        f"{place}/{'' if path.is_file() else file.relative_to(path).as_posix()}": digests[str(file.absolute())]
+        for place, path in enumerate(paths)
+        for file in _files(path)
+    }
+
+
+def _is_hub_id(path: str) -> bool:
+    owner, _, name = path.partition("/")
+    return (
+        bool(owner and name)
+        and "/" not in name
+        and not path.startswith((".", "~", "/"))
+        and not path.endswith(".jsonl")
+    )
+
+
+def _hub_commit(name: str, source: Source) -> str:
+    """The commit that a hub id's revision names now; a full commit needs no network."""
+    if source.revision and len(source.revision) == 40 and all(digit in "0123456789abcdef" for digit in source.revision):
+        return source.revision
+    from huggingface_hub import HfApi
+
+    repo_type = "model" if source.kind == Kind.CHECKPOINT else "dataset"
+    try:
+        info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
+    except Exception as error:  # the hub's own, its HTTP library's, and of being offline: no common base
+        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: no such file here, and the hub gave no {repo_type} of that id "
+            f"at revision {source.revision or 'main'} ({cause}); "
+            f"check the id, log in with `hf auth login` for a private one, or give a commit as sources.{name}.revision"
+        ) from error
+    return str(info.sha)
