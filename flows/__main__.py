@@ -12,6 +12,14 @@ STOPPED = 130
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
+    "stage": "run one stage without Prefect: what dvc.yaml calls",
+    "lineage": "show all that an artifact was made from",
+    "impact": "show all that a source, a file, a row, a label or a model went into",
+    "diff": "show what differs in the ancestries of two artifacts, the most likely cause first",
+    "verify": "read every byte again and check every link of the record",
+    "promote": "give an alias to a model that passed its gate",
+    "rollback": "give an alias back to its previous holder",
+    "rebuild": "refill MLflow from the manifests",
 }
 
 
