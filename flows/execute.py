@@ -9,11 +9,12 @@ from functools import partial
 
 from flows.admission import admitted
 from flows.board import Board
+from flows.given import intact_parents, require_unchanged_sources
 from flows.job import Job, JobInput
 from flows.launch import StageProcesses
 from flows.plan import Plan, PlannedInput, PlannedStage
 from lineage.digest import digest_files, digest_of
-from lineage.errors import ArtifactError, PipelineError, StageError, StoppedError
+from lineage.errors import PipelineError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import InputRecord, Manifest, provenance
 from lineage.store import Entry
@@ -66,7 +67,8 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     with lease.holding():
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
-        parents = _intact_parents(run.plan, planned)
+        parents = intact_parents(run.plan, planned)
+        require_unchanged_sources(run.plan, planned)
         entry.begin()
         manifest, seconds = _tracked(run, planned, entry, parents, lease)
     run.board.done(planned.name, seconds, manifest.metrics)
@@ -92,21 +94,6 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     assert manifest is not None
     run.board.reused(planned.name)
     return Result(manifest=manifest, seconds=0.0)
-
-
-def _intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
-    """The records of the stages that it reads, every byte of whose outputs is still what was committed.
-
-    Raises:
-        StageError: one is not.
-    """
-    parents = {}
-    for name in planned.upstream:
-        try:
-            parents[name] = plan.entry(plan.stage(name)).require_intact()
-        except ArtifactError as error:
-            raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
-    return parents
 
 
 def _tracked(
@@ -160,6 +147,7 @@ def _make(
     )  # fmt: skip
     metrics = run.processes.run(job)
     end = time.time()
+    require_unchanged_sources(run.plan, planned)  # nor while it was read
     files = digest_files(entry.output)
     if not files:
         raise StageError(planned.name, "it ended without writing any output", str(job.log))

@@ -18,9 +18,11 @@ class ToyRows(Method):
     produces: ClassVar[Kind] = Kind.TEXT
 
     prefix: str = ""
+    seconds: float = 0.0  # between the reading and the end
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         (ctx.output_dir / "rows.txt").write_text(self.prefix + inputs["rows"].path.read_text())
+        time.sleep(self.seconds)
         return {"rows": 1.0}
 
 
