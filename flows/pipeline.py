@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
+from lineage.store import RESERVED
 from tasks.context import Launcher, Resources
 from tasks.method import Method, Training
 
@@ -17,7 +18,6 @@ SOURCE = "source:"
 CodeDrift = Literal["warn", "rerun", "refuse"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_RESERVED = ("logs", "pipelines")  # directories of the store that belong to no stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):
-            if not _NAME.fullmatch(name) or name in _RESERVED:
+            if not _NAME.fullmatch(name) or name in RESERVED:
                 raise ConfigError(
                     f"{name!r} is no name for a pipeline or a stage: it names directories; "
-                    f"letters, digits, '_', '-' and '.' are accepted, and not {' or '.join(_RESERVED)}"
+                    f"letters, digits, '_', '-' and '.' are accepted, and not {' or '.join(RESERVED)}"
                 )
         if not self.stages:
             raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from lineage.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+RESERVED = ("logs", "pipelines")  # directories of the store that belong to no stage
+
+_NAME = re.compile("[0-9a-f]{16}")
 
 
 class Entry:
@@ -106,6 +110,12 @@ class Store:
 
     def entry(self, stage: str, fingerprint: str) -> Entry:
         return Entry(self.root / stage / short(fingerprint))
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """Every directory of an artifact, finished or not, with its stage's name; in order."""
+        for stage in sorted(self.root.iterdir() if self.root.is_dir() else ()):
+            if stage.is_dir() and stage.name not in RESERVED:
+                yield from ((stage.name, Entry(path)) for path in sorted(stage.iterdir()) if _NAME.fullmatch(path.name))
 
     def finished(self, stage: str) -> Iterator[Manifest]:
         """Records of every finished artifact of a stage, newest first."""

@@ -1,0 +1,78 @@
+"""``posttrain verify``."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.commands.arguments import add_json
+
+if TYPE_CHECKING:
+    from flows.pipeline import Tracking
+    from lineage.finding import Finding
+    from lineage.verify import Checked
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", nargs="?", metavar="REF", help="an artifact: it and its ancestry; none: the whole store")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. store=elsewhere")
+    parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: the record is intact; 1: something is missing, changed or orphaned."""
+    from flows.config import load_pipeline
+    from lineage.finding import Fault
+    from lineage.verify import Checked, read_store
+
+    if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
+        options.overrides, options.ref = [options.ref, *options.overrides], None
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    everything, findings = read_store(pipeline.store)
+    chosen = _ancestry(options.ref, pipeline.store) if options.ref else set(everything)
+    checked = Checked(all=everything, chosen=sorted(chosen & everything.keys()))
+    if options.ref:
+        findings = [finding for finding in findings if finding.what in chosen]
+    findings += _findings(pipeline.store, pipeline.tracking, checked, is_whole=options.ref is None)
+    faults = [finding for finding in findings if finding.fault != Fault.NOTE]
+    if options.json:
+        shown = [asdict(each) for each in findings]
+        print(json.dumps({"checked": len(checked.chosen), "intact": not faults, "findings": shown}, indent=2))
+    else:
+        print(_text(findings, len(faults), checked))
+    return 1 if faults else 0
+
+
+def _ancestry(ref: str, store: Path) -> set[str]:
+    from lineage.graph import ancestry
+    from lineage.index import Index
+    from lineage.refs import resolve
+
+    with Index(store) as index:
+        return {node.id for node in ancestry(index, resolve(ref, index).id).nodes}
+
+
+def _findings(store: Path, tracking: "Tracking", checked: "Checked", *, is_whole: bool) -> Iterator["Finding"]:
+    from lineage.digest import DigestCache
+    from lineage.verify import check_links, check_outputs, check_promotions, check_sources
+    from lineage.verify_dvc import check_lock, check_view
+
+    cache = DigestCache(store / "digests.json")
+    yield from check_outputs(checked)
+    yield from check_links(checked)
+    yield from check_sources(checked, cache)
+    yield from check_view(store, checked)
+    if is_whole:
+        yield from check_promotions(store, checked)
+    if is_whole and tracking.dvc:
+        yield from check_lock(Path.cwd(), store, cache)
+
+
+def _text(findings: list["Finding"], num_faults: int, checked: "Checked") -> str:
+    lines = [f"{each.fault:9} {each.what}: {each.why}\n          {each.mend}" for each in findings]
+    count = f"{len(checked.chosen)} artifacts"
+    lines.append(f"{count} checked: {num_faults} faults" if num_faults else f"{count} checked: intact")
+    return "\n".join(lines)

@@ -1,0 +1,142 @@
+import pytest
+
+from lineage.digest import DigestCache, digest_files, digest_of
+from lineage.finding import Fault
+from lineage.fingerprint import short
+from lineage.lease import Lease
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.promotions import Event, append
+from lineage.store import Store
+from lineage.verify import Checked, check_links, check_outputs, check_promotions, check_sources, read_store
+from lineage.verify_dvc import check_lock, check_view
+
+
+def commit(root, stage, fingerprint, inputs=None, text="weights"):
+    entry = Store(root).entry(stage, fingerprint)
+    lease = Lease(entry.path)
+    lease.try_acquire()
+    entry.begin()
+    (entry.output / "model.txt").write_text(text)
+    files = digest_files(entry.output)
+    provenance = Provenance(
+        start=0.0, end=1.0, hosts=["h"], python="3", libraries={}, git_commit=None, git_dirty=None, code_digest="c",
+        seed=0, resources={},
+    )  # fmt: skip
+    manifest = Manifest(
+        pipeline="p", stage=stage, method="m", recipe={}, fingerprint=fingerprint, inputs=inputs or {}, files=files,
+        output_digest=digest_of(files), metrics={}, provenance=provenance, produces="checkpoint",
+    )  # fmt: skip
+    entry.commit(manifest, lease)
+    with lease.holding():
+        pass
+    return entry, manifest
+
+
+@pytest.fixture
+def store(tmp_path):
+    """data file -> a -> b."""
+    (tmp_path / "rows.txt").write_text("rows")
+    root = tmp_path / "store"
+    digest = DigestCache(tmp_path / "none").digest(tmp_path / "rows.txt")
+    source = SourceRecord(
+        path=str(tmp_path / "rows.txt"), kind="rows", revision=None, split="train", labels=[],
+        files={str(tmp_path / "rows.txt"): digest}, dvc=None,
+    )  # fmt: skip
+    rows = InputRecord(artifact="source:rows", fingerprint="5" * 64, digest=digest, source=source)
+    _, a = commit(root, "a", "a" * 64, {"rows": rows})
+    commit(root, "b", "b" * 64, {"policy": InputRecord(artifact="a", fingerprint="a" * 64, digest=a.output_digest)})
+    return root
+
+
+def findings(root):
+    everything, found = read_store(root)
+    checked = Checked(all=everything, chosen=sorted(everything))
+    cache = DigestCache(root / "digests.json")
+    parts = (check_outputs(checked), check_links(checked), check_sources(checked, cache), check_view(root, checked),
+             check_promotions(root, checked), check_lock(root.parent, root, cache))  # fmt: skip
+    return [*found, *(each for part in parts for each in part)]
+
+
+def one(root):
+    [finding] = findings(root)
+    return finding.fault, finding.what, finding.why
+
+
+def test_an_intact_store_has_no_finding(store):
+    assert findings(store) == []
+
+
+def test_a_flipped_byte_is_named(store):
+    (store / "a" / short("a" * 64) / "output" / "model.txt").write_text("weightz")
+    fault, what, why = one(store)
+    assert (fault, what) == (Fault.CHANGED, f"a@{'a' * 16}")
+    assert "model.txt has SHA-256" in why
+
+
+def test_a_missing_file_is_named(store):
+    (store / "a" / short("a" * 64) / "output" / "model.txt").unlink()
+    assert one(store)[0] == Fault.MISSING
+
+
+def test_an_added_file_is_named(store):
+    (store / "a" / short("a" * 64) / "output" / "more.txt").write_text("")
+    assert one(store)[0] == Fault.CHANGED
+
+
+def test_a_parent_that_is_gone_is_named(store):
+    (store / "a" / short("a" * 64) / "manifest.json").unlink()
+    by_fault = {finding.fault: finding for finding in findings(store)}
+    assert by_fault[Fault.MISSING].what == f"b@{'b' * 16} input policy"
+    assert "never finished" in by_fault[Fault.NOTE].why
+
+
+def test_a_parent_that_was_made_again_with_other_bytes_is_named(store):
+    commit(store, "a", "a" * 64, text="other weights")
+    fault, what, why = one(store)
+    assert (fault, what) == (Fault.CHANGED, f"b@{'b' * 16} input policy")
+    assert "which now has" in why
+
+
+def test_a_manifest_that_cannot_be_read_is_named(store):
+    (store / "b" / short("b" * 64) / "manifest.json").write_text("{}")
+    assert one(store)[:2] == (Fault.CHANGED, f"b@{'b' * 16}")
+
+
+def test_data_that_moved_on_is_a_note(store):
+    (store.parent / "rows.txt").write_text("more rows")
+    assert one(store)[0] == Fault.NOTE
+    (store.parent / "rows.txt").unlink()
+    assert one(store)[0] == Fault.NOTE
+
+
+def test_a_promotion_of_what_is_not_there_is_named(store):
+    append(store, Event(action="promote", alias="champion", fingerprint="c" * 64, who="me", why=""))
+    assert one(store)[:2] == (Fault.MISSING, "promote of champion")
+
+
+def test_a_view_of_what_is_not_there_is_orphaned(store, tmp_path):
+    view = store / "pipelines" / "p" / "b"
+    _, manifest = commit(tmp_path / "elsewhere", "b", "d" * 64)
+    view.mkdir(parents=True)
+    (view / "manifest.json").write_text(manifest.to_json())
+    fault, what, _ = one(store)
+    assert (fault, what) == (Fault.ORPHANED, "p/b")
+
+
+def test_a_view_with_other_bytes_is_changed(store):
+    manifest = Store(store).entry("b", "b" * 64).manifest()
+    view = store / "pipelines" / "p" / "b"
+    (view / "output").mkdir(parents=True)
+    (view / "manifest.json").write_text(manifest.to_json())
+    (view / "output" / "model.txt").write_text("weightz")
+    assert one(store)[:2] == (Fault.CHANGED, "p/b")
+
+
+@pytest.mark.parametrize(
+    ("out", "fault"), [("store/b/view.txt", Fault.CHANGED), ("store/b/gone.txt", Fault.MISSING), ("other.txt", None)]
+)
+def test_what_dvc_committed_is_compared(store, out, fault):
+    (store / "b" / "view.txt").write_text("x")
+    lock = f"stages:\n  b:\n    outs:\n    - {{path: {out}, md5: 0}}\n"
+    (store.parent / "dvc.lock").write_text(lock)
+    assert [finding.fault for finding in findings(store)] == ([fault] if fault else [])
