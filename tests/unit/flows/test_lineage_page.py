@@ -1,0 +1,92 @@
+"""The lineage page: all of the graph is in it, and none of it is anything but text."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.lineage_drawing import draw
+from flows.lineage_page import render
+from tests.drawn_graphs import Page, graph_of, hostile, small, source, stage
+
+
+def test_hostile_text_makes_no_element_and_no_attribute():
+    harmless, attacked = Page(render(small())), Page(render(hostile()))
+    assert set(attacked.tags()) <= {*harmless.tags(), "title"}  # title: a text that was cut
+    assert attacked.tags().count("script") == 2
+    names = {name for _, attributes in attacked.elements for name in attributes}
+    assert not [name for name in names if name.startswith("on") or name in ("src", "href", "style", "srcdoc")]
+
+
+def test_hostile_text_arrives_as_it_is():
+    page = Page(render(hostile()))
+    assert json.loads(page.raw["script"][0]) == hostile()
+
+
+def test_the_page_can_be_written_whatever_a_file_is_called():
+    assert render(hostile()).isascii()
+
+
+def test_no_field_of_a_template_is_filled_from_the_graph():
+    assert render(graph_of([stage("$script")], [], ref="$data ${style}")).count("$data ${style}") == 3
+
+
+@pytest.mark.parametrize("graph", [small(), hostile()])
+def test_nothing_is_loaded_and_only_our_script_runs(graph: dict[str, object]):
+    text = render(graph)
+    page = Page(text)
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags())
+    assert not re.search(r"url\(|@import", text)
+    assert "http://" not in text
+    assert "https://" not in text
+    ((policy,),) = ([attributes["content"] for _, attributes in page.elements if "http-equiv" in attributes],)
+    assert policy
+    assert policy.startswith("default-src 'none'; ")
+    for kind, code in (("script", page.raw["script"][1]), ("style", page.raw["style"][0])):
+        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_every_node_and_edge_is_drawn():
+    page = Page(render(small()))
+    assert page.count("class", "node") == 5
+    assert page.count("class", "slot") == 6
+    assert page.tags().count("path") == 6
+    assert {"rows", "data", "base", "sft", "dpo", "policy", "reference"} <= set(page.words)
+
+
+def test_badges_say_alias_label_and_what_is_missing():
+    node = stage("dpo", aliases=["champion"], labels=["cc-by-nc-4.0"], state="missing")
+    assert {"champion", "cc-by-nc-4.0", "missing"} <= set(Page(render(graph_of([node], []))).words)
+
+
+def test_records_that_lack_their_details_are_drawn():
+    gone = {"id": "base@00", "kind": "stage", "name": "base", "fingerprint": "00", "labels": [], "aliases": [],
+            "stage": "base", "path": "/store/base/00", "state": "missing", "artifact_kind": None}  # fmt: skip
+    unknown = source("old", source=None, artifact_kind=None, rows=None)
+    page = Page(render(graph_of([unknown, gone], [(0, 1, "rows")])))
+    assert {"base", "old", "missing", "artifact"} <= set(page.words)
+
+
+def test_numbers_that_json_has_not_are_words():
+    node = stage("sft", metrics={"loss": math.nan, "grad_norm": math.inf})
+    data = json.loads(Page(render(graph_of([node], []))).raw["script"][0], parse_constant=pytest.fail)
+    assert data["nodes"][0]["metrics"] == {"loss": "nan", "grad_norm": "inf"}
+
+
+def test_long_text_is_cut_and_told_in_full_to_who_points_at_it():
+    (name,) = [each for each in draw({"n": stage("n" * 500)}, [], "n").iter("text") if each.get("class") == "name"]
+    assert len(name.text or "") < 30
+    assert name[0].tag == "title"
+    assert name[0].text == "n" * 500
+
+
+def test_the_files_beside_the_module_are_ascii_and_packaged():
+    folder = Path(render.__code__.co_filename).parent
+    for suffix in ("html", "css", "js"):
+        assert (folder / f"lineage_page.{suffix}").read_text().isascii()
+        assert f'"*.{suffix}"' in (folder.parent / "pyproject.toml").read_text()
