@@ -1,0 +1,26 @@
+"""``posttrain diff``."""
+
+import argparse
+import json
+
+from flows.commands.arguments import add_json, add_overrides
+from flows.store_root import store_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="such as cpt-sft-dpo/dpo, or digits of a fingerprint")
+    parser.add_argument("second", metavar="B", help="such as alias:champion")
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.diff_report import diff_text
+    from lineage.diff import diff
+    from lineage.index import Index
+    from lineage.refs import resolve
+
+    with Index(store_root(options.overrides, options.config_dir)) as index:
+        found = diff(index, resolve(options.first, index).node, resolve(options.second, index).node)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
+    return 0

@@ -1,0 +1,28 @@
+"""``posttrain impact``."""
+
+import argparse
+import json
+
+from flows.commands.arguments import add_json, add_overrides
+from flows.store_root import store_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "ref", metavar="REF",
+        help="an artifact or a source as in lineage; label:NAME; source:NAME#ROW-ID; source:NAME#TEXT; a data file",
+    )  # fmt: skip
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.impact_report import impact_text
+    from lineage.impact import impact
+    from lineage.index import Index
+
+    with Index(store_root(options.overrides, options.config_dir)) as index:
+        found = impact(options.ref, index)
+        # In one line: indented, tens of thousands of artifacts would take seconds.
+        print(json.dumps(found.to_dict()) if options.json else impact_text(found))
+    return 0

@@ -1,0 +1,36 @@
+"""``posttrain lineage``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from flows.commands.arguments import add_json, add_overrides
+from flows.store_root import store_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "ref", metavar="REF", help="such as cpt-sft-dpo/dpo, alias:champion, or digits of a fingerprint"
+    )
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the graph")
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.lineage_report import ancestry_tree
+    from lineage.graph import ancestry
+    from lineage.index import Index
+    from lineage.refs import resolve
+
+    with Index(store_root(options.overrides, options.config_dir)) as index:
+        graph = ancestry(index, resolve(options.ref, index).node)
+    if options.html:
+        from flows.lineage_page import render
+
+        options.html.write_text(render(graph.to_dict(options.ref)), encoding="utf-8")
+    if options.json:
+        print(json.dumps(graph.to_dict(options.ref), indent=2))
+    else:
+        print(f"wrote {options.html}" if options.html else ancestry_tree(graph))
+    return 0

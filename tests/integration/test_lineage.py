@@ -1,0 +1,116 @@
+"""The verbs that ask the record, after real runs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.command import Command
+
+FAST = "pipeline=toy", "model=none", "sources.rows.path=rows.txt"
+HEAVY = ("hydra", "omegaconf", "pydantic", "prefect", "mlflow", "dvc", "torch", "ray", "pyarrow", "rich", "datasets")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """Two runs of the toy pipeline that differ in one field."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "rows.txt").write_text("one row")
+    command = Command(folder, *FAST)
+    first = command.run("sources.rows.labels=[cc-by-nc-4.0]")
+    second = command.run("stages.right.method.learning_rate=0.2")
+    return command, first, second
+
+
+def test_lineage_shows_the_whole_ancestry(toy, tmp_path):
+    command, _, second = toy
+    shown = command("lineage", "toy/right")
+    assert shown.returncode == 0, shown.stderr
+    for told in (
+        second["right"]["fingerprint"][:16],
+        "learning_rate=0.2",
+        "source:rows",
+        "rows.txt",
+        "labels: cc-by-nc",
+    ):
+        assert told in shown.stdout
+    graph = json.loads(command("lineage", "toy/right", "--json").stdout)
+    assert {node["name"] for node in graph["nodes"]} == {"right", "model", "data", "source:rows"}
+    assert graph["nodes"][0]["fingerprint"] == second["right"]["fingerprint"]
+    page = tmp_path / "page.html"
+    assert command("lineage", "toy/right", "--html", str(page)).returncode == 0
+    assert "<html" in page.read_text() and second["right"]["fingerprint"] in page.read_text()
+
+
+def test_impact_reaches_both_runs(toy):
+    command, first, second = toy
+    for ref in ("source:rows", "rows.txt", "label:cc-by-nc-4.0"):
+        found = json.loads(command("impact", ref, "--json").stdout)
+        models = {row["fingerprint"] for row in found["artifacts"] if row["stage"] == "right"}
+        assert models == {first["right"]["fingerprint"], second["right"]["fingerprint"]}, ref
+        assert [row["stage"] for row in found["retraining"][0]["run_again"]][:2] == ["data", "model"]
+
+
+def test_diff_names_the_field_that_was_changed(toy):
+    command, first, second = toy
+    # By its stage as well: the first run's `left` is the same work, and has the same fingerprint.
+    before = f"right@{first['right']['fingerprint'][:16]}"
+    found = json.loads(command("diff", before, second["right"]["fingerprint"], "--json").stdout)
+    assert found["differences"][0]["text"] == "right: learning_rate: 0.1 -> 0.2"
+    assert found["same_output"] is False
+
+
+def test_an_unknown_ref_is_the_users_error(toy):
+    result = toy[0]("lineage", "toy/rihgt")
+    assert result.returncode == 2
+    assert "did you mean toy/right?" in result.stderr
+
+
+def test_an_empty_store_says_what_to_run(tmp_path):
+    result = Command(tmp_path)("impact", "source:rows")
+    assert result.returncode == 2 and "posttrain run" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["lineage", "toy/right"], ["impact", "source:rows"], ["diff", "toy/left", "toy/right"]]
+)
+def test_they_answer_without_a_heavy_import(toy, words):
+    script = f"import sys; from flows.__main__ import main; code = main({words!r}); print(code, *sys.modules)"
+    command = toy[0]
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=command.folder, env=command.environment, capture_output=True, text=True
+    )
+    *_, last = result.stdout.splitlines()
+    code, *modules = last.split()
+    assert code == "0", result.stderr
+    assert not {module.partition(".")[0] for module in modules} & set(HEAVY)
+
+
+def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path):
+    rows = [{"text": f"row number {number} of many"} for number in range(40)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "conf"
+    for group in ("pipeline", "model"):
+        (folder / group).mkdir(parents=True)
+    (folder / "model" / "none.yaml").write_text("# @package _global_\n{}\n")
+    (folder / "pipeline" / "rows.yaml").write_text(
+        "# @package _global_\nname: rows\nsources:\n  corpus: {path: corpus.jsonl}\nstages:\n"
+        "  corpus:\n    inputs: {rows: 'source:corpus'}\n"
+        "    method: {_target_: tasks.prepare_data.PrepareText, held_out: 0.3}\n"
+        "  model: {method: {_target_: tests.toy_methods.ToyModel}, inputs: {rows: corpus}}\n"
+    )
+    command = Command(tmp_path, "--config-dir", str(folder), "pipeline=rows", "model=none")
+    command.run()
+    import pyarrow.parquet as pq
+
+    (output,) = tmp_path.glob("artifacts/corpus/*/output")
+    train = pq.read_table(output / "train.parquet").to_pylist()[0]
+    held_out = pq.read_table(output / "held_out.parquet").to_pylist()[0]
+    found = json.loads(command("impact", f"source:corpus#{train['row_id']}", "--json").stdout)
+    assert [(row["stage"], row["role"]) for row in found["artifacts"]] == [
+        ("model", "trained on it"), ("corpus", "has it in train"),
+    ]  # fmt: skip
+    found = json.loads(command("impact", f"source:corpus#{held_out['text']}", "--json").stdout)
+    assert [row["stage"] for row in found["artifacts"]] == ["corpus"]
+    assert found["files"] == [str(tmp_path / "corpus.jsonl")]

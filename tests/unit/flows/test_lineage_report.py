@@ -1,0 +1,58 @@
+import pytest
+
+from flows.lineage_report import ancestry_tree
+from lineage.graph import ancestry
+from lineage.index import Index
+from tests.written_store import WrittenStore, node
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WrittenStore(tmp_path / "store")
+
+
+def tree(store, manifest) -> list[str]:
+    with Index(store.root) as index:
+        return ancestry_tree(ancestry(index, node(manifest))).splitlines()
+
+
+def test_each_artifact_is_told_once_and_named_where_it_comes_again(store):
+    lines = tree(store, store.chain()["evaluate"])
+    assert sum("7 rows" in line for line in lines) == 2  # the data stage and its source
+    assert sum("corpus " in line and line.endswith("(above)") for line in lines) == 2
+
+
+def test_it_tells_recipe_rows_time_commit_and_labels(store):
+    made = store.chain(provenance={"git_dirty": True}, metrics={"loss": 0.25, "trained_tokens_percent": 61.5})
+    shown = "\n".join(tree(store, made["dpo"]))
+    for told in ("Dpo  beta=0.1", "loss 0.25", "61.5 % of the tokens trained", "10.0 s on here", "git cccccccc (dirty)",
+                 "code dddddddd", "/data/corpus.jsonl", "SHA-256", "7 rows", "labels: cc-by-nc-4.0"):  # fmt: skip
+        assert told in shown, told
+
+
+def test_libraries_are_told_once_and_where_they_differ(store):
+    made = store.chain(provenance={"libraries": {"torch": "2.14.0"}})
+    assert tree(store, made["evaluate"])[-2:] == ["made with python 3.11, torch 2.13.0", "but dpo with torch 2.14.0"]
+
+
+def test_what_is_gone_is_told_as_gone(store):
+    made = store.chain()
+    store.delete(made["base"])
+    assert any("gone: deleted from the store" in line for line in tree(store, made["cpt"]))
+
+
+def test_the_dvc_hash_and_the_revision_of_a_source_are_told(store):
+    tracked = store.source("rows", dvc="0a1b.dir")
+    hub = store.source("hub", revision="1" * 40, files={})
+    from dataclasses import replace
+
+    made = store.stage("dpo", {"rows": tracked, "hub": replace(hub, digest=None)})
+    shown = "\n".join(tree(store, made))
+    assert "DVC 0a1b.dir" in shown and f"revision {'1' * 40}" in shown
+
+
+def test_a_source_alone_has_no_environment(store):
+    store.chain()
+    with Index(store.root) as index:
+        lines = ancestry_tree(ancestry(index, index.sources("corpus")[-1])).splitlines()
+    assert lines[0].startswith("source:corpus") and lines[-1]

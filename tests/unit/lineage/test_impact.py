@@ -1,0 +1,139 @@
+import json
+
+import pytest
+
+from flows.impact_report import impact_text
+from lineage.digest import digest_file
+from lineage.errors import ConfigError
+from lineage.fingerprint import short
+from lineage.impact import impact
+from lineage.index import Index
+from lineage.promotions import Event, append
+from tests.written_store import WrittenStore, node
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WrittenStore(tmp_path / "store")
+
+
+def answer(store, ref: str) -> dict:
+    with Index(store.root) as index:
+        return json.loads(json.dumps(impact(ref, index).to_dict()))
+
+
+def text(store, ref: str) -> str:
+    with Index(store.root) as index:
+        return impact_text(impact(ref, index))
+
+
+def stages(answer: dict) -> set[str]:
+    return {row["stage"] for row in answer["artifacts"]}
+
+
+def promote(store, alias, manifest):
+    event = Event(
+        action="promote", alias=alias, fingerprint=manifest.fingerprint, stage=manifest.stage, who="me", why=""
+    )
+    append(store.root, event)
+
+
+def test_a_source_reaches_all_that_was_made_from_any_version_of_it(store):
+    store.chain("a")
+    store.chain("b", beta=0.2)
+    both, one = answer(store, "source:corpus"), answer(store, f"source:corpus@{_digits(store, 'a')}")
+    assert len(both["artifacts"]) == 10 and len(one["artifacts"]) == 5
+    assert stages(both) == {"corpus", "base", "cpt", "dpo", "evaluate"}
+
+
+def _digits(store, content: str) -> str:
+    return short(store.source("corpus", content).fingerprint)
+
+
+def test_a_file_is_found_by_its_recorded_path_and_by_what_it_holds(store, tmp_path):
+    there = tmp_path / "moved.jsonl"
+    there.write_text("rows")
+    files = {"/data/gone.jsonl": digest_file(there), "/data/other.jsonl": "0" * 64}
+    store.stage("corpus", {"rows": store.source("corpus", path="/data", files=files)})
+    for ref in ("/data/gone.jsonl", "/data", str(there)):
+        assert stages(answer(store, ref)) == {"corpus"}, ref
+    (tmp_path / "new.jsonl").write_text("other")
+    with pytest.raises(ConfigError, match="the path of a data file"):
+        answer(store, str(tmp_path / "new.jsonl"))
+
+
+def test_a_label_reaches_what_its_sources_went_into(store):
+    store.chain()
+    found = answer(store, "label:cc-by-nc-4.0")
+    assert stages(found) == {"pairs", "dpo", "evaluate"}
+    with pytest.raises(ConfigError, match=r"labels there: cc-by-nc-4\.0"):
+        answer(store, "label:cc-by")
+
+
+def test_a_base_model_that_is_gone_is_still_answered_for(store):
+    made = store.chain()
+    store.delete(made["base"])
+    assert stages(answer(store, node(made["base"]))) == {"cpt", "dpo", "evaluate"}
+
+
+def test_registered_versions_and_aliases_are_named(store):
+    made = store.chain()
+    promote(store, "champion", made["dpo"])
+    found = answer(store, "label:cc-by-nc-4.0")
+    assert found["aliases"] == {"champion": node(made["dpo"])}
+    assert {row["stage"]: row["registered_model"] for row in found["artifacts"]} == {
+        "pairs": None, "dpo": "p", "evaluate": None,
+    }  # fmt: skip
+    assert answer(store, node(made["evaluate"]))["aliases"] == {}
+
+
+def test_a_rollback_is_offered_where_the_holder_before_never_met_it(store):
+    clean = store.stage("dpo", {}, recipe={"beta": 5})
+    made = store.chain()
+    promote(store, "champion", clean)
+    promote(store, "champion", made["dpo"])
+    shown = text(store, "source:pairs")
+    assert f"alias champion is held by {node(made['dpo'])}; 0 s: posttrain rollback --alias champion" in shown
+    assert "rollback" not in text(store, node(clean))
+
+
+def test_only_what_descends_from_it_must_run_again(store):
+    made = store.chain()
+    (plan,) = answer(store, "source:pairs")["retraining"]
+    assert [row["stage"] for row in plan["run_again"]] == ["pairs", "dpo", "evaluate"]
+    assert {row["stage"] for row in plan["reused"]} == {"corpus", "base", "cpt"}
+    assert plan["restart_from"] == [node(made["cpt"])]
+    assert plan["estimated_seconds"] == pytest.approx(30)
+    shown = text(store, "source:pairs")
+    assert "run again pairs 10 s, dpo 10 s, evaluate 10 s: about 30 s" in shown
+    assert "to do: posttrain run pipeline=p sources.pairs.path=DATA-WITHOUT-IT" in shown
+
+
+def test_a_finished_model_that_never_met_it_is_cheaper(store):
+    clean = store.stage("dpo", {}, recipe={"beta": 5})
+    store.chain()
+    (plan,) = answer(store, "source:pairs")["retraining"]
+    assert plan["instead"] == {"dpo": node(clean)}
+
+
+def test_what_no_pipeline_stands_on_any_more_needs_no_retraining(store):
+    store.chain("a")
+    store.chain("b", beta=0.2)
+    found = answer(store, f"source:corpus@{_digits(store, 'a')}")
+    assert found["artifacts"] and found["retraining"] == []
+
+
+def test_the_view_says_what_a_pipeline_stands_on(store):
+    first = store.chain("a")
+    store.chain("b", beta=0.2)
+    for stage, manifest in first.items():
+        view = store.root / "pipelines" / "p" / stage
+        view.mkdir(parents=True)
+        (view / "manifest.json").write_text(manifest.to_json())
+    assert answer(store, f"source:corpus@{_digits(store, 'a')}")["retraining"]
+    assert answer(store, f"source:corpus@{_digits(store, 'b')}")["retraining"] == []
+
+
+def test_another_model_takes_the_place_of_a_base_that_must_go(store):
+    made = store.chain()
+    assert "stages.cpt.inputs.policy=ANOTHER" in text(store, node(made["base"]))
