@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check bench test-gpu lock clean
+.PHONY: demo test check bench test-gpu dvc-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -23,6 +23,9 @@ bench: $(READY)  ## posttrain beside the same four trainings as plain TRL script
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu
+
+dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
+	$(BIN)/python -m flows.dvc_yaml
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --output-file requirements.lock

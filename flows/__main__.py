@@ -26,7 +26,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 done, 2 the input was wrong, 1 a stage failed, 130 stopped.
+    0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped.
     """
     sys.path.append(os.getcwd())  # where a method of the user's own may lie
     arguments = sys.argv[1:] if arguments is None else arguments

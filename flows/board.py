@@ -112,6 +112,11 @@ class Board:
     def failed(self, name: str, cause: str) -> None:
         self._end(name, f"FAILED: {cause.partition(chr(10))[0]}")
 
+    def announce(self, text: str) -> None:
+        """Prints lines that belong to no single stage."""
+        with self._lock, contextlib.suppress(OSError):
+            self._console.print(text, markup=False, soft_wrap=True)
+
     def _end(self, name: str, text: str) -> None:
         with self._lock:
             self._waits.pop(name, None)

@@ -10,6 +10,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -33,12 +34,9 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
         raise ConfigError(f"--config-dir {config_dir}: no such directory")
     if config_dir:
         _refuse_shadows(config_dir)
-    search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            words = [word for override in overrides for word in _accept(override, loader, config_dir)]
-            config = compose("config", overrides=[*search, *words])
+            config = compose("config", overrides=_words(overrides, config_dir))
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
@@ -47,6 +45,27 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
         raise ConfigError(_first_lines(error)) from error
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[Path, str]]:
+    """The YAML files of a configuration that composes, each with its package: the key that it fills, empty for all."""
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        chosen = loader.compute_defaults_list("config", _words(overrides, config_dir), RunMode.RUN).defaults
+    places = [(f"{each.config_path}.yaml", each.package or "") for each in chosen]
+    return [
+        (folder / name, package)
+        for name, package in places
+        for folder in (CONF, *([config_dir.resolve()] if config_dir else []))
+        if (folder / name).is_file()  # Hydra's own lie in neither
+    ]
+
+
+def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+    """What Hydra is given for the overrides of a command."""
+    loader = GlobalHydra.instance().config_loader()
+    search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
+    return [*search, *(word for override in overrides for word in _accept(override, loader, config_dir))]
 
 
 def _refuse_shadows(config_dir: Path) -> None:

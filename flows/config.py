@@ -3,17 +3,18 @@
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from flows.compose import compose_tree
-from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage, Tracking, nearest
+from flows.pipeline import SOURCE, Alias, CodeDrift, Pipeline, Stage, Tracking, nearest
 from lineage.artifact import Source
 from lineage.errors import ConfigError
+from lineage.verdict import Approval
 from tasks.context import Resources
 from tasks.method import LoRA, Method
 
@@ -33,8 +34,21 @@ class StageNode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateDefaults:
+    """What all gates of a pipeline share."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    approval: Approval
+
+
+@dataclass(frozen=True, kw_only=True)
 class Root:
-    """The keys of ``conf/config.yaml`` with everything it composes."""
+    """The keys of ``conf/config.yaml`` with everything it composes.
+
+    Args:
+        adapter, gate: what every method with such a field takes from here, unless its stage states it.
+    """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
@@ -46,6 +60,9 @@ class Root:
     stages: dict[str, dict[str, object]]
     resources: Resources
     adapter: LoRA | None
+    gate: GateDefaults
+    aliases: dict[str, Alias]
+    non_commercial_labels: tuple[str, ...]
 
 
 def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
@@ -69,6 +86,8 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
         tracking=root.tracking,
         sources=sources,
         stages=stages,
+        aliases=root.aliases,
+        non_commercial_labels=root.non_commercial_labels,
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
     if pipeline.store.exists() and not pipeline.store.is_dir():
@@ -102,9 +121,16 @@ def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
     """The dataclass that a location inside ``cls`` belongs to."""
     for part in loc:
         hints = {field.name: field.type for field in fields(cls)}
-        candidates = getattr(hints.get(str(part)), "__args__", (hints.get(str(part)),))
-        cls = next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), cls)
+        cls = next(_dataclasses(hints.get(str(part))), cls)
     return cls
+
+
+def _dataclasses(hint: object) -> Iterator[type]:
+    """The dataclasses that a type is made of: of ``Mapping[str, Rule] | None`` it is ``Rule``."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        yield hint
+    for part in get_args(hint):
+        yield from _dataclasses(part)
 
 
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
@@ -119,8 +145,9 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = _method_class(f"{where}.method._target_", str(parts.method["_target_"]))
     recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
-    if "adapter" in {field.name for field in fields(cls)}:
-        recipe = {"adapter": tree["adapter"], **recipe}
+    defaults = {"adapter": tree["adapter"], "approval": root.gate.approval}
+    taken = {field.name for field in fields(cls)}
+    recipe = {**{key: value for key, value in defaults.items() if key in taken}, **recipe}
     shared = tree["resources"]
     assert isinstance(shared, dict)
     return Stage(

@@ -143,7 +143,7 @@ def _make(
     start = time.time()
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-        inputs={slot: _job_input(run.plan, planned, slot, given) for slot, given in planned.inputs.items()},
+        inputs={slot: _job_input(run.plan, planned, slot, given, parents) for slot, given in planned.inputs.items()},
     )  # fmt: skip
     metrics = run.processes.run(job)
     end = time.time()
@@ -177,12 +177,15 @@ def _class_name(method: Method) -> str:
     return f"{type(method).__module__}.{type(method).__qualname__}"
 
 
-def _job_input(plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput) -> JobInput:
+def _job_input(
+    plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput, parents: Mapping[str, Manifest]
+) -> JobInput:
     consumes = planned.stage.method.consumes
     kind = consumes[slot] if slot in consumes else consumes["*"]
     return JobInput(
-        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source
-    )
+        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
+        digest=_record(given, parents).digest,
+    )  # fmt: skip
 
 
 def _records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:

@@ -9,15 +9,17 @@ from lineage.sources import pin
 
 
 def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
-    """The records of the stages that it reads, every byte of whose outputs is still what was committed.
+    """The records of the stages that it reads and of the models that aliases name, whose every byte is unchanged.
 
     Raises:
         StageError: one is not.
     """
     parents = {}
-    for name in planned.upstream:
+    promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
+    for name, entry in {**stages, **promoted}.items():
         try:
-            parents[name] = plan.entry(plan.stage(name)).require_intact()
+            parents[name] = entry.require_intact()
         except ArtifactError as error:
             raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
     return parents
@@ -31,7 +33,7 @@ def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
     """
     digests = DigestCache(plan.pipeline.store / "digests.json")
     for given in planned.inputs.values():
-        if given.pinned is None or given.pinned.digest is None:
+        if given.entry or given.pinned is None or given.pinned.digest is None:
             continue
         name = given.name.removeprefix(SOURCE)
         try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.artifact import Kind, Source
+from lineage.artifact import ALIAS, Kind, Source
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 
@@ -18,6 +18,7 @@ class JobInput:
     fingerprint: str
     path: Path
     source: Source | None
+    digest: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,11 @@ class Job:
 
 def _resolve(entry: JobInput) -> Input:
     path = entry.path
-    if entry.source and entry.kind == Kind.CHECKPOINT:
+    if entry.source and entry.kind == Kind.CHECKPOINT and not entry.source.path.startswith(ALIAS):
         from tasks.sources import fetch_model
 
         path = fetch_model(entry.source)
-    return Input(name=entry.name, kind=entry.kind, fingerprint=entry.fingerprint, path=path, source=entry.source)
+    return Input(
+        name=entry.name, kind=entry.kind, fingerprint=entry.fingerprint, path=path, source=entry.source,
+        digest=entry.digest,
+    )  # fmt: skip

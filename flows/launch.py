@@ -72,7 +72,7 @@ class StageProcesses:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
                 return _result(answer(job))
         reader, writer = multiprocessing.Pipe(duplex=False)
-        context = self._fresh if _only_rows(job) else self._server
+        context = self._fresh if _needs_no_torch(job) else self._server
         process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
         with self._starting, _environment(STAGE_ENVIRONMENT):
             process.start()
@@ -113,8 +113,10 @@ class StageProcesses:
             self._running.discard(process)
 
 
-def _only_rows(job: Job) -> bool:
-    return all(entry.source is not None for entry in job.inputs.values()) and not job.method.trains
+def _needs_no_torch(job: Job) -> bool:
+    """Of methods that say so, and of those that read rows of sources alone."""
+    only_rows = all(entry.source is not None for entry in job.inputs.values()) and not job.method.trains
+    return only_rows or not job.method.imports_torch
 
 
 def _signal_group(process: BaseProcess, number: signal.Signals) -> None:

@@ -3,7 +3,7 @@
 import graphlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -52,8 +52,26 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alias:
+    """What is stated of an alias of the model registry.
+
+    Args:
+        commercial: whether no model may have it that was made from anything with a non-commercial label.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    commercial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work."""
+    """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work.
+
+    Args:
+        aliases: what is stated of them; one that is not named here is not commercial.
+        non_commercial_labels: patterns of labels, as of file names.
+    """
 
     name: str
     store: Path
@@ -61,6 +79,8 @@ class Pipeline:
     tracking: Tracking
     sources: Mapping[str, Source]
     stages: Mapping[str, Stage]
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    non_commercial_labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):
@@ -120,12 +140,13 @@ class Pipeline:
     def _check_slots(self, name: str, stage: Stage) -> None:
         slots = stage.method.consumes
         where = f"stages.{name}.inputs"
-        missing = [slot for slot in slots if slot != "*" and slot not in stage.inputs]
+        optional = stage.method.optional
+        missing = [slot for slot in slots if slot != "*" and slot not in optional and slot not in stage.inputs]
         if missing:
             raise ConfigError(
                 f"{where}: nothing fills {', '.join(missing)}; state {where}.{missing[0]}=<stage or source>"
             )
-        if "*" in slots and not stage.inputs.keys() - slots.keys():
+        if "*" in slots and "*" not in optional and not stage.inputs.keys() - slots.keys():
             raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
         for slot, reference in stage.inputs.items():
             if slot not in slots and "*" not in slots:

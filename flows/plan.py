@@ -1,35 +1,35 @@
 """The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from flows.champion import Champion, is_alias, resolve_champions
 from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage
 from flows.preflight import check_models
+from flows.staleness import State, judge
 from lineage.artifact import Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.fingerprint import differences, fingerprint, short, without_nones
-from lineage.lease import living_holder
-from lineage.manifest import Manifest
+from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
 from lineage.store import Entry, Store
-
-State = Literal["run", "reuse", "resume"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedInput:
-    """What fills a slot: a stage's output to be, or a pinned source."""
+    """What fills a slot: a stage's output to be, or a pinned source.
+
+    Args:
+        pinned: None where it is a stage of this plan.
+        entry: of a source that an alias names, the finished artifact that it stands for.
+    """
 
     name: str
     fingerprint: str
-    pinned: Pinned | None = None  # None where it is a stage
+    pinned: Pinned | None = None
+    entry: Entry | None = None
 
     @property
     def source(self) -> Source | None:
@@ -63,10 +63,15 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every stage of a pipeline in execution order."""
+    """Every stage of a pipeline in execution order.
+
+    Args:
+        notes: what else was decided, a line each.
+    """
 
     pipeline: Pipeline
     stages: list[PlannedStage]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def stale(self) -> list[PlannedStage]:
@@ -78,6 +83,8 @@ class Plan:
 
     def path_of(self, given: PlannedInput) -> Path:
         """Where an input lies: a stage's output, or the path of a source (of a hub id: its id)."""
+        if given.entry:
+            return given.entry.output
         if given.source is None:
             return self.entry(self.stage(given.name)).output
         return Path(given.source.path).expanduser()
@@ -91,6 +98,7 @@ class Plan:
             "pipeline": self.pipeline.name,
             "store": str(self.pipeline.store),
             "stages": [self._row(planned) for planned in self.stages],
+            **({"notes": self.notes} if self.notes else {}),
         }
 
     def _row(self, planned: PlannedStage) -> dict[str, object]:
@@ -109,13 +117,17 @@ def make_plan(pipeline: Pipeline) -> Plan:
     """Fingerprints every stage and looks each one up in the store.
 
     Raises:
-        ConfigError: a source does not exist or is no model, a chat template is lacking, or
-            ``code_drift=refuse`` and a reused stage's code changed.
+        ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
+            judged, or ``code_drift=refuse`` and a reused stage's code changed.
     """
     check_models(pipeline)
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json")
-    known = {SOURCE + name: _pinned(name, pipeline.sources[name], digests) for name in pipeline.used_sources()}
+    sources = {name: pipeline.sources[name] for name in pipeline.used_sources()}
+    known = {SOURCE + name: _pinned(name, each, digests) for name, each in sources.items() if not is_alias(each)}
+    champions = resolve_champions(pipeline, {key: given.fingerprint for key, given in known.items()})
+    known |= {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
+    pipeline = champions.pipeline
     stages = []
     for name in pipeline.order():
         stage = pipeline.stages[name]
@@ -123,12 +135,17 @@ def make_plan(pipeline: Pipeline) -> Plan:
         planned = _plan_stage(name, stage, inputs, store, pipeline.code_drift)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
-    return Plan(pipeline=pipeline, stages=stages)
+    return Plan(pipeline=pipeline, stages=stages, notes=champions.notes)
 
 
 def _pinned(name: str, source: Source, digests: DigestCache) -> PlannedInput:
     pinned = pin(name, source, digests)
     return PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned)
+
+
+def _promoted(name: str, champion: Champion) -> PlannedInput:
+    pinned = champion.pinned
+    return PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned, entry=champion.entry)
 
 
 def _plan_stage(
@@ -138,7 +155,7 @@ def _plan_stage(
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
     code = code_digest(type(stage.method).__module__)
     entry = store.entry(name, identity)
-    state, reason = _judge(name, entry, recipe, inputs, store)
+    state, reason = judge(name, entry, recipe, inputs, store)
     manifest = entry.manifest()
     if state == "reuse" and manifest and manifest.provenance.code_digest != code:
         state, reason = _drifted(name, drift, reason)
@@ -146,51 +163,6 @@ def _plan_stage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
         code_digest=code, rerun_drifted=drift == "rerun",
     )  # fmt: skip
-
-
-def _judge(
-    name: str, entry: Entry, recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], store: Store
-) -> tuple[State, str]:
-    manifest = entry.manifest()
-    if manifest:
-        missing = manifest.missing(entry.output)
-        if missing:
-            return "run", f"its output is damaged: {missing[0]} is missing"
-        when = datetime.fromtimestamp(manifest.provenance.end).strftime("%Y-%m-%d %H:%M")
-        return "reuse", f"finished {when}"
-    holder = living_holder(entry.path)
-    if holder:
-        return "run", f"process {holder.pid} on {holder.host} is making it now: a run waits for it and reuses it"
-    if entry.metrics.exists():
-        return "run", f"an earlier attempt stopped at step {_last_step(entry)}; starts again"
-    return "run", _why_stale(recipe, inputs, store.finished(name))
-
-
-def _last_step(entry: Entry) -> int:
-    for line in reversed(entry.metrics.read_text().splitlines()):
-        with contextlib.suppress(ValueError):  # the last line may have been cut by the kill
-            return int(json.loads(line)["step"])
-    return 0
-
-
-def _why_stale(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
-    """The fields that set this stage apart from the finished one that is most like it."""
-    candidates = [list(_changes(recipe, inputs, manifest)) for manifest in earlier]
-    # `min` keeps the first of equals, and the newest comes first.
-    fewest = min(candidates, key=len, default=["never run"])
-    return "; ".join(fewest)
-
-
-def _changes(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], manifest: Manifest) -> Iterator[str]:
-    plain = without_nones(recipe)
-    assert isinstance(plain, dict)
-    yield from differences(manifest.recipe, plain)
-    for slot in sorted(inputs.keys() | manifest.inputs.keys()):
-        old, new = manifest.inputs.get(slot), inputs.get(slot)
-        before = f"{old.artifact}@{short(old.fingerprint)}" if old else "(none)"
-        after = f"{new.name}@{short(new.fingerprint)}" if new else "(none)"
-        if before != after:
-            yield f"input {slot}: {before} -> {after}"
 
 
 def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:

@@ -1,13 +1,18 @@
 """The Prefect flow: order and waiting only. The plan decides, `execute` does."""
 
+import contextlib
+
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import CancelledRun
 from prefect.futures import PrefectFuture, wait
-from prefect.states import State
+from prefect.states import Cancelled, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.execute import Result, Run, execute
 from flows.plan import Plan
+from flows.prefect_approval import ask
+from flows.verdicts import judgements, record_decision
 from lineage.errors import PipelineError
 from tasks.context import Launcher
 
@@ -27,7 +32,7 @@ def run_flow(run: Run) -> dict[str, Result]:
         results[stage] = execute(run, plan.stage(stage))
 
     @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
-    def pipeline_flow() -> None:
+    def pipeline_flow() -> State[None] | None:
         runs: dict[str, PrefectFuture[None] | State[None]] = {}
         try:
             for planned in plan.stale:
@@ -44,9 +49,22 @@ def run_flow(run: Run) -> dict[str, Result]:
             run.processes.stop()  # a stop is passed on to the stages, and they are waited for
             raise
         _raise_first_failure(runs)
+        return None if _approved(run) else Cancelled(message="rejected")
 
-    pipeline_flow()
+    with contextlib.suppress(CancelledRun):  # a rejection is recorded; whoever reads the verdicts finds it
+        pipeline_flow()
     return results
+
+
+def _approved(run: Run) -> bool:
+    """Asks for every approval that is missing, until one is denied."""
+    for judged in judgements(run.plan):
+        if judged.awaits_approval:
+            approved, who, why = ask(judged, run.board)
+            record_decision(run.plan.pipeline.store, judged, approved=approved, who=who, why=why)
+            if not approved:
+                return False
+    return True
 
 
 def _waits(

@@ -28,10 +28,15 @@ CLIENT_SETTINGS = {
 
 
 class EmbeddedServer:
-    """Prefect's API in a process of its own, on the user's own Prefect database."""
+    """Prefect's API in a process of its own, on the user's own Prefect database.
 
-    def __init__(self, log: Path) -> None:
+    Args:
+        ui: whether its pages are served too, for a person who is asked something.
+    """
+
+    def __init__(self, log: Path, ui: bool = False) -> None:
         self._log = log
+        self._ui = ui
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -44,8 +49,8 @@ class EmbeddedServer:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flows.prefect_server", str(listener.fileno())],
-                env={**os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1",
-                     "PREFECT_UI_ENABLED": "false", "PREFECT_LOGGING_LEVEL": "WARNING"},
+                env={**os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
+                     **self._pages()},
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -53,6 +58,12 @@ class EmbeddedServer:
                 start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
             )  # fmt: skip
         listener.close()
+
+    def _pages(self) -> dict[str, str]:
+        """An ephemeral server has no pages; one with pages must tell them its address."""
+        if self._ui:
+            return {"PREFECT_UI_ENABLED": "true", "PREFECT_UI_API_URL": self.url}
+        return {"PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"}
 
     def wait_until_ready(self) -> None:
         """Waits for the server to answer.
@@ -112,7 +123,7 @@ def _prefect_home() -> Path:
 
 
 @contextlib.contextmanager
-def embedded_server(log: Path) -> Iterator[EmbeddedServer | None]:
+def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | None]:
     """Starts a server unless the user has one, and points Prefect's client at it.
 
     Must be entered before ``prefect`` is imported: its settings are read then, and without a URL it
@@ -124,7 +135,7 @@ def embedded_server(log: Path) -> Iterator[EmbeddedServer | None]:
         _require_reachable(url)
         yield None
         return
-    server = EmbeddedServer(log)
+    server = EmbeddedServer(log, ui)
     server.start()
     os.environ["PREFECT_API_URL"] = server.url
     try:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from flows.gate_check import check_gates
 from flows.pipeline import SOURCE, Pipeline, nearest
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
@@ -17,6 +18,7 @@ def check_models(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: names the source or stage, and what to do.
     """
+    check_gates(pipeline)
     has_template = {}
     for name in pipeline.used_sources():
         source = pipeline.sources[name]

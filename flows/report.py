@@ -12,8 +12,11 @@ from flows.plan import Plan, PlannedStage
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
+from lineage.verdict import VERDICT_TABLE
+from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Training
 
+_TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output
 _WIDTH = 160  # of a table that goes to a file or a pipe
 
 
@@ -28,7 +31,8 @@ def plan_table(plan: Plan) -> str:
         if count
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
-    return f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}\n{_text(table)}\n{verdict}"
+    head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
+    return "\n".join([*head, _text(table), verdict])
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:
@@ -46,7 +50,8 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: 
 
 def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[str]) -> str:
     """The end of a run for people: what was measured, what it took, where every model lies, what to try next."""
-    tables = [plan.entry(planned).output / "table.md" for planned in plan.stages if _is_report(planned)]
+    shown = [(plan.entry(planned).output, _TABLES.get(planned.stage.method.produces)) for planned in plan.stages]
+    tables = [output / name for output, name in shown if name]
     parts = [path.read_text() for path in tables if path.exists()]
     table = _table("stage", "seconds", "tokens/s", "output")
     for planned in plan.stages:
@@ -70,10 +75,6 @@ def _next(plan: Plan, words: Sequence[str]) -> str:
     rate = trained[-1].stage.method.recipe()["learning_rate"]
     change = f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"
     return f"next: posttrain plan {shlex.join([*words, change])}"
-
-
-def _is_report(planned: PlannedStage) -> bool:
-    return planned.stage.method.produces == Kind.REPORT
 
 
 def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:

@@ -7,16 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 
 from flows.admission import require_gpus
 from flows.board import Board
-from flows.execute import Run, needs
+from flows.declared import show_declared
+from flows.execute import Run, execute, needs
 from flows.launch import StageProcesses
-from flows.plan import Plan
+from flows.plan import Plan, PlannedStage
 from flows.prefect_server import embedded_server
 from flows.report import plan_table, run_dict, summary
 from flows.tracking import make_tracker
+from flows.verdicts import may_ask, require_passed
 from lineage.errors import ConfigError
 from lineage.tracker import Execution, NoTracker, Tracker
 from tasks.context import Launcher
@@ -29,22 +32,47 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
         words: the options and overrides of the command, to build on in what is proposed next.
 
     Raises:
-        PipelineError: a stage failed.
+        PipelineError: a stage failed; at the very end, a gate refused.
         KeyboardInterrupt: the run was stopped, by Ctrl-C or SIGTERM; nothing is left running.
     """
     start = time.perf_counter()
     seconds: dict[str, float] = {}
     tracker = make_tracker(plan.pipeline.tracking) if plan.stale else NoTracker()
-    if plan.stale:
+    asks = may_ask(plan)
+    if plan.stale or asks:
         _check_machine(plan)
         with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
             print(plan_table(plan), file=sys.stderr, flush=True)
         with _stoppable(), tracker.execution(_execution(plan, words)):
-            seconds = _run_stale(plan, tracker)
+            seconds = _run_stale(plan, tracker, asks)
+    show_declared(plan, words)
     wall = time.perf_counter() - start
     result = run_dict(plan, seconds, wall, tracker.execution_id())
-    print(json.dumps(result, indent=2) if as_json else summary(plan, seconds, wall, words))
+    print(json.dumps(result, indent=2) if as_json else summary(plan, seconds, wall, words), flush=True)
+    require_passed(plan)
     return 0
+
+
+def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
+    """Makes one stage, whose inputs are finished, without Prefect; the progress goes to stderr.
+
+    Raises:
+        PipelineError: the stage failed.
+        KeyboardInterrupt: it was stopped; nothing is left running.
+    """
+    planned = plan.stage(name)
+    foreground = planned.stage.resources.launcher == Launcher.FOREGROUND
+    tracker = make_tracker(plan.pipeline.tracking)
+    _check_machine(replace(plan, stages=[planned]))
+    processes = StageProcesses()
+    with _stoppable(), tracker.execution(_execution(plan, words)):
+        if not foreground and _needs_torch(planned):
+            processes.warm_up()
+        try:
+            with Board(sys.stderr, [name], plain=foreground) as board:
+                execute(Run(plan=plan, processes=processes, board=board, tracker=tracker), planned)
+        finally:
+            processes.stop()
 
 
 def _execution(plan: Plan, words: Sequence[str]) -> Execution:
@@ -65,15 +93,15 @@ def _check_machine(plan: Plan) -> None:
             )
 
 
-def _run_stale(plan: Plan, tracker: Tracker) -> dict[str, float]:
+def _run_stale(plan: Plan, tracker: Tracker, asks: bool) -> dict[str, float]:
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in plan.stale)
     names = [planned.name for planned in plan.stale]
-    if not foreground:
+    if not foreground and any(_needs_torch(planned) for planned in plan.stale):
         processes.warm_up()
     try:
         with (
-            embedded_server(plan.pipeline.store / "logs" / "prefect-server.log") as server,
+            embedded_server(plan.pipeline.store / "logs" / "prefect-server.log", ui=asks) as server,
             Board(sys.stderr, names, plain=foreground) as board,
         ):
             from flows.prefect_flow import run_flow  # the import of prefect, beside the server's start
@@ -84,6 +112,11 @@ def _run_stale(plan: Plan, tracker: Tracker) -> dict[str, float]:
     finally:
         processes.stop()
     return {name: result.seconds for name, result in results.items()}
+
+
+def _needs_torch(planned: PlannedStage) -> bool:
+    method = planned.stage.method
+    return method.imports_torch and (method.trains or bool(planned.upstream))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+ALIAS = "alias:"
+
 
 class Kind(StrEnum):
     """What an artifact is; a slot accepts exactly one kind."""
@@ -15,6 +17,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"  # a causal language model with its tokenizer
     REWARD_MODEL = "reward_model"  # a sequence classifier with one label, with its tokenizer
     REPORT = "report"  # measurements
+    VERDICT = "verdict"  # what a gate said of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Source:
     """A root of the graph: rows or a model that no stage of ours made.
 
     Args:
-        path: a file, a directory, a hub id (``owner/name``) or ``quickstart:NAME``.
+        path: a file, a directory, a hub id (``owner/name``), ``quickstart:NAME``, or of a checkpoint ``alias:NAME``.
         kind: ``rows`` or ``checkpoint``.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
         split: of a hub data set.

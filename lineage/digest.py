@@ -45,9 +45,14 @@ def digest_file(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
-def digest_files(directory: Path) -> dict[str, str]:
-    """Relative POSIX path -> SHA-256, of every file below a directory, in order of path."""
-    return {name: digest_file(directory / name) for name in file_names(directory)}
+def digest_files(directory: Path, cache: DigestCache | None = None) -> dict[str, str]:
+    """Relative POSIX path -> SHA-256, of every file below a directory, in order of path.
+
+    Args:
+        cache: of large files that were not written since; None: every byte is read.
+    """
+    digest = cache.digest if cache else digest_file
+    return {name: digest(directory / name) for name in file_names(directory)}
 
 
 def digest_of(files: Mapping[str, str]) -> str:

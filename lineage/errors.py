@@ -32,6 +32,12 @@ class ArtifactError(PipelineError):
     """Something in the store is missing, changed or unfinished."""
 
 
+class GateError(PipelineError):
+    """A gate refused a model, or a person did; every output is kept."""
+
+    exit_code = 3
+
+
 class StageError(PipelineError):
     """A stage failed.
 

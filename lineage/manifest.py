@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lineage.digest import digest_files
+from lineage.digest import DigestCache, digest_files
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
@@ -108,9 +108,13 @@ class Manifest:
         """Recorded files that are not below ``output``; contents are not read."""
         return [name for name in self.files if not (output / name).is_file()]
 
-    def damage(self, output: Path) -> list[str]:
-        """What sets the files below ``output`` apart from the recorded ones, a phrase each; reads every byte."""
-        found = digest_files(output)
+    def damage(self, output: Path, cache: DigestCache | None = None) -> list[str]:
+        """What sets the files below ``output`` apart from the recorded ones, a phrase each.
+
+        Args:
+            cache: as in ``digest_files``.
+        """
+        found = digest_files(output, cache)
         names = sorted(self.files.keys() | found.keys())
         return [
             _damage(name, self.files.get(name), found.get(name))

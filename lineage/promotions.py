@@ -22,19 +22,23 @@ class Event:
     Args:
         action: ``promote`` and ``rollback`` move ``alias`` to ``fingerprint``; ``approve`` and ``reject`` are of the
             verdict ``fingerprint``.
-        fingerprint: of the model or verdict; None: the alias has no holder any more.
+        fingerprint, digest: of the model or verdict, and of its bytes.
         who, why: the person and the reason.
+        stage: whose output it is.
+        verdict: fingerprint of the gate's output that a promotion rests on.
         forced: no passing verdict stood behind it.
+        labels: licence and consent labels of all that the model was made from.
         time: seconds since the epoch.
     """
 
     action: Literal["promote", "rollback", "approve", "reject"]
-    fingerprint: str | None
+    fingerprint: str
     who: str
     why: str
+    digest: str | None = None
     alias: str | None = None
     stage: str | None = None
-    verdict: str | None = None  # fingerprint of the gate's output that it rests on
+    verdict: str | None = None
     forced: bool = False
     labels: list[str] = field(default_factory=list)
     time: float = field(default_factory=time.time)
@@ -50,7 +54,7 @@ def read_events(store: Path) -> list[Event]:
     if not path.exists():
         return []
     events = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
         try:
             events.append(Event(**json.loads(line)))
         except (ValueError, TypeError) as error:
@@ -59,13 +63,19 @@ def read_events(store: Path) -> list[Event]:
 
 
 def append(store: Path, event: Event) -> None:
-    """Writes one event, whole or not at all; the caller holds ``locked(store)`` where it depends on earlier ones."""
-    store.mkdir(parents=True, exist_ok=True)
+    """Writes one event, whole or not at all; the caller holds ``locked(store)``."""
     line = json.dumps(asdict(event), ensure_ascii=False) + "\n"
-    with (store / PROMOTIONS).open("a", encoding="utf-8") as file:
-        file.write(line)
+    with (store / PROMOTIONS).open("a+b") as file:
+        file.seek(0)
+        file.truncate(len(_whole_lines(file.read())))
+        file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Without a last line that has no end: whoever wrote it was killed meanwhile, so that nobody was told of it."""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def locked(store: Path) -> FileLock:
@@ -74,20 +84,31 @@ def locked(store: Path) -> FileLock:
     return FileLock(store / (PROMOTIONS + ".lock"))
 
 
-def histories(events: Iterable[Event]) -> dict[str, list[str]]:
-    """Alias -> fingerprints of its holders, the present one last: a promotion pushes, a rollback pops."""
-    stacks: dict[str, list[str]] = {}
+def stacks(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Alias -> the promotions of its holders, the present one last: a promotion pushes, a rollback pops."""
+    found: dict[str, list[Event]] = {}
     for event in events:
         if event.alias is None:
             continue
-        stack = stacks.setdefault(event.alias, [])
-        if event.action == "promote" and event.fingerprint:
-            stack.append(event.fingerprint)
-        elif event.action == "rollback" and stack:
+        stack = found.setdefault(event.alias, [])
+        if event.action == "promote":
+            stack.append(event)
+        elif stack:
             stack.pop()
-    return stacks
+    return found
+
+
+def histories(events: Iterable[Event]) -> dict[str, list[str]]:
+    """Alias -> fingerprints of its holders, the present one last."""
+    return {alias: [event.fingerprint for event in stack] for alias, stack in stacks(events).items()}
 
 
 def holders(store: Path) -> dict[str, str]:
     """Alias -> fingerprint of the model that it names now."""
     return {alias: stack[-1] for alias, stack in histories(read_events(store)).items() if stack}
+
+
+def decision(events: Iterable[Event], verdict: str, digest: str) -> Event | None:
+    """What a person has last said of a verdict of these bytes: its approval, its rejection, or nothing."""
+    said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]
+    return next((event for event in reversed(said) if event.digest == digest), None)

@@ -1,20 +1,28 @@
 """The store: ``<root>/<stage>/<fingerprint>/``, the only place of outputs."""
 
+import contextlib
+import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lineage.digest import DigestCache
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
-from lineage.lease import Lease
 from lineage.manifest import Manifest
+
+if TYPE_CHECKING:
+    from lineage.lease import Lease  # of no use to who only asks the record, and slow to import
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
+PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 RESERVED = ("logs", "pipelines")  # directories of the store that belong to no stage
 
 _NAME = re.compile("[0-9a-f]{16}")
@@ -55,8 +63,8 @@ class Entry:
             logger.warning("output=%s state=damaged missing=%s", self.output, ",".join(missing[:3]))
         return not missing
 
-    def require_intact(self) -> Manifest:
-        """The record of a finished output, after reading every byte of it again.
+    def require_intact(self, cache: DigestCache | None = None) -> Manifest:
+        """The record of a finished output, after reading every byte of it again (all that ``cache`` does not know).
 
         Raises:
             ArtifactError: it is unfinished, or a file is missing, changed or new.
@@ -64,7 +72,7 @@ class Entry:
         manifest = self.manifest()
         if manifest is None:
             raise ArtifactError(f"{self.path}: is not finished: it has no {MANIFEST}; run its pipeline again")
-        damage = manifest.damage(self.output)
+        damage = manifest.damage(self.output, cache)
         if damage:
             raise ArtifactError(
                 f"{self.output}: is not what was committed: {'; '.join(damage[:3])}; "
@@ -74,8 +82,8 @@ class Entry:
 
     def begin(self) -> None:
         """Clears what an unfinished attempt left, and makes the directories of a new one."""
-        (self.path / MANIFEST).unlink(missing_ok=True)
-        self.metrics.unlink(missing_ok=True)
+        for name in (MANIFEST, METRICS, PLOTS, self.metrics.name):
+            (self.path / name).unlink(missing_ok=True)
         for directory in (self.output, self.work):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
@@ -86,7 +94,7 @@ class Entry:
         """Scratch space of a running stage."""
         return self.path / "work"
 
-    def commit(self, manifest: Manifest, lease: Lease) -> None:
+    def commit(self, manifest: Manifest, lease: "Lease") -> None:
         """Makes the output an artifact: the manifest is written last, and atomically.
 
         Raises:
@@ -95,11 +103,28 @@ class Entry:
         shutil.rmtree(self.work, ignore_errors=True)
         draft = self.path / (MANIFEST + ".tmp")
         with lease.still_mine():
+            self.summarize(manifest)
             with draft.open("w") as file:
                 file.write(manifest.to_json())
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(self.path / MANIFEST)
+
+    def summarize(self, manifest: Manifest) -> None:
+        """Writes ``metrics.json`` and ``plots.json`` where they are lacking: once, since DVC links them too."""
+        for name, content in ((METRICS, manifest.metrics), (PLOTS, list(self._reports()))):
+            if not (self.path / name).exists():
+                draft = self.path / (name + ".tmp")
+                draft.write_text(json.dumps(content, indent=1) + "\n")
+                draft.replace(self.path / name)
+
+    def _reports(self) -> Iterator[dict[str, object]]:
+        if not self.metrics.exists():
+            return
+        for line in self.metrics.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
+                report = json.loads(line)
+                yield {"step": report["step"], "time": report["time"], **report["metrics"]}
 
 
 class Store:

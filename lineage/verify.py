@@ -31,8 +31,10 @@ class Checked:
             if node in self.all:
                 yield (node, *self.all[node])
 
-    def fingerprints(self) -> dict[str, Manifest]:
-        return {manifest.fingerprint: manifest for _, _, manifest in self.items()}
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the store is left out, so that what is only elsewhere is an orphan."""
+        return self.all.keys() <= set(self.chosen)
 
 
 def node_id(name: str, fingerprint: str) -> str:

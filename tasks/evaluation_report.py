@@ -6,6 +6,7 @@ from pathlib import Path
 
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
+POLICY_METRICS = ("text_perplexity", "answer_perplexity", "preference_accuracy", "logp_accuracy", "reward_score")
 _NUM_SAMPLES = 3
 _MAX_SHOWN = 120  # characters of a sample answer
 # Metric of a policy -> title of its column, and digits after the point.
@@ -41,7 +42,7 @@ def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
     rows = [
         [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in _COLUMNS.items())] for name in names
     ]
-    return _table(["policy", *titles], rows)
+    return markdown_table(["policy", *titles], rows)
 
 
 def _reward_model(metrics: Mapping[str, float]) -> str:
@@ -51,7 +52,7 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
         for key, value in metrics.items()
         if key.startswith(prefix)
     }
-    return _table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
+    return markdown_table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
 
 
 def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:
@@ -59,7 +60,7 @@ def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequenc
     blocks = []
     for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
         rows = [[name, _cell(texts[index])] for name, texts in answers.items()]
-        blocks.append(_table(["policy", _cell(prompt[-1]["content"])], rows))
+        blocks.append(markdown_table(["policy", _cell(prompt[-1]["content"])], rows))
     return "\n".join(blocks)
 
 
@@ -68,7 +69,7 @@ def _cell(text: str) -> str:
     return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that is aligned as plain text too."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (titles, *rows)]

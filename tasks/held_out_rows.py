@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lineage.errors import DataError
 from tasks.completion_mask import IGNORED, Message, render, tokenize
-from tasks.row_split import HELD_OUT
+from tasks.row_split import HELD_OUT, canonical
 from tasks.scoring import Scored
 from tasks.tokenize_rows import end_of_document, tokenize_conversations, tokenize_preferences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input
+    from tasks.method import Input, Inputs
 
 Row = dict[str, object]
 
@@ -25,6 +26,51 @@ class Pairs:
     chosen: Sequence[Scored]
     rejected: Sequence[Scored]
     kinds: Sequence[str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What every policy is asked."""
+
+    text: Sequence[Scored]
+    answers: Sequence[Scored]
+    pairs: Pairs
+    prompts: Sequence[list[Message]]
+    prompt_ids: Sequence[Sequence[int]]
+
+
+def draw(
+    inputs: "Inputs",
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    num_rows: int,
+    num_prompts: int,
+    max_length: int,
+    seed: int,
+) -> Rows:
+    """At most so many rows of each kind.
+
+    Raises:
+        DataError: of one kind there is none.
+    """
+    text, conversations, pairs = (
+        draw_rows(inputs[slot], num_rows, seed) for slot in ("text", "conversations", "pairs")
+    )
+    prompts = distinct_prompts(pairs, num_prompts)
+    rows = Rows(
+        text=text_tokens(text, tokenizer, max_length),
+        answers=answer_tokens(conversations, tokenizer, max_length),
+        pairs=pair_tokens(pairs, tokenizer, max_length),
+        prompts=prompts,
+        prompt_ids=prompt_tokens(prompts, tokenizer, max_length),
+    )
+    for slot, found in (("text", rows.text), ("conversations", rows.answers), ("pairs", rows.pairs.kinds)):
+        if not found:
+            raise DataError(
+                f"no held-out row of {inputs[slot].name!r} has a token to score within max_length={max_length}; "
+                "raise max_length of evaluate, or hold out more rows"
+            )
+    return rows
 
 
 def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
@@ -41,31 +87,61 @@ def text_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_l
     texts = [str(row["text"]) for row in rows]
     tokens = tokenize(tokenizer, texts)
     cut = [[*tokens[text], end][:max_length] for text in texts]
-    return [Scored(input_ids=ids, mask=[1] * len(ids)) for ids in cut if len(ids) > 1]
+    return [
+        Scored(input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row))
+        for row, ids in zip(rows, cut, strict=True)
+        if len(ids) > 1
+    ]
 
 
 def answer_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Scored]:
     """Each conversation; what the assistant says counts, as in training."""
-    columns = tokenize_conversations(rows, tokenizer, max_length).columns
+    result = tokenize_conversations(rows, tokenizer, max_length)
+    columns, kept = result.columns, _kept(rows, result.dropped)
     return [
-        Scored(input_ids=ids, mask=[int(label != IGNORED) for label in labels])
-        for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True)
+        Scored(
+            input_ids=ids,
+            mask=[int(label != IGNORED) for label in labels],
+            row_id=str(row["row_id"]),
+            group=_content(row),
+        )
+        for row, ids, labels in zip(kept, columns["input_ids"], columns["labels"], strict=True)
     ]
 
 
 def pair_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Pairs:
     """Each pair's two conversations; the answers count, as in training."""
     result = tokenize_preferences(rows, tokenizer, max_length)
-    left_out = set(result.dropped)
+    columns, kept = result.columns, _kept(rows, result.dropped)
     sides = {
         side: [
-            Scored(input_ids=[*prompt, *answer], mask=[0] * len(prompt) + [1] * len(answer))
-            for prompt, answer in zip(result.columns["prompt_ids"], result.columns[f"{side}_ids"], strict=True)
+            Scored(
+                input_ids=[*prompt, *answer],
+                mask=[0] * len(prompt) + [1] * len(answer),
+                row_id=str(row["row_id"]),
+                group=digest(row["prompt"]),
+            )
+            for row, prompt, answer in zip(kept, columns["prompt_ids"], columns[f"{side}_ids"], strict=True)
         ]
         for side in ("chosen", "rejected")
     }
-    kinds = [None if row["kind"] is None else str(row["kind"]) for row in rows if row["row_id"] not in left_out]
+    kinds = [None if row["kind"] is None else str(row["kind"]) for row in kept]
     return Pairs(chosen=sides["chosen"], rejected=sides["rejected"], kinds=kinds)
+
+
+def digest(value: object) -> str:
+    """A short name for a prompt."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+
+
+def _content(row: Row) -> str:
+    """The name that a row shares with its duplicates, which say nothing new."""
+    return str(row["row_id"]).partition("-")[0]
+
+
+def _kept(rows: Sequence[Row], dropped: Sequence[str]) -> list[Row]:
+    left_out = set(dropped)
+    return [row for row in rows if row["row_id"] not in left_out]
 
 
 def distinct_prompts(rows: Sequence[Row], count: int) -> list[list[Message]]:

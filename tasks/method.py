@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 
 from lineage.artifact import Kind, Source
+from lineage.fingerprint import without_nones
 from tasks.context import Metrics, TrainContext
 
 
@@ -22,6 +23,7 @@ class Input:
         path: the ``output/`` directory of a stage, or of a model source its directory (a hub id is
             fetched before the stage starts). Rows of a source are read through ``source``.
         source: the pinned source, where it is one.
+        digest: of its bytes, where it is known.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Input:
     fingerprint: str
     path: Path
     source: Source | None = None
+    digest: str | None = None
 
 
 Inputs = Mapping[str, Input]
@@ -41,9 +44,11 @@ class Method(ABC):
     Class attributes:
         version: raise it when the same fields now give other numbers.
         consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind.
+        optional: the slots that may stay empty; ``*`` among them: there need be no further slot.
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
         uses_gpu: whether it runs a model, and so asks for the GPUs of its resources.
+        imports_torch: whether it is worth starting in a process that has the heavy libraries loaded.
         chat_slot: the slot whose model must have a chat template, where one is needed.
     """
 
@@ -51,9 +56,11 @@ class Method(ABC):
 
     version: ClassVar[int] = 1
     consumes: ClassVar[Mapping[str, Kind]]
+    optional: ClassVar[frozenset[str]] = frozenset()
     produces: ClassVar[Kind]
     trains: ClassVar[bool] = False
     uses_gpu: ClassVar[bool] = False
+    imports_torch: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = None
 
     @abstractmethod
@@ -62,7 +69,8 @@ class Method(ABC):
 
     def recipe(self) -> dict[str, object]:
         """What makes this method's result: class, version and every field that is not None."""
-        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        fields = without_nones(asdict(self))
+        assert isinstance(fields, dict)
         return {"method": self.name(), "version": self.version, **fields}
 
     @classmethod

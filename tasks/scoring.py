@@ -20,10 +20,14 @@ class Scored:
     Args:
         input_ids: at least one token.
         mask: 1 for each token that counts, 0 for the others; the first token has nothing before it and never counts.
+        row_id: of the row that it is made of.
+        group: rows of one group are not independent of each other.
     """
 
     input_ids: Sequence[int]
     mask: Sequence[int]
+    row_id: str = ""
+    group: str = ""
 
     @property
     def num_tokens(self) -> int:

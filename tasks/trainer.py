@@ -6,6 +6,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import psutil
+import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from lineage.errors import ConfigError, PipelineError
@@ -77,6 +79,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self, ctx: "TrainContext") -> None:
         self.report = ctx.report
+        self.process = psutil.Process()
         self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS + 1)  # (seconds, tokens so far)
 
     def on_train_begin(
@@ -103,7 +106,14 @@ class Recorder(TrainerCallback):
         self.window.append((time.perf_counter(), float(logs["num_tokens"])))
         (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
         metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
-        self.report(state.global_step, {**metrics, "tokens_per_second": (tokens - tokens_before) / (now - start)})
+        speed = (tokens - tokens_before) / (now - start)
+        self.report(state.global_step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(args)})
+
+    def memory_gib(self, args: "TrainingArguments") -> float:
+        """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
+        if args.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
+        return float(self.process.memory_info().rss) / 2**30
 
 
 def fit(trainer: "Trainer", ctx: "TrainContext") -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The command as a user calls it: a process of its own, in a folder of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -32,12 +33,14 @@ class Command:
         """What states the pipeline, for the commands that take one; of the others the folder is enough."""
         return ["--config-dir", str(CONF), *self._overrides] if verb in ("plan", "run") else []
 
-    def start(self, verb: str, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "flows", verb, *self._words(verb), *arguments],
-            cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:
+        """Starts a command; its stderr goes to a file where one is named, to be read while it runs."""
+        with stderr.open("w") if stderr else contextlib.nullcontext(subprocess.PIPE) as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flows", verb, *self._words(verb), *arguments],
+                cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=errors, text=True,
+            )  # fmt: skip
 
     def __call__(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         process = self.start(verb, *arguments)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
 from tasks.method import Inputs, Method, Training
+from tasks.row_scores import RowScores, write_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +64,21 @@ class ToyTraining(Training):
         given = inputs["policy"].path / "model.txt"
         (ctx.output_dir / "model.txt").write_text(f"{given.read_text()} -> {self.learning_rate}")
         return {"loss": 1.0 / self.num_steps, "train_seconds": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyEvaluate(Method):
+    """A report out of nothing: each policy wins the first rows, as many as it is told to."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
+    produces: ClassVar[Kind] = Kind.REPORT
+
+    num_rows: int = 40
+    wins: dict[str, int]
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        rows = [str(index) for index in range(self.num_rows)]
+        wins = {name: [float(index < self.wins[name]) for index in range(self.num_rows)] for name in inputs}
+        scores = RowScores(metric="accuracy", row_ids=rows, groups=rows, weights=[1] * self.num_rows, scores=wins)
+        write_scores(ctx.output_dir, [scores], {name: given.fingerprint for name, given in inputs.items()})
+        return scores.metrics()

@@ -12,3 +12,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """What states the pipeline, as words of a further command."""
+    return [*(["--config-dir", str(options.config_dir)] if options.config_dir else []), *options.overrides]

@@ -13,9 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.config import load_pipeline
+    from flows.declared import adopt_view
     from flows.plan import make_plan
     from flows.report import plan_table
 
-    plan = make_plan(load_pipeline(options.overrides, options.config_dir))
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    adopt_view(pipeline)
+    plan = make_plan(pipeline)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
     return 0

@@ -2,7 +2,7 @@
 
 import argparse
 
-from flows.commands.arguments import add_json, add_overrides
+from flows.commands.arguments import add_json, add_overrides, words_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,8 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.config import load_pipeline
+    from flows.declared import adopt_view
     from flows.plan import make_plan
     from flows.run import run_plan
 
-    words = [*(["--config-dir", str(options.config_dir)] if options.config_dir else []), *options.overrides]
-    return run_plan(make_plan(load_pipeline(options.overrides, options.config_dir)), words, as_json=options.json)
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    adopt_view(pipeline)
+    return run_plan(make_plan(pipeline), words_of(options), as_json=options.json)

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     checked = Checked(all=everything, chosen=sorted(chosen & everything.keys()))
     if options.ref:
         findings = [finding for finding in findings if finding.what in chosen]
-    findings += _findings(pipeline.store, pipeline.tracking, checked, is_whole=options.ref is None)
+    findings += _findings(pipeline.store, pipeline.tracking, checked)
     faults = [finding for finding in findings if finding.fault != Fault.NOTE]
     if options.json:
         shown = [asdict(each) for each in findings]
@@ -52,10 +52,10 @@ def _ancestry(ref: str, store: Path) -> set[str]:
     from lineage.refs import resolve
 
     with Index(store) as index:
-        return {node.id for node in ancestry(index, resolve(ref, index).id).nodes}
+        return set(ancestry(index, resolve(ref, index).node).nodes)
 
 
-def _findings(store: Path, tracking: "Tracking", checked: "Checked", *, is_whole: bool) -> Iterator["Finding"]:
+def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
     from lineage.digest import DigestCache
     from lineage.verify import check_links, check_outputs, check_promotions, check_sources
     from lineage.verify_dvc import check_lock, check_view
@@ -65,9 +65,13 @@ def _findings(store: Path, tracking: "Tracking", checked: "Checked", *, is_whole
     yield from check_links(checked)
     yield from check_sources(checked, cache)
     yield from check_view(store, checked)
-    if is_whole:
+    if checked.is_whole:
         yield from check_promotions(store, checked)
-    if is_whole and tracking.dvc:
+    if tracking.mlflow:
+        from lineage.verify_mlflow import check_mlflow
+
+        yield from check_mlflow(tracking.uri, store, checked)
+    if checked.is_whole and tracking.dvc:
         yield from check_lock(Path.cwd(), store, cache)
 
 

@@ -15,6 +15,7 @@ from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate import Evaluate
 from tasks.method import Input
+from tasks.row_scores import read_policies, read_scores
 from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
 
 SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128)
@@ -122,6 +123,20 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
     assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
+
+
+def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    metrics = evaluate(tmp_path, inputs)
+    scores = read_scores(tmp_path)
+    assert set(scores) == set(Evaluate.metrics)
+    made = {name: value for each in scores.values() for name, value in each.metrics().items()}
+    assert made == {name: value for name, value in metrics.items() if not name.startswith("reward_model/accuracy/")}
+    assert read_policies(tmp_path) == {name: inputs[name].fingerprint for name in ("sft", "dpo")}
+    for metric, slot in (("text_perplexity", "text"), ("answer_perplexity", "conversations"), ("accuracy", "pairs")):
+        assert sorted(scores[metric].row_ids) == sorted(str(row["row_id"]) for row in held_out(inputs, slot))
+    prompts = [str(row["prompt"]) for row in held_out(inputs, "pairs")]
+    assert len(set(scores["logp_accuracy"].groups)) == len(set(prompts))
+    assert sum(scores["text_perplexity"].weights) > len(scores["text_perplexity"].weights)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+"""``posttrain rollback``."""
+
+import argparse
+
+from flows.commands.alias_move import report
+from flows.commands.arguments import add_json, add_overrides
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alias", required=True, metavar="NAME", help="champion, production ...")
+    parser.add_argument("--why", default="", metavar="TEXT", help="kept with the rollback")
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.config import load_pipeline
+    from flows.promote import roll_back
+
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    report(pipeline, roll_back(pipeline, options.alias, why=options.why), as_json=options.json)
+    return 0

@@ -1,0 +1,171 @@
+"""Renders ``dvc.yaml`` from a pipeline: ``python -m flows.dvc_yaml [OVERRIDES]`` writes it into this folder."""
+
+import argparse
+import glob
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from flows.commands.arguments import add_overrides, words_of
+from flows.compose import composed_files
+from flows.config import load_pipeline
+from flows.declared import split_words
+from flows.pipeline import Pipeline
+from lineage.dvc_store import FILE, read_stages
+from lineage.errors import ConfigError, PipelineError
+from lineage.sources import local_paths
+from lineage.store import MANIFEST, METRICS, PLOTS
+from lineage.view import View
+from tasks.method import Training
+
+_CALL = "posttrain stage "
+_STAGE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # DVC's
+
+Rendered = dict[str, object]
+Composed = Sequence[tuple[Path, str]]  # YAML files and the keys that they fill
+
+
+def render(words: Sequence[str], folder: Path) -> str:
+    """The text of ``dvc.yaml`` in a folder, for the pipeline that these options and overrides declare.
+
+    Stages of the user's own in the file that is there stay.
+
+    Raises:
+        ConfigError: the words are wrong, or DVC cannot keep such a pipeline.
+    """
+    overrides, config_dir = split_words(words)
+    pipeline = load_pipeline(overrides, config_dir)
+    if _inside(pipeline.store, folder) is None:
+        raise ConfigError(
+            f"store={pipeline.store}: lies outside {folder}, and DVC keeps what is inside; move one of them"
+        )
+    files = composed_files(overrides, config_dir)
+    stages = {name: _stage(pipeline, name, words, files, folder) for name in pipeline.order()}
+    own = {name: stage for name, stage in read_stages(folder).items() if not str(stage.get("cmd")).startswith(_CALL)}
+    clash = sorted(own.keys() & stages.keys())
+    if clash:
+        raise ConfigError(
+            f"{folder / FILE}: has a stage {clash[0]} of its own; rename it, or move it to another folder"
+        )
+    call = shlex.join(["python", "-m", "flows.dvc_yaml", *words])
+    head = f"# Rendered from the configuration by `{call}`: change that, not this.\n"
+    return head + str(yaml.safe_dump({"stages": {**stages, **own}}, sort_keys=False, width=1000))
+
+
+def _stage(pipeline: Pipeline, name: str, words: Sequence[str], files: Composed, folder: Path) -> Rendered:
+    if not _STAGE_NAME.fullmatch(name):
+        raise ConfigError(f"stages.{name}: DVC takes letters, digits, '-' and '_' in the name of a stage; rename it")
+    view = View(pipeline.store, pipeline.name)
+
+    def shown(stage: str, file: str) -> str:
+        return os.path.relpath(view.place(stage) / file, folder)
+
+    upstream = dict.fromkeys(pipeline.upstream(name))
+    # The manifest too: other settings may have made the same bytes, and identity is what the plan goes by.
+    deps = [shown(stage, file) for stage in upstream for file in ("output", MANIFEST)]
+    stage: Rendered = {"cmd": _CALL + shlex.join([name, *words])}
+    stage["deps"] = [*_source_files(pipeline, name, folder), *deps]
+    stage["params"] = list(_parameters(_identity_keys(pipeline, name), files, folder))
+    stage["outs"] = [shown(name, "output"), shown(name, MANIFEST)]
+    stage["metrics"] = [shown(name, METRICS)]
+    if isinstance(pipeline.stages[name].method, Training):
+        stage["plots"] = [{shown(name, PLOTS): {"x": "step", "y": "loss"}}]
+    return {key: value for key, value in stage.items() if value}
+
+
+def _sources(pipeline: Pipeline, name: str) -> list[str]:
+    references = pipeline.stages[name].inputs.values()
+    return [pipeline.key(each).partition(":")[2] for each in references if pipeline.is_source(each)]
+
+
+def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
+    """The user's own data that the stage reads, where it lies in this folder; of a glob the directory before it."""
+    found = []
+    for source in _sources(pipeline, name):
+        path = pipeline.sources[source].path
+        matches = local_paths(path)
+        before = _inside(Path(*_before_wildcards(path)), folder)
+        is_wide = matches and glob.has_magic(path) and before not in (None, ".")
+        found += [before] if is_wide else [_inside(place, folder) for place in matches]
+    return [path for path in dict.fromkeys(found) if path]
+
+
+def _before_wildcards(path: str) -> Iterator[str]:
+    for part in Path(path).parts:
+        if glob.has_magic(part):
+            return
+        yield part
+
+
+def _inside(path: Path, folder: Path) -> str | None:
+    """The path from a folder, or None where it lies elsewhere."""
+    absolute = Path(os.path.abspath(path))
+    return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else None
+
+
+def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
+    """Where the configuration states what makes this stage's result; resources are no part of it."""
+    method = pipeline.stages[name].method
+    keys = [f"stages.{name}.method", f"stages.{name}.inputs"]
+    keys += [f"sources.{source}" for source in _sources(pipeline, name)]
+    return keys + (["adapter"] if "adapter" in {field.name for field in fields(method)} else [])
+
+
+def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[Rendered]:
+    """Files that fill one of the keys, whole; of files that fill more, the keys that they state."""
+    for path, package in files:
+        place = _inside(path, folder)
+        if place is None or "site-packages" in path.parts:  # of an installed posttrain: it changes with its version
+            continue
+        if any(f"{package}.".startswith(f"{key}.") for key in keys):
+            yield {place: None}
+            continue
+        within = f"{package}." if package else ""
+        inner = [key.removeprefix(within) for key in keys if key.startswith(within)]
+        stated = [key for key in inner if _value(path, key) is not None]
+        if stated:
+            yield {place: stated}
+
+
+def _value(path: Path, key: str) -> object:
+    node: object = yaml.safe_load(path.read_text())
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _ignore_in_git(store: Path, folder: Path) -> None:
+    """Keeps the store out of git, as DVC does with what it tracks; without git or elsewhere there is nothing to do."""
+    place = _inside(store, folder)
+    probe = ["git", "check-ignore", "--quiet", str(store / "x")]
+    if place and subprocess.run(probe, cwd=folder, capture_output=True, check=False).returncode == 1:
+        with (folder / ".gitignore").open("a") as file:
+            file.write(f"/{place}/\n")
+        print(f"{folder / '.gitignore'}: /{place}/ is added")
+
+
+def main() -> int:
+    """Writes the file, and keeps the store out of git."""
+    parser = argparse.ArgumentParser(prog="python -m flows.dvc_yaml", description=__doc__)
+    add_overrides(parser)
+    options = parser.parse_intermixed_args()
+    folder = Path.cwd()
+    try:
+        (folder / FILE).write_text(render(words_of(options), folder))
+        _ignore_in_git(load_pipeline(options.overrides, options.config_dir).store, folder)
+    except PipelineError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{folder / FILE} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

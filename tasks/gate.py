@@ -1,0 +1,115 @@
+"""Judges a model by the reports on it: better, worse or inconclusive, with the evidence. It touches no weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt, MinLen
+
+from lineage.artifact import ALIAS, Kind
+from lineage.errors import ConfigError
+from lineage.verdict import CHAMPION, VERDICT_FILE, VERDICT_TABLE, Approval, Judged, Result, RuleResult, Verdict
+from tasks.bootstrap import Bootstrap
+from tasks.context import Metrics, TrainContext
+from tasks.gate_rule import PARENT, Evidence, Rule
+from tasks.method import Input, Inputs, Method
+from tasks.row_scores import read_policies, read_scores
+from tasks.verdict_table import verdict_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Method):
+    """Holds a candidate against rules; a refusal is a finished verdict, and no failure.
+
+    Every slot that ``consumes`` does not name is a further report: the same evaluation with another seed, or of the
+    same pipeline trained with another seed. Its policies are those of the first report by name.
+    """
+
+    consumes: ClassVar[Mapping[str, Kind]] = {
+        "report": Kind.REPORT,
+        "candidate": Kind.CHECKPOINT,
+        PARENT: Kind.CHECKPOINT,
+        CHAMPION: Kind.CHECKPOINT,
+        "*": Kind.REPORT,
+    }
+    optional: ClassVar[frozenset[str]] = frozenset({PARENT, CHAMPION, "*"})
+    produces: ClassVar[Kind] = Kind.VERDICT
+    imports_torch: ClassVar[bool] = False
+
+    rules: Annotated[Mapping[str, Rule], MinLen(1)]
+    inconclusive: Literal["refuse", "promote"] = "refuse"  # what a rule does that the rows cannot decide
+    approval: Approval = "none"  # required: a person has the last word on a candidate that passes
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+    num_resamples: Annotated[int, Ge(100)] = 10_000
+    min_rows: Annotated[int, Ge(2)] = 20  # of fewer the bootstrap knows too little: inconclusive
+    seed: Annotated[int, Ge(0)] = 0  # of the resamples
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        names = _names(inputs)
+        reports = [read_scores(given.path) for slot, given in inputs.items() if given.kind == Kind.REPORT]
+        bootstrap = Bootstrap(confidence=self.confidence, num_resamples=self.num_resamples, seed=self.seed)
+        evidence = Evidence(
+            reports=reports,
+            names=names,
+            has_champion=CHAMPION in inputs,
+            bootstrap=bootstrap,
+            min_rows=self.min_rows,
+        )
+        results = [rule.judge(name, evidence) for name, rule in self.rules.items()]
+        verdict = Verdict(
+            result=self._result(results),
+            approval=self.approval,
+            confidence=self.confidence,
+            candidate=_judged(inputs["candidate"]),
+            champion=_judged(inputs[CHAMPION]) if CHAMPION in inputs else None,
+            rules=results,
+            num_reports=len(reports),
+        )
+        (ctx.output_dir / VERDICT_FILE).write_text(verdict.to_json(), encoding="utf-8")
+        (ctx.output_dir / VERDICT_TABLE).write_text(verdict_table(verdict), encoding="utf-8")
+        return _metrics(verdict)
+
+    def _result(self, results: list[RuleResult]) -> Result:
+        outcomes = {rule.outcome for rule in results}
+        undecided = "inconclusive" in outcomes and self.inconclusive == "refuse"
+        return "refuse" if "worse" in outcomes or undecided else "pass"
+
+
+def _names(inputs: Inputs) -> dict[str, str]:
+    """What rules call a policy -> its name in the reports: its own, and ``parent``, ``champion``, ``candidate``.
+
+    Raises:
+        ConfigError: the report does not measure one of the models that the gate was given.
+    """
+    policies = read_policies(inputs["report"].path)
+    names = {name: name for name in policies}
+    for slot, given in inputs.items():
+        if given.kind != Kind.CHECKPOINT:
+            continue
+        found = [name for name, fingerprint in policies.items() if fingerprint == given.fingerprint]
+        if not found:
+            raise ConfigError(
+                f"the gate's {slot} is {given.name}, and the report {inputs['report'].name} does not measure it; "
+                f"it measures {', '.join(policies)}: give that stage the same model as a further policy"
+            )
+        names[slot] = found[0]
+    return names
+
+
+def _judged(given: Input) -> Judged:
+    path = given.source.path if given.source else ""
+    alias = path.removeprefix(ALIAS) if path.startswith(ALIAS) else None
+    return Judged(name=given.name, fingerprint=given.fingerprint, digest=given.digest, alias=alias)
+
+
+def _metrics(verdict: Verdict) -> dict[str, float]:
+    """How many rules came to which outcome, and of each what was measured."""
+    outcomes = [rule.outcome for rule in verdict.rules]
+    counts = {f"rules_{name}": float(outcomes.count(name)) for name in ("better", "worse", "inconclusive")}
+    measured = {
+        f"{rule.rule}/{key}": value
+        for rule in verdict.rules
+        for key, value in (("estimate", rule.estimate), ("low", rule.low), ("high", rule.high))
+        if value is not None
+    }
+    return {"passed": float(verdict.result == "pass"), **counts, **measured}

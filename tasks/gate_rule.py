@@ -1,0 +1,153 @@
+"""One rule of a gate: a bound, and on which side of it the rows say that the model lies."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge
+
+from lineage.errors import ConfigError
+from lineage.verdict import CHAMPION, Outcome, RuleResult
+from tasks.bootstrap import Bootstrap, Estimate
+from tasks.row_scores import RowScores, is_perplexity
+
+PARENT, CANDIDATE = "parent", "candidate"
+_ABSOLUTE, _RELATIVE = ("at_least", "at_most"), ("min_gain", "max_regression")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What all rules of a gate are judged by.
+
+    Args:
+        reports: metric -> its scores, of each report.
+        names: what a rule may call a policy -> its name in the reports.
+        has_champion: whether there is one to compare with.
+        min_rows: of fewer no rule is decided.
+    """
+
+    reports: Sequence[Mapping[str, RowScores]]
+    names: Mapping[str, str]
+    has_champion: bool
+    bootstrap: Bootstrap
+    min_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Exactly one bound on one metric.
+
+    A gain is in units of the metric, and of a perplexity the share of the baseline's: 0.1 is ten percent.
+
+    Args:
+        metric: as the report names it without the policy: ``text_perplexity``.
+        policy: whose metric; None: the candidate's.
+        against: ``parent``, ``champion`` or a policy of the report: what a gain is over.
+        at_least, at_most: bounds of the metric itself.
+        min_gain: the candidate is to be better than ``against`` by more than this.
+        max_regression: it may be worse by this, and no more.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    metric: str
+    policy: str | None = None
+    against: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    min_gain: Annotated[float, Ge(0)] | None = None
+    max_regression: Annotated[float, Ge(0)] | None = None
+
+    def __post_init__(self) -> None:
+        stated = self._stated()
+        if len(stated) != 1:
+            found = ", ".join(stated) or "none"
+            raise ValueError(f"a rule has one bound of at_least, at_most, min_gain, max_regression; found {found}")
+        if (stated[0] in _RELATIVE) != (self.against is not None):
+            raise ValueError(
+                "min_gain and max_regression need `against` (parent, champion or a policy of the report); "
+                "at_least and at_most take none"
+            )
+
+    def judge(self, name: str, evidence: Evidence) -> RuleResult:
+        """The outcome, with its evidence.
+
+        Raises:
+            ConfigError: the reports have no such metric or policy.
+        """
+        if self.against == CHAMPION and not evidence.has_champion:
+            note = "no champion yet"
+            return RuleResult(rule=name, demand=self.demand(), against=CHAMPION, outcome="better", note=note)
+        scores = [self._scores(name, report) for report in evidence.reports]
+        policy = self._named(name, self.policy or CANDIDATE, scores, evidence)
+        baseline = self._named(name, self.against, scores, evidence) if self.against else None
+        estimate = evidence.bootstrap.estimate(scores, policy, baseline)
+        outcome, note = self._outcome(estimate, scores[0].value(policy), evidence.min_rows)
+        return RuleResult(
+            rule=name,
+            demand=self.demand(),
+            against=self.against,
+            outcome=outcome,
+            candidate=_finite(scores[0].value(policy)),
+            baseline=_finite(scores[0].value(baseline)) if baseline else None,
+            estimate=_finite(estimate.value),
+            low=_finite(estimate.low),
+            high=_finite(estimate.high),
+            num_rows=estimate.num_groups,
+            note=note,
+        )
+
+    def demand(self) -> str:
+        """The rule in words."""
+        [kind] = self._stated()
+        subject = f"{self.policy or CANDIDATE}'s {self.metric}"
+        if kind in _ABSOLUTE:
+            return f"{subject} {kind.replace('_', ' ')} {self._bound():g}"
+        bound = f"{self._bound():.4g}" if not is_perplexity(self.metric) else f"{100 * self._bound():.4g} %"
+        verb = f"gains more than {bound} over" if kind == "min_gain" else f"loses at most {bound} against"
+        return f"{subject} {verb} {self.against}"
+
+    def _outcome(self, estimate: Estimate, value: float, min_rows: int) -> tuple[Outcome, str]:
+        if not math.isfinite(value):
+            return "worse", "the metric is no number"
+        if estimate.num_groups < min_rows:
+            return "inconclusive", f"fewer than min_rows={min_rows} independent rows"
+        [kind] = self._stated()
+        bound = -self._bound() if kind == "max_regression" else self._bound()
+        low, high = estimate.low - bound, estimate.high - bound
+        if kind == "at_most":
+            low, high = -high, -low
+        if low > 0 or (low == 0 and kind != "min_gain"):
+            return "better", ""
+        return ("worse", "") if high < 0 else ("inconclusive", "")
+
+    def _stated(self) -> list[str]:
+        bounds = (self.at_least, self.at_most, self.min_gain, self.max_regression)
+        return [kind for kind, value in zip((*_ABSOLUTE, *_RELATIVE), bounds, strict=True) if value is not None]
+
+    def _bound(self) -> float:
+        return next(
+            value for value in (self.at_least, self.at_most, self.min_gain, self.max_regression) if value is not None
+        )
+
+    def _scores(self, name: str, report: Mapping[str, RowScores]) -> RowScores:
+        if self.metric not in report:
+            raise ConfigError(
+                f"rules.{name}.metric={self.metric}: the report has no scores of it; it has {', '.join(report)}"
+            )
+        return report[self.metric]
+
+    def _named(self, name: str, policy: str, scores: Sequence[RowScores], evidence: Evidence) -> str:
+        found = evidence.names.get(policy, policy)
+        for each in scores:
+            if found not in each.scores:
+                raise ConfigError(
+                    f"rules.{name}: a report has no {self.metric} of {policy}; it has that of {', '.join(each.scores)}"
+                )
+        return found
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None

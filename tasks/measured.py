@@ -1,0 +1,76 @@
+"""What the policies say about the held-out rows, as scores of each row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tasks.held_out_rows import Rows
+from tasks.row_scores import RowScores
+from tasks.scoring import Scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one policy says.
+
+    Args:
+        text, answers, chosen, rejected: log-probability of each document, of what the assistant says in each
+            conversation, and of the two answers of each pair, in nats.
+        greedy: its answer to each prompt.
+    """
+
+    text: Sequence[float]
+    answers: Sequence[float]
+    chosen: Sequence[float]
+    rejected: Sequence[float]
+    greedy: Sequence[str]
+
+
+def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
+    """Every metric that needs no reward model; the implicit reward is measured against the reference."""
+    wins = {
+        name: [
+            win(chosen - reference_chosen, rejected - reference_rejected)
+            for chosen, rejected, reference_chosen, reference_rejected in zip(
+                policy.chosen, policy.rejected, reference.chosen, reference.rejected, strict=True
+            )
+        ]
+        for name, policy in measured.items()
+    }
+    likelier = {name: list(map(win, policy.chosen, policy.rejected)) for name, policy in measured.items()}
+    return [
+        *perplexities(rows, measured),
+        over_pairs("preference_accuracy", rows, wins),
+        over_pairs("logp_accuracy", rows, likelier),
+    ]
+
+
+def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
+    """Of the documents, and of the answers in the conversations."""
+    text = {name: policy.text for name, policy in measured.items()}
+    answers = {name: policy.answers for name, policy in measured.items()}
+    return [
+        _over_rows("text_perplexity", rows.text, [row.num_tokens for row in rows.text], text),
+        _over_rows("answer_perplexity", rows.answers, [row.num_tokens for row in rows.answers], answers),
+    ]
+
+
+def over_pairs(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
+    """A metric of pairs; those of one prompt are a group."""
+    return _over_rows(metric, rows.pairs.chosen, [1] * len(rows.pairs.chosen), scores)
+
+
+def _over_rows(
+    metric: str, rows: Sequence[Scored], weights: Sequence[float], scores: Mapping[str, Sequence[float]]
+) -> RowScores:
+    return RowScores(
+        metric=metric,
+        row_ids=[row.row_id for row in rows],
+        groups=[row.group for row in rows],
+        weights=weights,
+        scores=scores,
+    )
+
+
+def win(chosen: float, rejected: float) -> float:
+    """1 where the chosen answer has the higher implicit reward (Rafailov et al. 2023, eq. 5), 0.5 for a tie."""
+    return 0.5 if chosen == rejected else float(chosen > rejected)

@@ -1,0 +1,107 @@
+"""What the metrics of an evaluation are made of: a score per row and policy, so that their noise can be told."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from lineage.errors import ConfigError
+
+SCORES_FILE, POLICIES_FILE = "scores.jsonl", "policies.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowScores:
+    """One metric: the rows that it is measured on, and what each policy scored on them.
+
+    Args:
+        metric: its name without the policy's, such as ``text_perplexity``.
+        row_ids: a row each.
+        groups: of each row; rows of one group are not independent (the pairs of one prompt), and are drawn together.
+        weights: of each row: its tokens, in a perplexity.
+        scores: policy -> a number per row: a summed log-probability, a win (1, 0.5 or 0), a reward.
+    """
+
+    metric: str
+    row_ids: Sequence[str]
+    groups: Sequence[str]
+    weights: Sequence[float]
+    scores: Mapping[str, Sequence[float]]
+
+    def metrics(self) -> dict[str, float]:
+        """``policy/metric`` -> its value over all rows."""
+        return {f"{policy}/{self.metric}": self.value(policy) for policy in self.scores}
+
+    def value(self, policy: str) -> float:
+        """The metric of one policy."""
+        if is_perplexity(self.metric):
+            return math.exp(-sum(self.scores[policy]) / sum(self.weights))
+        return fmean(self.scores[policy])
+
+
+def is_perplexity(metric: str) -> bool:
+    """Whether a metric is the exponential of a mean, and its scores are log-probabilities."""
+    return metric.endswith("perplexity")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Of perplexities and losses; of every other metric more is better."""
+    return metric.endswith(("perplexity", "loss"))
+
+
+def write_scores(directory: Path, measured: Sequence[RowScores], policies: Mapping[str, str]) -> None:
+    """Writes ``scores.jsonl``, a line per metric and row, and ``policies.json``: name -> fingerprint."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / POLICIES_FILE).write_text(json.dumps(dict(policies), indent=2) + "\n", encoding="utf-8")
+    with (directory / SCORES_FILE).open("w", encoding="utf-8") as file:
+        for each in measured:
+            for index, (row, group, weight) in enumerate(zip(each.row_ids, each.groups, each.weights, strict=True)):
+                scores = {policy: values[index] for policy, values in each.scores.items()}
+                line = {"metric": each.metric, "row": row, "group": group, "weight": weight, "scores": scores}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_scores(report: Path) -> dict[str, RowScores]:
+    """Metric -> its scores, from a report's output directory.
+
+    Raises:
+        ConfigError: the report has none.
+    """
+    lines: dict[str, list[dict[str, object]]] = {}
+    for line in _read(report, SCORES_FILE).splitlines():
+        row = json.loads(line)
+        lines.setdefault(row["metric"], []).append(row)
+    return {metric: _scores(metric, rows) for metric, rows in lines.items()}
+
+
+def read_policies(report: Path) -> dict[str, str]:
+    """Policy -> fingerprint of the model, from a report's output directory."""
+    return {str(name): str(value) for name, value in json.loads(_read(report, POLICIES_FILE)).items()}
+
+
+def _scores(metric: str, rows: Sequence[Mapping[str, object]]) -> RowScores:
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        given = row["scores"]
+        assert isinstance(given, dict)
+        for policy, score in given.items():
+            scores.setdefault(policy, []).append(float(score))
+    return RowScores(
+        metric=metric,
+        row_ids=[str(row["row"]) for row in rows],
+        groups=[str(row["group"]) for row in rows],
+        weights=[float(str(row["weight"])) for row in rows],
+        scores=scores,
+    )
+
+
+def _read(report: Path, name: str) -> str:
+    try:
+        return (report / name).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{report}: this report has no {name}, and a gate judges by scores per row; "
+            "its method writes them with tasks.row_scores.write_scores, as tasks.evaluate.Evaluate does"
+        ) from error

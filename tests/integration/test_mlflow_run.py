@@ -1,0 +1,199 @@
+"""``posttrain run`` and MLflow: what its own client sees of toy runs, in a file and on a server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from flows.prefect_server import EmbeddedServer
+from lineage.mlflow_client import connect
+from tests.command import Command, wait_until
+from tests.mlflow_walk import walk
+
+TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking.dvc=false")
+SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
+
+
+@pytest.fixture(scope="module")
+def prefect_url(tmp_path_factory):
+    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
+    server.start()
+    server.wait_until_ready()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def toy(tmp_path, prefect_url):
+    (tmp_path / "rows.txt").write_text("rows")
+    environment = {"PREFECT_API_URL": prefect_url, "MLFLOW_TRACKING_URI": ""}
+    return Command(tmp_path, *TOY, environment=environment, tracked=True)
+
+
+def client_of(toy):
+    return connect(f"sqlite:///{toy.folder / 'mlflow.db'}")
+
+
+def versions(client):
+    found = client.search_model_versions("name='toy'")
+    return {each.tags["posttrain.stage"]: each.version for each in found}
+
+
+def statuses(client):
+    experiment = client.get_experiment_by_name("toy").experiment_id
+    found = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
+    return [(run.info.run_name.partition(" ")[0], run.info.status) for run in found]
+
+
+def steps_of(client):
+    """Steps that are recorded of the newest run."""
+    [run] = client.search_runs([client.get_experiment_by_name("toy").experiment_id], max_results=1)
+    return len(client.get_metric_history(run.info.run_id, "loss"))
+
+
+def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_a_rebuild(toy):
+    result = toy("run", "--json")
+    assert result.returncode == 0, result.stderr
+    assert "mlflow" not in result.stderr.lower()  # it has nothing to say
+    client = client_of(toy)
+    first = walk(client, "toy", versions(client)["left"])
+    assert [hop["stage"] for hop in first[1:]] == ["left", "model"]
+    left, model = first[1:]
+    assert left["params"]["learning_rate"] == "0.1"
+    assert [(step, value) for step, value, _ in left["metrics"]["loss"]] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert [name for name, *_ in left["data"]] == [name for name, *_ in model["data"]] == ["data"]
+    assert left["from"] == model["made"]
+    assert left["made"][0][2]["output"] == first[0]["tags"]["posttrain.output"]
+    document = json.loads(result.stdout)
+    assert client.get_run(document["mlflow_run_id"]).info.status == "FINISHED"
+    assert sorted(path.name for path in toy.folder.iterdir() if "mlruns" in path.name) == []
+
+    (toy.folder / "mlflow.db").unlink()
+    rebuilt = toy("rebuild")
+    assert rebuilt.returncode == 0, rebuilt.stderr
+    assert "added 1 executions, 4 runs, 3 models, 3 versions, 0 aliases; 0 runs were there" in rebuilt.stdout
+    client = connect(f"sqlite:///{toy.folder}/./mlflow.db")  # another spelling: no connection to the deleted file
+    assert walk(client, "toy", versions(client)["left"]) == first
+    assert toy("rebuild").stdout.startswith("MLflow: added 0 executions, 0 runs")
+
+
+def test_the_manifests_name_the_runs(toy):
+    toy.run()
+    client = client_of(toy)
+    [path] = (toy.folder / "artifacts" / "left").glob("*/manifest.json")
+    manifest = json.loads(path.read_text())
+    assert client.get_run(manifest["mlflow_run_id"]).info.run_name == "left"
+    assert client.get_run(manifest["execution_run_id"]).data.tags["posttrain.store"] == str(toy.folder / "artifacts")
+    parents = {client.get_run(run_id).info.run_name for run_id in manifest["parent_run_ids"]}
+    assert parents == {"model", "data"}
+
+
+def test_a_failed_stage_and_a_stopped_run_are_closed(toy):
+    assert toy("run", "stages.left.method.fail=true").returncode == 1
+    client = client_of(toy)
+    assert {("toy", "FAILED"), ("left", "FAILED"), ("right", "FINISHED")} < set(statuses(client))
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: statuses(client)[-1] == ("left", "RUNNING"), "the stage's run is open")
+    wait_until(lambda: steps_of(client), "it has reported a step")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert statuses(client)[-2:] == [("toy", "KILLED"), ("left", "KILLED")]
+
+
+def test_a_killed_run_is_closed_by_the_next_command(toy):
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: (toy.folder / "mlflow.db").exists(), "the database is there")
+    client = client_of(toy)
+    wait_until(lambda: client.get_experiment_by_name("toy"), "the experiment is there")
+    wait_until(lambda: ("left", "RUNNING") in statuses(client), "the stage's run is open")
+    process.kill()
+    process.communicate()
+    assert ("left", "RUNNING") in statuses(client)
+    toy.run()
+    assert [status for _, status in statuses(client)].count("KILLED") == 2
+    assert "RUNNING" not in {status for _, status in statuses(client)}
+
+
+def test_tracking_none_and_mlflow_false_record_nothing_and_uri_says_where(toy):
+    toy.run("tracking=none")
+    toy.run("tracking.mlflow=false", "stages.left.method.learning_rate=0.2")
+    assert not (toy.folder / "mlflow.db").exists()
+    other = toy.folder / "there" / "other.db"
+    toy.run(f"tracking.uri=sqlite:///{other}", "stages.left.method.learning_rate=0.3")
+    assert not (toy.folder / "mlflow.db").exists()
+    # What was made before without a record was written from its manifests: the walk has no hole.
+    client = connect(f"sqlite:///{other}")
+    assert [hop["stage"] for hop in walk(client, "toy", versions(client)["left"])[1:]] == ["left", "model"]
+    refused = toy("rebuild", "tracking=none")
+    assert (refused.returncode, "there is no MLflow to refill" in refused.stderr) == (2, True)
+
+
+def test_a_server_that_does_not_answer_is_told_before_anything_starts(toy):
+    result = toy("run", "tracking.uri=http://127.0.0.1:1")
+    assert result.returncode == 2
+    assert "tracking.uri=http://127.0.0.1:1: no MLflow server answers there" in result.stderr
+    assert not list((toy.folder / "artifacts").glob("*/*/manifest.json"))
+
+
+def test_many_runs_at_once_share_one_fresh_database(toy):
+    rates = ["0.2", "0.3", "0.4"]
+    started = [toy.start("run", f"stages.left.method.learning_rate={rate}") for rate in rates]
+    for process in started:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert "mlflow" not in err.lower()
+    client = client_of(toy)
+    found = statuses(client)
+    assert {status for _, status in found} == {"FINISHED"}
+    names = [name for name, _ in found]
+    assert {name: names.count(name) for name in set(names)} == {"toy": 3, "left": 3, "data": 1, "model": 1, "right": 1}
+    for version in client.search_model_versions("name='toy'"):
+        assert walk(client, "toy", version.version)[-1]["stage"] == "model"
+
+
+@pytest.fixture
+def server(tmp_path):
+    """An MLflow server on a port of its own; ends with its whole session."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path / "server"
+    folder.mkdir()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"], cwd=folder, stdout=log, stderr=log,
+            start_new_session=True, env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    wait_until(lambda: _answers(url), "the server answers")
+    yield url
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _answers(url):
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def test_the_same_on_a_server(toy, server):
+    toy.environment["MLFLOW_TRACKING_URI"] = server
+    toy.run()
+    client = connect(server)
+    hops = walk(client, "toy", versions(client)["right"])
+    assert [hop["stage"] for hop in hops[1:]] == ["right", "model"]
+    assert len(hops[1]["metrics"]["loss"]) == 3
+    assert hops[1]["from"] == hops[2]["made"]
+    again = toy("rebuild")
+    assert "added 0 executions, 0 runs, 0 models, 0 versions, 0 aliases; 4 runs were there" in again.stdout, (
+        again.stderr
+    )
+    assert not (toy.folder / "mlflow.db").exists()

@@ -1,0 +1,196 @@
+"""A gate's rules on reports written by hand."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lineage.artifact import Kind, Source
+from lineage.errors import ConfigError
+from lineage.verdict import Verdict, read_verdict
+from tasks.context import TrainContext
+from tasks.gate import Gate
+from tasks.gate_rule import Rule
+from tasks.method import Input
+from tasks.row_scores import RowScores, write_scores
+
+POLICIES = ("base", "sft", "dpo", "old")
+
+
+def report(directory: Path, count: int = 40, fingerprints: str = "fp-", **wins: int) -> Input:
+    """Policies that win the first rows, and a perplexity that grows with the wins."""
+    ids = [str(index) for index in range(count)]
+    won = {name: [float(index < number) for index in range(count)] for name, number in wins.items()}
+    logps = {name: [-2.0 - number / 100] * count for name, number in wins.items()}
+    measured = [
+        RowScores(metric=metric, row_ids=ids, groups=ids, weights=[1.0] * count, scores=values)
+        for metric, values in (("accuracy", won), ("text_perplexity", logps))
+    ]
+    write_scores(directory, measured, {name: fingerprints + name for name in wins})
+    return Input(name="evaluate", kind=Kind.REPORT, fingerprint=str(directory), path=directory)
+
+
+def model(name: str, slot: str | None = None, source: Source | None = None) -> Input:
+    return Input(
+        name=slot or name, kind=Kind.CHECKPOINT, fingerprint=f"fp-{name}", path=Path(name), digest=f"d-{name}",
+        source=source,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def inputs(tmp_path) -> dict[str, Input]:
+    given = report(tmp_path / "report", base=10, sft=20, dpo=30, old=29)
+    return {"report": given, "candidate": model("dpo"), "parent": model("sft")}
+
+
+def judge(tmp_path: Path, inputs: dict[str, Input], method: Gate | None = None, **rule: object) -> Verdict:
+    method = method or Gate(rules={"rule": Rule(**rule)})
+    output = tmp_path / "output"
+    output.mkdir(exist_ok=True)
+    metrics = method.run(inputs, TrainContext(output_dir=output, work_dir=output))
+    verdict = read_verdict(output)
+    assert metrics["passed"] == (verdict.result == "pass")
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("rule", "outcome"),
+    [
+        ({"metric": "accuracy", "against": "parent", "min_gain": 0.0}, "better"),
+        ({"metric": "accuracy", "against": "parent", "min_gain": 0.2}, "inconclusive"),
+        ({"metric": "accuracy", "against": "parent", "min_gain": 0.5}, "worse"),
+        ({"metric": "accuracy", "against": "candidate", "min_gain": 0.0}, "inconclusive"),
+        ({"metric": "accuracy", "against": "candidate", "max_regression": 0.0}, "better"),
+        ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.1}, "worse"),
+        ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.25}, "inconclusive"),
+        ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.5}, "better"),
+        ({"metric": "accuracy", "at_least": 0.5}, "better"),
+        ({"metric": "accuracy", "at_least": 0.7}, "inconclusive"),
+        ({"metric": "accuracy", "at_least": 0.95}, "worse"),
+        ({"metric": "accuracy", "at_most": 0.5}, "worse"),
+        ({"metric": "accuracy", "at_most": 0.95}, "better"),
+        # exp(2.3) against exp(2.2): ten percent more, and the same in every row.
+        ({"metric": "text_perplexity", "against": "parent", "max_regression": 0.11}, "better"),
+        ({"metric": "text_perplexity", "against": "parent", "max_regression": 0.1}, "worse"),
+        ({"metric": "text_perplexity", "against": "base", "min_gain": 0.0}, "worse"),
+        ({"metric": "text_perplexity", "policy": "sft", "against": "dpo", "min_gain": 0.09}, "better"),
+        ({"metric": "text_perplexity", "at_most": 10.0}, "better"),
+    ],
+)
+def test_the_outcome_is_the_side_of_the_bound_on_which_the_interval_lies(tmp_path, inputs, rule, outcome):
+    verdict = judge(tmp_path, inputs, **rule)
+    [result] = verdict.rules
+    assert result.outcome == outcome
+    assert verdict.result == ("pass" if outcome == "better" else "refuse")
+    assert bool(verdict.complaints()) == (outcome != "better")
+
+
+def test_the_evidence_is_in_the_verdict(tmp_path, inputs):
+    verdict = judge(tmp_path, inputs, metric="accuracy", against="parent", min_gain=0.0)
+    [result] = verdict.rules
+    assert (result.candidate, result.baseline, result.estimate) == (0.75, 0.5, 0.25)
+    assert result.low is not None and result.high is not None and 0.1 < result.low < 0.25 < result.high < 0.45
+    assert result.num_rows == 40
+    assert (verdict.candidate.fingerprint, verdict.candidate.digest) == ("fp-dpo", "d-dpo")
+    table = (tmp_path / "output" / "verdict.md").read_text()
+    assert "**pass**: dpo@fp-dpo" in table and "+0.25 [+0." in table
+
+
+def test_a_champion_is_compared_and_its_alias_recorded(tmp_path, inputs):
+    rule = {"metric": "accuracy", "against": "champion", "min_gain": 0.0}
+    without = judge(tmp_path, inputs, **rule)
+    assert (without.result, without.rules[0].note, without.champion) == ("pass", "no champion yet", None)
+    source = Source(path="alias:champion", kind=Kind.CHECKPOINT)
+    compared = judge(tmp_path, {**inputs, "champion": model("old", "source:champion", source)}, **rule)
+    assert compared.rules[0].outcome == "inconclusive"  # one row of forty
+    assert compared.champion is not None and compared.champion.alias == "champion"
+    assert without.rests_on_champion and compared.rests_on_champion
+    assert not judge(tmp_path, inputs, metric="accuracy", at_least=0.1).rests_on_champion
+
+
+def test_what_the_rows_cannot_decide_is_refused_unless_told(tmp_path, inputs):
+    gate = Gate(rules={"gain": Rule(metric="accuracy", against="old", min_gain=0.0)})
+    assert judge(tmp_path, inputs, gate).result == "refuse"
+    told = replace(gate, inconclusive="promote")
+    assert judge(tmp_path, inputs, told).result == "pass"
+    worse = replace(told, rules={**gate.rules, "bound": Rule(metric="accuracy", at_least=0.95)})
+    assert judge(tmp_path, inputs, worse).result == "refuse"
+
+
+def test_few_rows_decide_nothing(tmp_path, inputs):
+    given = {**inputs, "report": report(tmp_path / "few", count=19, sft=0, dpo=19)}
+    rule = Rule(metric="accuracy", against="parent", min_gain=0.0)
+    [result] = judge(tmp_path, given, Gate(rules={"rule": rule})).rules
+    assert (result.outcome, result.note) == ("inconclusive", "fewer than min_rows=20 independent rows")
+    assert judge(tmp_path, given, Gate(rules={"rule": rule}, min_rows=19)).result == "pass"
+
+
+def test_repeated_evaluations_widen_the_interval(tmp_path, inputs):
+    rule = Rule(metric="accuracy", against="parent", min_gain=0.0)
+    alone = judge(tmp_path, inputs, Gate(rules={"rule": rule}))
+    again = {
+        "seed1": report(tmp_path / "1", fingerprints="trained-again-", sft=20, dpo=21),
+        "seed2": report(tmp_path / "2", fingerprints="trained-again-", sft=20, dpo=39),
+    }
+    repeated = judge(tmp_path, {**inputs, **again}, Gate(rules={"rule": rule}))
+    assert (alone.result, repeated.result, repeated.num_reports) == ("pass", "refuse", 3)
+    assert repeated.rules[0].estimate == pytest.approx((10 + 1 + 19) / 3 / 40)
+
+
+def test_a_metric_that_is_no_number_is_worse(tmp_path, inputs):
+    lines = (inputs["report"].path / "scores.jsonl").read_text().splitlines()
+    broken = [json.dumps({**row, "scores": {**row["scores"], "dpo": math.nan}}) for row in map(json.loads, lines)]
+    (inputs["report"].path / "scores.jsonl").write_text("\n".join(broken) + "\n")
+    verdict = judge(tmp_path, inputs, metric="accuracy", against="parent", max_regression=1.0)
+    assert (verdict.rules[0].outcome, verdict.rules[0].estimate) == ("worse", None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("confidence", 0.5), ("num_resamples", 100), ("seed", 4), ("approval", "required")],
+)
+def test_each_field_changes_the_verdict(tmp_path, inputs, field, value):
+    gate = Gate(rules={"gain": Rule(metric="accuracy", against="parent", min_gain=0.0)}, num_resamples=151)
+    assert judge(tmp_path, inputs, gate) != judge(tmp_path, inputs, replace(gate, **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"candidate": model("other")}, "the gate's candidate is other, and the report evaluate does not measure it"),
+        ({"report": Input(name="r", kind=Kind.REPORT, fingerprint="", path=Path("nowhere"))}, "has no policies.json"),
+    ],
+)
+def test_a_report_that_does_not_fit_is_refused(tmp_path, inputs, change, message):
+    with pytest.raises(ConfigError, match=message):
+        judge(tmp_path, {**inputs, **change}, metric="accuracy", at_least=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"metric": "acuracy", "at_least": 0.1}, "the report has no scores of it; it has accuracy, text_perplexity"),
+        ({"metric": "accuracy", "policy": "dop", "at_least": 0.1}, "a report has no accuracy of dop"),
+        ({"metric": "accuracy", "against": "x", "min_gain": 0.1}, "a report has no accuracy of x"),
+    ],
+)
+def test_a_rule_on_what_is_not_measured_is_refused(tmp_path, inputs, rule, message):
+    with pytest.raises(ConfigError, match=message):
+        judge(tmp_path, inputs, **rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({}, "found none"),
+        ({"at_least": 0.1, "at_most": 0.2}, "found at_least, at_most"),
+        ({"min_gain": 0.1}, "need `against`"),
+        ({"at_least": 0.1, "against": "parent"}, "take none"),
+    ],
+)
+def test_a_rule_has_exactly_one_bound(rule, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(metric="accuracy", **rule)
