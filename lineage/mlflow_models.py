@@ -15,6 +15,7 @@ from lineage.mlflow_names import (
     FINGERPRINT,
     LABELS,
     MODEL_VERSIONS,
+    NOTE,
     OUTPUT,
     STAGE,
     model_name,
@@ -41,11 +42,18 @@ class Models:
         self._knows_all_versions = True
 
     def of_stage(
-        self, manifest: Manifest, run_id: str, experiment_id: str, output: Path, labels: list[str], step: int
+        self,
+        manifest: Manifest,
+        run_id: str,
+        experiment_id: str,
+        output: Path,
+        labels: list[str],
+        step: int,
+        origins: str,
     ) -> str:
         """The logged model that a run has made, and its version."""
         tags = model_tags(manifest, output, labels)
-        model = self._create(manifest.stage, experiment_id, run_id, produces(manifest), tags)
+        model = self._create(manifest.stage, experiment_id, run_id, produces(manifest), {**tags, NOTE: origins})
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
         recorded = Recorded(run_id=run_id, experiment_id=experiment_id, model_id=str(model.model_id))
         self.register(manifest, recorded, tags)

@@ -68,8 +68,18 @@ class Record:
 
     def close_stage(self, run_id: str, manifest: Manifest, follower: Follower) -> Recorded:
         """Ends the run of a stage that was committed."""
-        self.known[Key.of(manifest)] = recorded = self.runs.close(run_id, manifest, follower)
+        self.known[Key.of(manifest)] = recorded = self.runs.close(run_id, manifest, follower, self._origins(manifest))
         return recorded
+
+    def _origins(self, manifest: Manifest) -> str:
+        """Markdown: what fills each slot, one click away."""
+        parents = self.shelf.parents(manifest)
+        lines = []
+        for slot, record in manifest.inputs.items():
+            parent = parents.get(record.artifact)
+            place = record.source.path if record.source else ""
+            lines.append(f"- {slot}: {_link(parent, self.recorded(parent)) if parent else record.artifact} {place}")
+        return "\n".join(["Made from", "", *lines]) if lines else "Made from nothing"
 
     def _source_model(self, record: InputRecord, pipeline: str) -> str | None:
         """The logged model of a source: of one that an alias names, that of the stage that made it."""
@@ -124,3 +134,8 @@ class Record:
             execution, manifest, recorded, {name: self.recorded(each) for name, each in start.parents.items()}
         )
         return recorded
+
+
+def _link(manifest: Manifest, recorded: Recorded) -> str:
+    place = f"models/{recorded.model_id}" if recorded.model_id else f"runs/{recorded.run_id}"
+    return f"[{manifest.stage}](#/experiments/{recorded.experiment_id}/{place})"

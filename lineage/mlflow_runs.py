@@ -25,6 +25,7 @@ from lineage.mlflow_names import (
     EXPERIMENT_KIND,
     GIT_COMMIT,
     LABELS,
+    NOTE,
     SOURCE,
     SOURCE_NAME,
     SOURCE_TYPE,
@@ -95,8 +96,12 @@ class Runs:
         self.client.log_batch(run_id, metrics=[_metric(point) for point in reading.points])
         follower.keep(reading)
 
-    def close(self, run_id: str, manifest: Manifest, follower: Follower) -> Recorded:
-        """Writes what is known at the commit: final metrics, sources with their rows, the model; then ends the run."""
+    def close(self, run_id: str, manifest: Manifest, follower: Follower, origins: str) -> Recorded:
+        """Writes what is known at the commit: final metrics, sources with their rows, the model; then ends the run.
+
+        Args:
+            origins: what it was made from, in Markdown.
+        """
         reading = follower.read()
         follower.keep(reading)
         end = int(manifest.provenance.end * 1000)
@@ -106,7 +111,7 @@ class Runs:
             Metric(name, value, end, follower.last_step) for name, value in final.items() if name not in follower.names
         ]
         labels = self._shelf.labels(manifest)
-        tags = {DIGEST: manifest.output_digest, LABELS: json.dumps(labels)}
+        tags = {DIGEST: manifest.output_digest, LABELS: json.dumps(labels), NOTE: origins}
         if manifest.provenance.git_commit:
             tags[GIT_COMMIT] = manifest.provenance.git_commit
         self.client.log_batch(run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -114,7 +119,7 @@ class Runs:
         experiment, model_id = self.experiment(manifest.pipeline), None
         if is_model(manifest):
             output, step = self._shelf.output(manifest), follower.last_step
-            model_id = self.models.of_stage(manifest, run_id, experiment, output, labels, step)
+            model_id = self.models.of_stage(manifest, run_id, experiment, output, labels, step, origins)
         self.client.set_terminated(run_id, "FINISHED", end)
         self.added["runs"] += 1
         return Recorded(run_id=run_id, experiment_id=experiment, model_id=model_id)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def toy(trained, tmp_path, prefect_url) -> Command:
 class Asking:
     """A run that asks: what it prints, and its flow run by Prefect's API."""
 
-    def __init__(self, toy: Command, *overrides: str) -> None:
+    def __init__(self, toy: Command) -> None:
         self._errors = toy.folder / "stderr"
-        self.process = toy.start("run", REQUIRED, *overrides, stderr=self._errors)
+        self.process = toy.start("run", REQUIRED, stderr=self._errors)
         wait_until(lambda: self._command() or self.process.poll() is not None, "it asks")
         assert self.process.poll() is None, self._errors.read_text()
         self.api, self.path = self._command().groups()
@@ -79,12 +80,27 @@ class Asking:
         return self.process.wait(timeout=60)
 
 
+@pytest.fixture
+def ask(toy) -> Iterator[Callable[[], Asking]]:
+    """Starts runs that ask; none outlives its test."""
+    started: list[Asking] = []
+
+    def start() -> Asking:
+        started.append(Asking(toy))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
 def decisions(toy: Command) -> list[tuple[str, str, str]]:
     return [(event.action, event.who, event.why) for event in read_events(toy.folder / "artifacts")]
 
 
-def test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again(toy):
-    asking = Asking(toy)
+def test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again(toy, ask):
+    asking = ask()
     assert "**pass** if a person approves it: left@" in asking.errors()
     assert f"/runs/flow-run/{asking.path.rpartition('/')[2]}" in asking.errors()
     accepted = asking.post("resume", {"run_input": {"who": "ada", "why": "looks good"}})
@@ -96,8 +112,8 @@ def test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again(toy)
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
-def test_an_approval_without_a_name_says_where_it_came_from(toy):
-    asking = Asking(toy)
+def test_an_approval_without_a_name_says_where_it_came_from(toy, ask):
+    asking = ask()
     asking.post("resume", {})
     assert asking.end() == 0
     [(action, who, why)] = decisions(toy)
@@ -105,15 +121,15 @@ def test_an_approval_without_a_name_says_where_it_came_from(toy):
     assert asking.path.rpartition("/")[2] in who
 
 
-def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy):
-    asking = Asking(toy)
+def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy, ask):
+    asking = ask()
     prefect = [str(Path(sys.executable).parent / "prefect"), "flow-run", "cancel", asking.path.rpartition("/")[2]]
     subprocess.run(prefect, env={**toy.environment, "PREFECT_API_URL": asking.api}, check=True, capture_output=True)
     assert asking.end() == 3
     assert asking.state() == "CANCELLED"
     assert "left passes, and was rejected by Prefect, flow run" in asking.errors()
     assert [action for action, *_ in decisions(toy)] == ["reject"]
-    second = Asking(toy)
+    second = ask()
     assert "0 of 6 stages to run" in second.errors() or "nothing to do" in second.errors()
     second.post("resume", {"run_input": {"who": "ada"}})
     assert second.end() == 0
@@ -121,8 +137,8 @@ def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_while_it_waits_decides_nothing(toy, number):
-    asking = Asking(toy)
+def test_a_stop_while_it_waits_decides_nothing(toy, ask, number):
+    asking = ask()
     asking.process.send_signal(number)
     assert asking.end() == 130
     assert decisions(toy) == []
@@ -136,9 +152,9 @@ def test_a_refused_model_is_not_asked_about(toy):
     assert decisions(toy) == []
 
 
-def test_the_embedded_server_shows_its_pages_while_it_asks_and_ends_with_the_run(toy):
+def test_the_embedded_server_shows_its_pages_while_it_asks_and_ends_with_the_run(toy, ask):
     del toy.environment["PREFECT_API_URL"]
-    asking = Asking(toy)
+    asking = ask()
     root = asking.api.removesuffix("/api")
     with urllib.request.urlopen(f"{root}/ui-settings") as response:
         assert json.load(response)["api_url"] == asking.api

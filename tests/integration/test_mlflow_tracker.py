@@ -195,6 +195,10 @@ def test_a_parent_that_mlflow_does_not_know_is_written_from_its_manifest(uri, cl
     [parent] = [client.get_logged_model(each.model_id) for each in run.inputs.model_inputs]
     assert (parent.name, parent.tags["posttrain.digest"]) == ("cpt", made["cpt"].output_digest)
     assert parent.source_run_id == ids.parents[0]
+    # The page of a model is one click from its parent's.
+    [made_of_it] = [client.get_logged_model(each.model_id) for each in run.outputs.model_outputs]
+    link = f"[cpt](#/experiments/{run.info.experiment_id}/models/{parent.model_id})"
+    assert link in made_of_it.tags["mlflow.note.content"] == run.data.tags["mlflow.note.content"]
     base = client.get_run(parent.source_run_id).inputs.model_inputs
     assert client.get_logged_model(base[0].model_id).name == "base"
     [pairs] = [each.dataset for each in run.inputs.dataset_inputs]

@@ -1,10 +1,15 @@
 """Rules that no report could satisfy are refused with the plan."""
 
+import re
+import shlex
+
 import pytest
 
+from flows.__main__ import _parser
 from flows.config import load_pipeline
 from flows.gate_check import check_gates
 from lineage.errors import ConfigError
+from tests.command import REPOSITORY
 
 GATED = ("pipeline=cpt-sft-dpo-gated",)
 RULES = "stages.gate.method.rules"
@@ -61,3 +66,13 @@ def test_approval_flows_from_the_root_to_every_gate_and_a_stage_may_differ():
     assert approval() == "none"
     assert approval("gate.approval=required") == "required"
     assert approval("gate.approval=required", "stages.gate.method.approval=none") == "none"
+
+
+def test_the_commands_of_the_page_compose():
+    text = (REPOSITORY / "docs" / "promotion.md").read_text()
+    commands = re.findall(r"^posttrain (.*)$", text, re.MULTILINE)
+    assert len(commands) > 6
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        options, rest = _parser(words).parse_known_args(words)
+        assert load_pipeline([*options.overrides, *rest]).order(), command
