@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from lineage.index import Index  # noqa: E402
+from lineage.graph.index import Index  # noqa: E402
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord  # noqa: E402
 
 PIPELINES = 5

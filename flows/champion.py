@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flows.pipeline import SOURCE, Pipeline, Stage
-from lineage.artifact import ALIAS, Kind, Source
+from flows.pipeline import Pipeline, Stage
+from lineage.artifact import ALIAS, SOURCE, Kind, Source
 from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import fingerprint
 from lineage.manifest import SourceRecord

@@ -11,8 +11,8 @@ from typing import ClassVar, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from flows.compose import compose_tree
-from flows.pipeline import SOURCE, Alias, CodeDrift, Pipeline, Stage, Tracking, nearest
-from lineage.artifact import Source
+from flows.pipeline import Alias, CodeDrift, Pipeline, Stage, Tracking, nearest
+from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
 from lineage.verdict import Approval
 from tasks.context import Resources

@@ -92,6 +92,7 @@ def needs(planned: PlannedStage) -> tuple[int, int]:
 def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
+    run.tracker.reused(planned.name, manifest)
     run.board.reused(planned.name)
     return Result(manifest=manifest, seconds=0.0)
 

@@ -1,7 +1,7 @@
 """What a stage is given is what was planned and committed: checked before it starts, and for sources when it ends."""
 
-from flows.pipeline import SOURCE
 from flows.plan import Plan, PlannedStage
+from lineage.artifact import SOURCE
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, PipelineError, StageError
 from lineage.manifest import Manifest

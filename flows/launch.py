@@ -74,8 +74,12 @@ class StageProcesses:
         reader, writer = multiprocessing.Pipe(duplex=False)
         context = self._fresh if _needs_no_torch(job) else self._server
         process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
-        with self._starting, _environment(STAGE_ENVIRONMENT):
-            process.start()
+        try:
+            with self._starting, _environment(STAGE_ENVIRONMENT):
+                process.start()
+        except (OSError, EOFError):
+            self.raise_if_stopped()  # a stop has taken the fork server away
+            raise
         with self._lock:
             self._running.add(process)
         writer.close()

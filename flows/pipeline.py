@@ -8,13 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lineage.artifact import Kind, Source
+from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.store import RESERVED
 from tasks.context import Launcher, Resources
 from tasks.method import Method, Training
 
-SOURCE = "source:"
 CodeDrift = Literal["warn", "rerun", "refuse"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

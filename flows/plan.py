@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.champion import Champion, is_alias, resolve_champions
-from flows.pipeline import SOURCE, CodeDrift, Pipeline, Stage
+from flows.pipeline import CodeDrift, Pipeline, Stage
 from flows.preflight import check_models
 from flows.staleness import State, judge
-from lineage.artifact import Source
+from lineage.artifact import SOURCE, Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.gate_check import check_gates
-from flows.pipeline import SOURCE, Pipeline, nearest
-from lineage.artifact import Kind, Source
+from flows.pipeline import Pipeline, nearest
+from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import QUICKSTART, local_paths
 from tasks.quickstart import ROWS as QUICKSTART_ROWS

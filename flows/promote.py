@@ -10,13 +10,13 @@ from flows.standing import require_verdict
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.graph import ancestry
-from lineage.index import Index
-from lineage.index_build import node_key
+from lineage.graph.ancestry import ancestry
+from lineage.graph.index import Index
+from lineage.graph.places import node_key
+from lineage.graph.refs import resolve
 from lineage.labels import all_labels, require_commercial
 from lineage.manifest import Manifest
 from lineage.promotions import Event, append, locked, read_events, stacks
-from lineage.refs import resolve
 from lineage.store import Entry, Store
 
 _ALIAS = re.compile(r"(?!latest$|v\d+$)[A-Za-z0-9_-]+")  # what MLflow accepts too

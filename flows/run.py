@@ -17,7 +17,7 @@ from flows.execute import Run, execute, needs
 from flows.launch import StageProcesses
 from flows.plan import Plan, PlannedStage
 from flows.prefect_server import embedded_server
-from flows.report import plan_table, run_dict, summary
+from flows.reports.run import plan_table, run_dict, summary
 from flows.tracking import make_tracker
 from flows.verdicts import may_ask, require_passed
 from lineage.errors import ConfigError

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from lineage.artifact import Kind
+from lineage.artifact import SOURCE, Kind
 from lineage.errors import GateError
 from lineage.fingerprint import short
-from lineage.graph import Graph, ancestry
-from lineage.index import Index
-from lineage.index_build import SOURCE, node_key
-from lineage.index_queries import Indexed
+from lineage.graph.ancestry import Graph, ancestry
+from lineage.graph.index import Index
+from lineage.graph.index_queries import Indexed
+from lineage.graph.places import node_key
 from lineage.manifest import Manifest
 from lineage.promotions import Event, decision, stacks
 from lineage.verdict import VERDICT_TABLE, Verdict, read_verdict

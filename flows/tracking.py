@@ -1,8 +1,8 @@
 """Chooses who records a run."""
 
 from flows.pipeline import Tracking
-from lineage.mlflow_address import require_reachable, tracking_uri
-from lineage.mlflow_tracker import MlflowTracker
+from lineage.mlflow.address import require_reachable, tracking_uri
+from lineage.mlflow.tracker import MlflowTracker
 from lineage.tracker import NoTracker, Tracker
 
 

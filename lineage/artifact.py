@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-ALIAS = "alias:"
+SOURCE = "source:"  # before the name of a source, where a stage could be meant
+ALIAS = "alias:"  # before the name of an alias of the model registry
 
 
 class Kind(StrEnum):

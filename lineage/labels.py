@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from lineage.artifact import SOURCE
 from lineage.errors import GateError
-from lineage.graph import Graph
-from lineage.index_build import SOURCE
+from lineage.graph.ancestry import Graph
 
 
 def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:

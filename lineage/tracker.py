@@ -78,6 +78,9 @@ class Tracker(Protocol):
     def stage(self, start: StageStart) -> StageTracker:
         """Begins the record of a stage; from any thread."""
 
+    def reused(self, stage: str, manifest: Manifest) -> None:
+        """Another execution has made a stage meanwhile."""
+
     def execution_id(self) -> str | None:
         """How the record is found; None: unrecorded."""
 
@@ -103,6 +106,9 @@ class NoTracker:
 
     def stage(self, start: StageStart) -> StageTracker:
         return NoStageTracker()
+
+    def reused(self, stage: str, manifest: Manifest) -> None:
+        """Nothing to link."""
 
     def execution_id(self) -> str | None:
         return None

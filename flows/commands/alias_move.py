@@ -30,7 +30,7 @@ def report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
 
 
 def _mirror(pipeline: "Pipeline", moved: "Moved") -> None:
-    from lineage.mlflow_registry import set_alias
+    from lineage.mlflow.registry import set_alias
     from lineage.store import Store
 
     manifest, uri = moved.manifest, pipeline.tracking.uri

@@ -15,10 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.diff_report import diff_text
-    from lineage.diff import diff
-    from lineage.index import Index
-    from lineage.refs import resolve
+    from flows.reports.diff import diff_text
+    from lineage.graph.diff import diff
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
 
     with Index(store_root(options.overrides, options.config_dir)) as index:
         found = diff(index, resolve(options.first, index).node, resolve(options.second, index).node)

@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.impact_report import impact_text
-    from lineage.impact import impact
-    from lineage.index import Index
+    from flows.reports.impact import impact_text
+    from lineage.graph.impact import impact
+    from lineage.graph.index import Index
 
     with Index(store_root(options.overrides, options.config_dir)) as index:
         found = impact(options.ref, index)

@@ -18,15 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.lineage_report import ancestry_tree
-    from lineage.graph import ancestry
-    from lineage.index import Index
-    from lineage.refs import resolve
+    from flows.reports.lineage import ancestry_tree
+    from lineage.graph.ancestry import ancestry
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
 
     with Index(store_root(options.overrides, options.config_dir)) as index:
         graph = ancestry(index, resolve(options.ref, index).node)
     if options.html:
-        from flows.lineage_page import render
+        from flows.reports.page import render
 
         options.html.write_text(render(graph.to_dict(options.ref)), encoding="utf-8")
     if options.json:

@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
     from flows.config import load_pipeline
     from flows.declared import adopt_view
     from flows.plan import make_plan
-    from flows.report import plan_table
+    from flows.reports.run import plan_table
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.config import load_pipeline
-    from lineage.mlflow_registry import refill
+    from lineage.mlflow.registry import refill
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     if not pipeline.tracking.mlflow:

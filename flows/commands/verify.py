@@ -11,8 +11,8 @@ from flows.commands.arguments import add_json
 
 if TYPE_CHECKING:
     from flows.pipeline import Tracking
-    from lineage.finding import Finding
-    from lineage.verify import Checked
+    from lineage.verify.finding import Finding
+    from lineage.verify.store import Checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0: the record is intact; 1: something is missing, changed or orphaned."""
     from flows.config import load_pipeline
-    from lineage.finding import Fault
-    from lineage.verify import Checked, read_store
+    from lineage.verify.finding import Fault
+    from lineage.verify.store import Checked, read_store
 
     if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
         options.overrides, options.ref = [options.ref, *options.overrides], None
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ancestry(ref: str, store: Path) -> set[str]:
-    from lineage.graph import ancestry
-    from lineage.index import Index
-    from lineage.refs import resolve
+    from lineage.graph.ancestry import ancestry
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
 
     with Index(store) as index:
         return set(ancestry(index, resolve(ref, index).node).nodes)
@@ -57,8 +57,8 @@ def _ancestry(ref: str, store: Path) -> set[str]:
 
 def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
     from lineage.digest import DigestCache
-    from lineage.verify import check_links, check_outputs, check_promotions, check_sources
-    from lineage.verify_dvc import check_lock, check_view
+    from lineage.verify.dvc import check_lock, check_view
+    from lineage.verify.store import check_links, check_outputs, check_promotions, check_sources
 
     cache = DigestCache(store / "digests.json")
     yield from check_outputs(checked)
@@ -68,7 +68,7 @@ def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator
     if checked.is_whole:
         yield from check_promotions(store, checked)
     if tracking.mlflow:
-        from lineage.verify_mlflow import check_mlflow
+        from lineage.verify.mlflow import check_mlflow
 
         yield from check_mlflow(tracking.uri, store, checked)
     if checked.is_whole and tracking.dvc:

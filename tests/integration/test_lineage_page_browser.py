@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.lineage_page import render
+from flows.reports.page import render
 from tests.drawn_graphs import ATTACK, Page, hostile, small
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from flows.prefect_server import EmbeddedServer
-from lineage.mlflow_client import connect
+from lineage.mlflow.client import connect
 from tests.command import Command, wait_until
 from tests.mlflow_walk import walk
 

@@ -1,6 +1,5 @@
 """The tracker against a real SQLite database: resumes, kills, failures, parents that MLflow does not know."""
 
-import json
 import shutil
 import socket
 import time
@@ -10,10 +9,10 @@ import pytest
 
 from lineage.errors import StoppedError
 from lineage.lease import Holder
-from lineage.mlflow_client import connect
-from lineage.mlflow_names import HOST, PID, STARTED
-from lineage.mlflow_tracker import MlflowTracker
-from lineage.tracker import Execution, StageStart
+from lineage.mlflow.client import connect
+from lineage.mlflow.names import HOST, PID, STARTED
+from lineage.mlflow.tracker import MlflowTracker
+from tests.tracked_stage import attempt, execution, record, report, start_of
 from tests.written_store import WrittenStore
 
 
@@ -38,47 +37,6 @@ def client(uri):
 @pytest.fixture
 def store(tmp_path):
     return WrittenStore(tmp_path / "artifacts")
-
-
-def execution(store, reused=()):
-    return Execution(pipeline="p", store=store.root, words=["pipeline=p"], reused={each.stage: each for each in reused})
-
-
-def start_of(store, manifest, parents=(), resumes=False):
-    directory = store.root / manifest.stage / manifest.fingerprint[:16]
-    directory.mkdir(parents=True, exist_ok=True)
-    return StageStart(
-        stage=manifest.stage, method=manifest.method, produces=manifest.produces, fingerprint=manifest.fingerprint,
-        recipe=manifest.recipe, inputs=manifest.inputs, directory=directory,
-        parents={each.stage: each for each in parents}, resumes=resumes,
-    )  # fmt: skip
-
-
-def report(start, *steps):
-    with (start.directory / "metrics.jsonl").open("a") as file:
-        for step in steps:
-            metrics = {"loss": 1.0 / step, "grad_norm": 0.5}
-            file.write(json.dumps({"step": step, "time": 1000.0 + step, "metrics": metrics}) + "\n")
-
-
-def record(uri, store, manifest, parents=()):
-    """One execution with one stage, from start to end."""
-    tracker = MlflowTracker(uri)
-    with tracker.execution(execution(store)):
-        stage = tracker.stage(start_of(store, manifest, parents))
-        ids = stage.run_ids()
-        stage.finished(manifest)
-    return tracker, ids
-
-
-def attempt(tracker, store, start, error, *steps):
-    """One execution with one stage that raises after some steps."""
-    with tracker.execution(execution(store)):
-        stage = tracker.stage(start)
-        stage.run_ids()
-        report(start, *steps)
-        stage.failed(str(error), stopped=not isinstance(error, ValueError))
-        raise error
 
 
 def steps(client, run_id, name="loss"):
@@ -188,63 +146,6 @@ def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store
     }  # fmt: skip
 
 
-def test_a_parent_that_mlflow_does_not_know_is_written_from_its_manifest(uri, client, store):
-    made = store.chain()
-    _, ids = record(uri, store, made["dpo"], [made["cpt"], made["pairs"]])
-    run = client.get_run(ids.stage)
-    [parent] = [client.get_logged_model(each.model_id) for each in run.inputs.model_inputs]
-    assert (parent.name, parent.tags["posttrain.digest"]) == ("cpt", made["cpt"].output_digest)
-    assert parent.source_run_id == ids.parents[0]
-    # The page of a model is one click from its parent's.
-    [made_of_it] = [client.get_logged_model(each.model_id) for each in run.outputs.model_outputs]
-    link = f"[cpt](#/experiments/{run.info.experiment_id}/models/{parent.model_id})"
-    assert link in made_of_it.tags["mlflow.note.content"] == run.data.tags["mlflow.note.content"]
-    base = client.get_run(parent.source_run_id).inputs.model_inputs
-    assert client.get_logged_model(base[0].model_id).name == "base"
-    [pairs] = [each.dataset for each in run.inputs.dataset_inputs]
-    assert json.loads(pairs.profile)["labels"] == ["cc-by-nc-4.0"]
-    assert json.loads(run.data.tags["posttrain.labels"]) == ["cc-by-nc-4.0"]
-
-
-def test_a_reused_stage_is_a_link_to_the_run_that_made_it(uri, client, store):
-    made = store.chain()
-    _, base = record(uri, store, made["base"], [made["corpus"]])
-    tracker = MlflowTracker(uri)
-    with tracker.execution(execution(store, [made["base"]])):
-        pass
-    run = client.get_run(tracker.execution_id())
-    assert run.data.tags["posttrain.reused.base"] == base.stage
-    assert f"| base | reused | [{base.stage[:8]}](#/experiments/" in run.data.tags["mlflow.note.content"]
-
-
-def test_a_model_that_no_stage_made_is_a_logged_model_once(uri, client, store):
-    source = store.source("qwen", path="owner/name", kind="checkpoint", revision="c" * 40, files={})
-    manifests = [store.stage(name, {"policy": source}) for name in ("cpt", "sft")]
-    ids = [record(uri, store, manifest)[1] for manifest in manifests]
-    found = [client.get_run(each.stage).inputs.model_inputs for each in ids]
-    assert found[0] == found[1] != []
-    model = client.get_logged_model(found[0][0].model_id)
-    assert (model.name, model.tags["posttrain.output"], model.source_run_id) == ("qwen", "owner/name", None)
-
-
-def test_reports_read_models_and_make_none(uri, client, store):
-    made = store.chain()
-    _, ids = record(uri, store, made["evaluate"], [made["cpt"], made["dpo"], made["corpus"]])
-    run = client.get_run(ids.stage)
-    names = {client.get_logged_model(each.model_id).name for each in run.inputs.model_inputs}
-    assert (names, run.outputs.model_outputs) == ({"cpt", "dpo"}, [])
-
-
-def test_the_same_bytes_are_registered_once_and_others_again(uri, client, store):
-    manifest = store.stage("base", {})
-    for each in (manifest, manifest, replace(manifest, output_digest="f" * 64)):
-        record(uri, store, each)
-    found = client.search_model_versions("name='p'", order_by=["version_number ASC"])
-    assert [each.tags["posttrain.digest"] for each in found] == [manifest.output_digest, "f" * 64]
-    output = store.root / "base" / manifest.fingerprint[:16] / "output"
-    assert found[0].source == found[0].tags["posttrain.output"] == output.as_uri()
-
-
 def test_an_mlflow_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, store, capsys):
     (tmp_path / "file").write_text("no directory")
     manifest = store.stage("base", {})
@@ -254,7 +155,7 @@ def test_an_mlflow_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path
 
 
 def test_a_stage_whose_beginning_was_lost_is_written_whole_at_its_end(uri, client, store, monkeypatch, capsys):
-    from lineage.mlflow_live import LiveRecord
+    from lineage.mlflow.live import LiveRecord
 
     def lost(self, start):
         raise ConnectionError("away for a moment")
@@ -267,12 +168,3 @@ def test_a_stage_whose_beginning_was_lost_is_written_whole_at_its_end(uri, clien
     [stage] = [run for run in runs(client) if run.info.run_name == "base"]
     assert (stage.info.status, stage.data.params) == ("FINISHED", {"method": "Base"})
     assert "| base | finished |" in client.get_run(tracker.execution_id()).data.tags["mlflow.note.content"]
-
-
-def test_a_model_that_an_alias_named_is_the_logged_model_of_the_stage_that_made_it(uri, client, store):
-    champion = store.stage("sft", {}, pipeline="other")
-    output = store.root / "sft" / champion.fingerprint[:16] / "output"
-    source = store.source("champion", path=str(output), kind="checkpoint", revision="alias:champion", files={})
-    _, ids = record(uri, store, store.stage("dpo", {"policy": replace(source, fingerprint=champion.fingerprint)}))
-    [parent] = client.get_run(ids.stage).inputs.model_inputs
-    assert client.get_run(client.get_logged_model(parent.model_id).source_run_id).info.run_name == "sft"

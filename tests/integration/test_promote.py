@@ -10,7 +10,7 @@ from flows.config import load_pipeline
 from flows.prefect_server import EmbeddedServer
 from flows.promote import promote, roll_back
 from lineage.errors import ArtifactError, ConfigError, GateError
-from lineage.index import Index
+from lineage.graph.index import Index
 from lineage.promotions import Event, append, holders, locked, read_events
 from tests.command import CONF, Command, wait_until
 

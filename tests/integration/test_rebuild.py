@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.mlflow_client import connect
-from lineage.mlflow_lookup import Key
-from lineage.mlflow_registry import links, refill, set_alias
+from lineage.mlflow.client import connect
+from lineage.mlflow.lookup import Key
+from lineage.mlflow.registry import links, refill, set_alias
 from lineage.promotions import Event, append
 from tests.written_store import WrittenStore
 

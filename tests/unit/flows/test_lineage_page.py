@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.lineage_drawing import draw
-from flows.lineage_page import render
+from flows.reports.drawing import draw
+from flows.reports.page import render
 from tests.drawn_graphs import Page, graph_of, hostile, small, source, stage
 
 
@@ -88,5 +88,5 @@ def test_long_text_is_cut_and_told_in_full_to_who_points_at_it():
 def test_the_files_beside_the_module_are_ascii_and_packaged():
     folder = Path(render.__code__.co_filename).parent
     for suffix in ("html", "css", "js"):
-        assert (folder / f"lineage_page.{suffix}").read_text().isascii()
-        assert f'"*.{suffix}"' in (folder.parent / "pyproject.toml").read_text()
+        assert (folder / f"page.{suffix}").read_text().isascii()
+        assert f'"*.{suffix}"' in (folder.parents[1] / "pyproject.toml").read_text()

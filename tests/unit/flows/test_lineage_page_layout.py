@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from flows.lineage_layout import WIDTH, Edge, layout
+from flows.reports.layout import WIDTH, Edge, layout
 
 
 def chain_of(count: int) -> list[Edge]:

@@ -1,8 +1,8 @@
 import pytest
 
-from flows.lineage_report import ancestry_tree
-from lineage.graph import ancestry
-from lineage.index import Index
+from flows.reports.lineage import ancestry_tree
+from lineage.graph.ancestry import ancestry
+from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 
 

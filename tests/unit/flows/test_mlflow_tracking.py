@@ -5,7 +5,7 @@ import pytest
 from flows.pipeline import Tracking
 from flows.tracking import make_tracker
 from lineage.errors import ConfigError
-from lineage.mlflow_tracker import MlflowTracker
+from lineage.mlflow.tracker import MlflowTracker
 from lineage.tracker import NoTracker
 
 

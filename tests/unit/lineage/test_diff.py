@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from flows.diff_report import diff_text
-from lineage.diff import diff
+from flows.reports.diff import diff_text
 from lineage.fingerprint import short
-from lineage.index import Index
+from lineage.graph.diff import diff
+from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 
 

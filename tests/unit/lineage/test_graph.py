@@ -3,8 +3,8 @@ import json
 import pytest
 
 from lineage.fingerprint import short
-from lineage.graph import ancestry
-from lineage.index import Index
+from lineage.graph.ancestry import ancestry
+from lineage.graph.index import Index
 from lineage.promotions import Event, append
 from tests.written_store import WrittenStore, node
 

@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from flows.impact_report import impact_text
+from flows.reports.impact import impact_text
 from lineage.digest import digest_file
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.impact import impact
-from lineage.index import Index
+from lineage.graph.impact import impact
+from lineage.graph.index import Index
 from lineage.promotions import Event, append
 from tests.written_store import WrittenStore, node
 

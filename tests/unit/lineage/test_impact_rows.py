@@ -5,11 +5,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.impact_report import impact_text
+from flows.reports.impact import impact_text
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.impact import impact
-from lineage.index import Index
+from lineage.graph.impact import impact
+from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 
 TRAINED, HELD = "a secret in training", "a secret held out"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lineage import index_scan
 from lineage.fingerprint import short
-from lineage.index import Index
+from lineage.graph import index_scan
+from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 
 

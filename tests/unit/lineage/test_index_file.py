@@ -3,7 +3,7 @@ import sqlite3
 
 import pytest
 
-from lineage.index import Index
+from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 
 

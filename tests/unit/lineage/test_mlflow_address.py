@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from lineage.errors import ConfigError
-from lineage.mlflow_address import require_reachable, shown, sqlite_file, tracking_uri
+from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lineage.mlflow_follow import Follower
+from lineage.mlflow.follow import Follower
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.mlflow_names import model_name, parameters, produces, source_data, stage_data
+from lineage.mlflow.names import model_name, parameters, produces, source_data, stage_data
 from tests.written_store import WrittenStore
 
 

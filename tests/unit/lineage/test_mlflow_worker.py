@@ -2,7 +2,7 @@
 
 import threading
 
-from lineage.mlflow_worker import Worker
+from lineage.mlflow.worker import Worker
 
 
 def test_tasks_are_done_in_order_and_the_idle_one_between_them():

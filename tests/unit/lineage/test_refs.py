@@ -2,9 +2,9 @@ import pytest
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.index import Index
+from lineage.graph.index import Index
+from lineage.graph.refs import resolve
 from lineage.promotions import Event, append
-from lineage.refs import resolve
 from tests.written_store import WrittenStore, node
 
 

@@ -1,14 +1,14 @@
 import pytest
 
 from lineage.digest import DigestCache, digest_files, digest_of
-from lineage.finding import Fault
 from lineage.fingerprint import short
 from lineage.lease import Lease
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.promotions import Event, append
 from lineage.store import Store
-from lineage.verify import Checked, check_links, check_outputs, check_promotions, check_sources, read_store
-from lineage.verify_dvc import check_lock, check_view
+from lineage.verify.dvc import check_lock, check_view
+from lineage.verify.finding import Fault
+from lineage.verify.store import Checked, check_links, check_outputs, check_promotions, check_sources, read_store
 
 
 def commit(root, stage, fingerprint, inputs=None, text="weights"):

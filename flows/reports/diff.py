@@ -1,0 +1,70 @@
+"""What ``posttrain diff`` prints."""
+
+from collections.abc import Iterator
+
+from lineage.graph.diff import Diff
+
+_TITLES = {
+    "recipe": "its own recipe",
+    "data": "data",
+    "graph": "the graph",
+    "recipe of a parent": "recipes of what it was made from",
+    "bytes of an input": "inputs of the same fingerprint and other bytes",
+    "seed": "seeds",
+    "code": "code",
+    "git": "git",
+    "resources": "resources",
+    "libraries": "libraries",
+    "python": "python",
+    "hosts": "hosts",
+}
+_SELF_EXPLAINED = (
+    "recipe",
+    "data",
+    "graph",
+    "recipe of a parent",
+    "bytes of an input",
+    "seed",
+)  # they name their stage
+_MOST_METRICS = 8  # of one stage
+
+
+def diff_text(found: Diff) -> str:
+    """The verdict, the causes in order, the consequence."""
+    return "\n".join(
+        [f"A {found.first.id}", f"B {found.second.id}", _verdict(found), *_causes(found), *_metrics(found)]
+    )
+
+
+def _verdict(found: Diff) -> str:
+    if found.first.id == found.second.id:
+        return "A and B are one artifact"
+    if found.same_output:
+        same = "the outputs are equal, byte for byte"
+        return same if found.same_fingerprint else f"{same}, though the fingerprints differ"
+    if found.same_fingerprint and found.same_output is False:
+        return (
+            "the fingerprints are equal and the outputs differ: the same work gave other bytes; "
+            "code, libraries and hardware are the suspects"
+        )
+    return "what differs, the most likely cause first:" if found.causes else "nothing that is recorded differs"
+
+
+def _causes(found: Diff) -> Iterator[str]:
+    title = ""
+    for cause in found.causes:
+        if title != _TITLES[cause.what]:
+            title = _TITLES[cause.what]
+            yield f"{title}:"
+        yield f"  {cause.text}" + ("" if cause.what in _SELF_EXPLAINED else f"  ({', '.join(cause.stages)})")
+
+
+def _metrics(found: Diff) -> Iterator[str]:
+    if found.metrics:
+        yield "and in consequence, measured:"
+    for stage, changed in found.metrics.items():
+        for name, values in list(changed.items())[:_MOST_METRICS]:
+            first, second = ("(none)" if value is None else f"{value:.6g}" for value in values)
+            yield f"  {stage}: {name}: {first} -> {second}"
+        if len(changed) > _MOST_METRICS:
+            yield f"  {stage}: and {len(changed) - _MOST_METRICS} more (--json lists all)"

@@ -1,0 +1,123 @@
+"""What ``posttrain impact`` prints."""
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from lineage.artifact import SOURCE
+from lineage.graph.below import MODELS
+from lineage.graph.impact import Impact
+from lineage.graph.index_queries import Indexed
+from lineage.graph.retraining import Retraining
+
+_MOST_ARTIFACTS = 20
+_MOST_ROWS = 10
+_MOST_PIPELINES = 5
+
+
+def impact_text(found: Impact) -> str:
+    """What it went into, who must know, and what to do about it."""
+    return "\n".join([*_rows(found), *_artifacts(found), *_aliases(found), "", *_retrainings(found)])
+
+
+def _rows(found: Impact) -> Iterator[str]:
+    rows = found.meant.rows
+    for row in rows[:_MOST_ROWS]:
+        yield f"row {row.row_id}: {row.text}"
+    if len(rows) > _MOST_ROWS:
+        yield f"and {len(rows) - _MOST_ROWS} more rows"
+    if rows:
+        yield ""
+
+
+def _artifacts(found: Impact) -> Iterator[str]:
+    counts = found.below.counts
+    total = sum(count for *_, count in counts)
+    models: dict[str, int] = {}
+    for pipeline, _, kind, count in counts:
+        if kind in MODELS:
+            models[pipeline] = models.get(pipeline, 0) + count
+    versions = ", ".join(f"{count:,} of {pipeline}" for pipeline, count in models.items()) or "none"
+    yield f"{found.meant.words}: went into {total:,} artifact{'' if total == 1 else 's'}"
+    yield f"  registered versions: {versions}"
+    newest = found.below.newest(_MOST_ARTIFACTS)
+    if total > len(newest):
+        yield "  " + ", ".join(f"{pipeline}/{stage} {count:,}" for pipeline, stage, _, count in counts)
+        yield f"  the newest {len(newest)} (--json lists all):"
+    yield from _table([_artifact(found, each) for each in reversed(newest)])
+    if found.unaffected:
+        yield f"  {found.unaffected} more models were trained on the other rows of such data; they never saw it"
+
+
+def _artifact(found: Impact, each: Indexed) -> list[str]:
+    held = "".join(f" [{alias}]" for alias, holder in found.aliases.items() if holder == each.id)
+    when = datetime.fromtimestamp(each.end).strftime("%Y-%m-%d %H:%M")
+    where = str(found.index.entry(each.id).path)
+    return [f"{each.pipeline}/{each.stage}", each.id + held, found.role(each) or each.kind, when, where]
+
+
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _aliases(found: Impact) -> Iterator[str]:
+    for alias, holder in sorted(found.aliases.items()):
+        line = f"  alias {alias} is held by {holder}"
+        if alias in found.before:
+            line += f"; 0 s: posttrain rollback --alias {alias} gives it back to {found.before[alias]}, "
+            line += "which never met it"
+        yield line
+    if not found.aliases:
+        yield "  aliases: none"
+
+
+def _retrainings(found: Impact) -> Iterator[str]:
+    if not found.retrainings:
+        made = (
+            "what the pipelines stand on now was not made from it"
+            if found.below.newest(1)
+            else "nothing was made from it"
+        )
+        yield f"retraining: none is needed: {made}"
+        return
+    yield "the cheapest retraining without it (seconds are an estimate: what the stages took when they last ran):"
+    for each in found.retrainings[:_MOST_PIPELINES]:
+        yield from _retraining(found, each)
+    if len(found.retrainings) > _MOST_PIPELINES:
+        yield f"and {len(found.retrainings) - _MOST_PIPELINES} more pipelines (--json lists all)"
+
+
+def _retraining(found: Impact, each: Retraining) -> Iterator[str]:
+    again = ", ".join(f"{one.stage} {one.end - one.start:.0f} s" for one in each.again)
+    yield f"  {each.pipeline}: run again {again}: about {each.seconds:.0f} s one after the other"
+    if each.reused:
+        yield f"    reused: {', '.join(one.stage for one in each.reused)}"
+    if each.restart:
+        yield f"    training starts again from: {', '.join(one.id for one in each.restart)}"
+    for stage, other in each.instead.items():
+        when = datetime.fromtimestamp(other.end).strftime("%Y-%m-%d %H:%M")
+        yield f"    cheaper, 0 s: {other.id} ({when}) is a finished {stage} that never met it: use or promote it"
+    if found.meant.rows and not any(one.kind in MODELS for one in each.again):
+        yield "    no model that stands now was trained on it: only data and measurements change"
+        yield "    (deleting it gives the data another identity all the same: a run would train again what reads it)"
+    yield f"    to do: {_to_do(found, each)}"
+
+
+def _to_do(found: Impact, each: Retraining) -> str:
+    run = f"posttrain run pipeline={each.pipeline}"
+    meant = found.meant
+    names = sorted({node.rpartition("@")[0].removeprefix(SOURCE) for node in meant.sources})
+    if meant.rows and meant.files:
+        files = meant.files[0] if len(meant.files) == 1 else f"whichever of {', '.join(meant.files[:4])} holds it"
+        return f"delete the row from {files}; {run}"
+    if names:
+        changed = " ".join(f"sources.{name}.path=DATA-WITHOUT-IT" for name in names)
+        return f"{run} {changed}"
+    readers = [
+        f"stages.{child.rpartition('@')[0]}.inputs.{slot}=ANOTHER"
+        for root in meant.roots
+        for child, slot in found.index.children(root)
+        if any(one.id == child for one in each.again)
+    ]
+    return f"{run} {' '.join(readers)}".rstrip()

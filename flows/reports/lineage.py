@@ -1,0 +1,118 @@
+"""What ``posttrain lineage`` prints: the ancestry as a tree, each artifact once."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+
+from lineage.fingerprint import short
+from lineage.graph.ancestry import Graph, Node
+from lineage.manifest import Manifest, Provenance
+
+# Of no use to who asks where a model came from: named beside it, or at its default nearly always.
+_UNTOLD = ("method", "version", "warmup_ratio", "lr_schedule", "weight_decay", "max_grad_norm")
+_MOST_FIELDS = 12
+
+
+def ancestry_tree(graph: Graph) -> str:
+    """A block of lines per artifact, what it was made from below it; one that comes again is only named."""
+    lines = list(_block(graph, graph.root, slot="", indent="", below="", shown=set()))
+    environment = list(_environment(graph))
+    return "\n".join([*lines, "", *environment] if environment else lines)
+
+
+def _block(graph: Graph, name: str, slot: str, indent: str, below: str, shown: set[str]) -> Iterator[str]:
+    node = graph.nodes[name]
+    title = f"{slot}: {_title(node)}" if slot not in ("", node.name) else _title(node)
+    parents = graph.parents(name)
+    if name in shown:
+        yield f"{indent}{title} (above)" if parents else f"{indent}{title}"
+        return
+    shown.add(name)
+    yield indent + title
+    bar = "│ " if parents else "  "
+    yield from (f"{below}{bar}  {line}" for line in _details(node))
+    for place, edge in enumerate(parents, start=1):
+        last = place == len(parents)
+        joint, rest = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _block(graph, edge.parent, edge.slot, below + joint, below + rest, shown)
+
+
+def _title(node: Node) -> str:
+    badges = "".join(f" [{alias}]" for alias in node.aliases)
+    return f"{node.name} {short(node.fingerprint)}{badges}"
+
+
+def _details(node: Node) -> list[str]:
+    if node.manifest:
+        return _artifact(node.manifest, node)
+    if node.entry:
+        return ["gone: deleted from the store"]
+    return _source(node)
+
+
+def _artifact(manifest: Manifest, node: Node) -> list[str]:
+    ran = manifest.provenance
+    code = f"git {short(ran.git_commit)[:8]}{' (dirty)' if ran.git_dirty else ''}" if ran.git_commit else "git: none"
+    when = datetime.fromtimestamp(ran.end).strftime("%Y-%m-%d %H:%M")
+    method = manifest.recipe.get("method", manifest.method)
+    lines = [f"{method}  {_recipe(manifest.recipe)}".rstrip()]
+    measured = _measured(manifest.metrics)
+    if measured:
+        lines.append(measured)
+    lines.append(f"{when}, {ran.end - ran.start:.1f} s on {', '.join(ran.hosts)}; {code}, code {ran.code_digest[:8]}")
+    return [*lines, *_labels(node)]
+
+
+def _recipe(recipe: Mapping[str, object]) -> str:
+    told = [f"{name}={_value(value)}" for name, value in recipe.items() if name not in _UNTOLD and value is not None]
+    more = [f"and {len(told) - _MOST_FIELDS} more"] if len(told) > _MOST_FIELDS else []
+    return " ".join(told[:_MOST_FIELDS] + more)
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _measured(metrics: Mapping[str, float]) -> str:
+    """Rows of data and the share of them that is trained on; of a training, its tokens."""
+    told = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
+    percent = metrics.get("trained_tokens_percent")
+    if percent is not None:
+        told.append(f"{percent:.1f} % of the tokens trained")
+    if "loss" in metrics:
+        told.append(f"loss {metrics['loss']:.4g}")
+    return ", ".join(told)
+
+
+def _source(node: Node) -> list[str]:
+    source = node.given.source if node.given else None
+    if source is None:
+        return ["recorded by an earlier version: no path, no files"]
+    digest = node.given.digest if node.given else None
+    content = f"SHA-256 {short(digest)}" if digest else f"revision {source.revision}"
+    lines = [source.path, ", ".join([content, *([f"{node.rows:,} rows"] if node.rows is not None else [])])]
+    if source.dvc:
+        lines.append(f"DVC {source.dvc}")
+    return [*lines, *_labels(node)]
+
+
+def _labels(node: Node) -> list[str]:
+    return [f"labels: {', '.join(sorted(node.labels))}"] if node.labels else []
+
+
+def _environment(graph: Graph) -> Iterator[str]:
+    """Python and the libraries, once; then the stages that ran with others."""
+    ran = {node.name: node.manifest.provenance for node in graph.nodes.values() if node.manifest}
+    if not ran:
+        return
+    (common, _), *_ = Counter(_versions(each) for each in ran.values()).most_common()
+    yield "made with " + ", ".join(f"{name} {version}" for name, version in common)
+    for stage, each in ran.items():
+        others = sorted(set(_versions(each)) - set(common))
+        if others:
+            yield f"but {stage} with " + ", ".join(f"{name} {version}" for name, version in others)
+
+
+def _versions(ran: Provenance) -> tuple[tuple[str, str], ...]:
+    return (("python", ran.python), *sorted(ran.libraries.items()))

@@ -1,0 +1,38 @@
+"""How an artifact is called, and which one a path of the store belongs to, told by the path alone."""
+
+import os
+import re
+from pathlib import Path
+
+from lineage.fingerprint import short
+from lineage.store import RESERVED
+
+ENTRY_NAME = re.compile("[0-9a-f]{16}")
+
+
+def node_key(name: str, fingerprint: str) -> str:
+    """How a node of the graph is called: ``sft@0123456789abcdef``."""
+    return f"{name}@{short(fingerprint)}"
+
+
+def artifact_at(root: Path, path: str) -> tuple[str, str] | None:
+    """Stage and the first 16 digits of the fingerprint, of a path that is or lies in ``<root>/<stage>/<digits>``."""
+    parts = parts_below(root, path)
+    if len(parts) < 2 or parts[0] in RESERVED or not ENTRY_NAME.fullmatch(parts[1]):
+        return None
+    return parts[0], parts[1]
+
+
+def view_at(root: Path, path: str) -> tuple[str, str] | None:
+    """Pipeline and stage, of a path that is or lies in ``<root>/pipelines/<pipeline>/<stage>``."""
+    parts = parts_below(root, path)
+    return (parts[1], parts[2]) if len(parts) >= 3 and parts[0] == "pipelines" else None
+
+
+def parts_below(root: Path, path: str) -> tuple[str, ...]:
+    """The names between a directory and a path below it; none where it is not below, by name or by link."""
+    for way in (os.path.abspath, os.path.realpath):
+        top, below = way(root), way(path)
+        if below.startswith(top + os.sep):
+            return tuple(below[len(top) + 1 :].split(os.sep))
+    return ()

@@ -1,0 +1,144 @@
+"""REFs: the ways in which a user names an artifact or a source."""
+
+import os
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from lineage.artifact import SOURCE
+from lineage.errors import ArtifactError, ConfigError
+from lineage.fingerprint import short
+from lineage.graph.index import Index
+from lineage.graph.places import artifact_at, node_key, parts_below, view_at
+from lineage.store import Entry
+
+FORMS = (
+    "a fingerprint or at least 4 digits of one, PIPELINE/STAGE, STAGE@DIGITS, the path of an output, "
+    "alias:NAME, source:NAME"
+)
+_ALIAS = "alias:"
+_DIGITS = re.compile("[0-9a-f]{4,64}")
+_MOST_NAMED = 8  # candidates in one message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a REF names.
+
+    Args:
+        node: its id in the graph, ``sft@0123456789abcdef`` or ``source:corpus@0123456789abcdef``.
+        entry: its directory; None: it is a source.
+    """
+
+    node: str
+    entry: Entry | None
+
+    @property
+    def name(self) -> str:
+        return self.node.rpartition("@")[0]
+
+
+def resolve(ref: str, index: Index) -> Found:
+    """Finds what a REF names.
+
+    Raises:
+        ConfigError: nothing or several things bear that name; the message names what is near.
+    """
+    if index.is_empty():
+        raise ConfigError(f"{ref}: the store {index.store} holds no finished artifact; make one with: posttrain run")
+    nodes = _candidates(ref, index)
+    if len(nodes) > 1:
+        raise ConfigError(f"{ref} names {len(nodes)} things: {_some(nodes)}; name one of them")
+    if not nodes:
+        raise _unknown(ref, index)
+    (node,) = nodes
+    return Found(node=node, entry=None if node.startswith(SOURCE) else index.entry(node))
+
+
+def _candidates(ref: str, index: Index) -> list[str]:
+    if ref.startswith(_ALIAS):
+        return _by_alias(ref.removeprefix(_ALIAS), index)
+    name, at, digits = ref.rpartition("@")
+    if at and _DIGITS.fullmatch(digits):
+        return [node for node in _by_digits(digits, index) if node.startswith(name + "@")]
+    if ref.startswith(SOURCE):
+        return index.sources(ref.removeprefix(SOURCE))[-1:]
+    if _DIGITS.fullmatch(ref):
+        return _one_per_artifact(_by_digits(ref, index))
+    return _by_path(ref, index) or _by_place(ref, index)
+
+
+def _by_alias(alias: str, index: Index) -> list[str]:
+    if alias not in index.aliases:
+        raise ConfigError(
+            f"{_ALIAS}{alias}: no model holds that alias; aliases now: {', '.join(sorted(index.aliases)) or 'none'}; "
+            f"give one with: posttrain promote REF --alias {alias}"
+        )
+    return [index.aliases[alias]]
+
+
+def _by_digits(digits: str, index: Index) -> list[str]:
+    nodes = index.with_prefix(short(digits))
+    return nodes if len(digits) <= 16 else [node for node in nodes if _fingerprint(node, index).startswith(digits)]
+
+
+def _fingerprint(node: str, index: Index) -> str:
+    artifact = index.artifact(node)
+    if artifact:
+        return artifact.fingerprint
+    records = index.records(node)
+    return records[0].fingerprint if records else ""
+
+
+def _one_per_artifact(nodes: list[str]) -> list[str]:
+    """A source that is an artifact of this store (a champion) has its fingerprint; then the artifact is meant."""
+    artifacts = {node.rpartition("@")[2] for node in nodes if not node.startswith(SOURCE)}
+    return [node for node in nodes if not node.startswith(SOURCE) or node.rpartition("@")[2] not in artifacts]
+
+
+def _by_path(ref: str, index: Index) -> list[str]:
+    path = os.path.expanduser(ref)
+    place = artifact_at(index.store, path)
+    if place:
+        node = node_key(*place)
+        return [node] if index.artifact(node) else []
+    view = view_at(index.store, path)
+    return _by_place("/".join(view), index) if view else []
+
+
+def _by_place(ref: str, index: Index) -> list[str]:
+    pipeline, slash, stage = ref.partition("/")
+    if not slash or not stage or "/" in stage:
+        return []
+    view = _viewed(index.store / "pipelines" / pipeline / stage, index)
+    newest = index.newest(pipeline, stage)
+    return [view] if view else [newest.id] if newest else []
+
+
+def _viewed(directory: Path, index: Index) -> str | None:
+    """What the view of a pipeline holds now, where the store holds it too."""
+    try:
+        manifest = Entry(directory).manifest()
+    except ArtifactError:
+        return None
+    node = node_key(manifest.stage, manifest.fingerprint) if manifest else None
+    return node if node and index.artifact(node) else None
+
+
+def _unknown(ref: str, index: Index) -> ConfigError:
+    names = ["/".join(place) for place in index.places()]
+    names += sorted({source.rpartition("@")[0] for source in index.sources()})
+    names += [_ALIAS + alias for alias in sorted(index.aliases)]
+    last = ref.rpartition("/")[2]
+    near = get_close_matches(ref, names, n=3, cutoff=0.6) or [name for name in names if name.endswith("/" + last)]
+    inside = (
+        " (a path of this store, but no finished artifact)" if parts_below(index.store, os.path.expanduser(ref)) else ""
+    )
+    there = f"did you mean {_some(near)}?" if near else f"there are: {_some(names)}"
+    return ConfigError(f"{ref}: no such artifact or source in {index.store}{inside}; accepted: {FORMS}; {there}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,1 @@
+"""MLflow, a mirror of the manifests: written while a run goes, or refilled from them afterwards."""

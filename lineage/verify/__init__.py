@@ -1,0 +1,1 @@
+"""Is the record intact: each part against the manifests."""

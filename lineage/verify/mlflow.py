@@ -1,0 +1,84 @@
+"""Checks MLflow against the store: runs, logged models, registered versions, aliases."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lineage.errors import PipelineError
+from lineage.graph.places import node_key
+from lineage.mlflow.address import sqlite_file, tracking_uri
+from lineage.mlflow.lookup import Key, Links
+from lineage.mlflow.names import is_model
+from lineage.mlflow.registry import links
+from lineage.promotions import PROMOTIONS, read_events, stacks
+from lineage.verify.finding import Fault, Finding
+from lineage.verify.store import Checked
+
+
+def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Finding]:
+    """That MLflow says what the manifests say which were recorded there.
+
+    Args:
+        uri: as ``tracking.uri`` states it.
+    """
+    recorded = [manifest for _, _, manifest in checked.items() if manifest.mlflow_run_id]
+    pipelines = sorted({manifest.pipeline for _, manifest in checked.all.values()})
+    address = tracking_uri(uri)
+    file = sqlite_file(address)
+    if file and not file.exists():  # a look must not make one
+        if recorded:
+            yield _finding(Fault.MISSING, "MLflow", f"{file} is gone, which {len(recorded)} manifests were recorded in")
+        return
+    try:
+        found = links(uri, pipelines)
+    except PipelineError as error:
+        yield _finding(Fault.MISSING, "MLflow", str(error))
+        return
+    for manifest in recorded:
+        node = node_key(manifest.stage, manifest.fingerprint)
+        for what in _lacking(Key.of(manifest), found, is_model(manifest)):
+            yield _finding(Fault.MISSING, node, f"MLflow at {address} has no {what} of it")
+    if checked.is_whole:
+        yield from _orphans(found, store, checked)
+        yield from _aliases(found, store, checked)
+
+
+def _lacking(key: Key, found: Links, is_model: bool) -> Iterator[str]:
+    if key not in found.runs:
+        yield "finished run"
+    if is_model and key not in found.models:
+        yield "logged model"
+    if is_model and key not in found.versions:
+        yield "registered version"
+
+
+def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
+    """What was recorded from this store and is there no more: deleted on purpose, or lost."""
+    held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()}
+    for key, run in found.runs.items():
+        if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in held:
+            why = f"MLflow's run {run.run_id} made it, and the store has it no more"
+            mend = "restore it, or delete the run (and its version) in MLflow"
+            yield Finding(fault=Fault.ORPHANED, what=node_key(key.stage, key.fingerprint), why=why, mend=mend)
+
+
+def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
+    """That each alias names in the registry what ``promotions.jsonl`` says."""
+    pipelines = {(each.stage, each.fingerprint): each.pipeline for _, each in checked.all.values()}
+    try:
+        held = stacks(read_events(store))
+    except PipelineError:  # told by the check of the promotions
+        return
+    for alias, stack in held.items():
+        holder = (str(stack[-1].stage), stack[-1].fingerprint) if stack else None
+        for pipeline, aliases in found.aliases.items():
+            named = aliases.get(alias)
+            due = holder if holder and pipelines.get(holder) == pipeline else None
+            if (named[:2] if named else None) != due and (due or alias in aliases):
+                shown = node_key(*named[:2]) if named else "no artifact of ours"
+                stated = node_key(*due) if due else "none"
+                why = f"registered model {pipeline} has it at {shown}, {PROMOTIONS} at {stated}"
+                yield _finding(Fault.CHANGED, f"alias {alias}", why)
+
+
+def _finding(fault: Fault, what: str, why: str) -> Finding:
+    return Finding(fault=fault, what=what, why=why, mend="posttrain rebuild")

@@ -1,0 +1,112 @@
+"""What leads from one artifact to the next in MLflow: models, data sets, reused runs, versions."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from lineage.mlflow.client import connect
+from lineage.mlflow.tracker import MlflowTracker
+from tests.tracked_stage import execution, record
+from tests.written_store import WrittenStore
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    connect(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def uri(tmp_path, migrated):
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def client(uri):
+    return connect(uri)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WrittenStore(tmp_path / "artifacts")
+
+
+def test_a_parent_that_mlflow_does_not_know_is_written_from_its_manifest(uri, client, store):
+    made = store.chain()
+    _, ids = record(uri, store, made["dpo"], [made["cpt"], made["pairs"]])
+    run = client.get_run(ids.stage)
+    [parent] = [client.get_logged_model(each.model_id) for each in run.inputs.model_inputs]
+    assert (parent.name, parent.tags["posttrain.digest"]) == ("cpt", made["cpt"].output_digest)
+    assert parent.source_run_id == ids.parents[0]
+    # The page of a model is one click from its parent's.
+    [made_of_it] = [client.get_logged_model(each.model_id) for each in run.outputs.model_outputs]
+    link = f"[cpt](#/experiments/{run.info.experiment_id}/models/{parent.model_id})"
+    assert link in made_of_it.tags["mlflow.note.content"] == run.data.tags["mlflow.note.content"]
+    base = client.get_run(parent.source_run_id).inputs.model_inputs
+    assert client.get_logged_model(base[0].model_id).name == "base"
+    [pairs] = [each.dataset for each in run.inputs.dataset_inputs]
+    assert json.loads(pairs.profile)["labels"] == ["cc-by-nc-4.0"]
+    assert json.loads(run.data.tags["posttrain.labels"]) == ["cc-by-nc-4.0"]
+
+
+def test_a_reused_stage_is_a_link_to_the_run_that_made_it(uri, client, store):
+    made = store.chain()
+    _, base = record(uri, store, made["base"], [made["corpus"]])
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store, [made["base"]])):
+        pass
+    run = client.get_run(tracker.execution_id())
+    assert run.data.tags["posttrain.reused.base"] == base.stage
+    assert f"| base | reused | [{base.stage[:8]}](#/experiments/" in run.data.tags["mlflow.note.content"]
+
+
+def test_a_stage_that_another_execution_made_meanwhile_is_a_link_too(uri, client, store):
+    manifest = store.stage("a", {})
+    _, ids = record(uri, store, manifest)
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        tracker.reused("a", manifest)
+    run = client.get_run(tracker.execution_id())
+    assert run.data.tags["posttrain.reused.a"] == ids.stage
+    assert ids.stage in run.data.tags["mlflow.note.content"]
+
+
+def test_a_model_that_no_stage_made_is_a_logged_model_once(uri, client, store):
+    source = store.source("qwen", path="owner/name", kind="checkpoint", revision="c" * 40, files={})
+    manifests = [store.stage(name, {"policy": source}) for name in ("cpt", "sft")]
+    ids = [record(uri, store, manifest)[1] for manifest in manifests]
+    found = [client.get_run(each.stage).inputs.model_inputs for each in ids]
+    assert found[0] == found[1] != []
+    model = client.get_logged_model(found[0][0].model_id)
+    assert (model.name, model.tags["posttrain.output"], model.source_run_id) == ("qwen", "owner/name", None)
+
+
+def test_reports_read_models_and_make_none(uri, client, store):
+    made = store.chain()
+    _, ids = record(uri, store, made["evaluate"], [made["cpt"], made["dpo"], made["corpus"]])
+    run = client.get_run(ids.stage)
+    names = {client.get_logged_model(each.model_id).name for each in run.inputs.model_inputs}
+    assert (names, run.outputs.model_outputs) == ({"cpt", "dpo"}, [])
+
+
+def test_the_same_bytes_are_registered_once_and_others_again(uri, client, store):
+    manifest = store.stage("base", {})
+    for each in (manifest, manifest, replace(manifest, output_digest="f" * 64)):
+        record(uri, store, each)
+    found = client.search_model_versions("name='p'", order_by=["version_number ASC"])
+    assert [each.tags["posttrain.digest"] for each in found] == [manifest.output_digest, "f" * 64]
+    output = store.root / "base" / manifest.fingerprint[:16] / "output"
+    assert found[0].source == found[0].tags["posttrain.output"] == output.as_uri()
+
+
+def test_a_model_that_an_alias_named_is_the_logged_model_of_the_stage_that_made_it(uri, client, store):
+    champion = store.stage("sft", {}, pipeline="other")
+    output = store.root / "sft" / champion.fingerprint[:16] / "output"
+    source = store.source("champion", path=str(output), kind="checkpoint", revision="alias:champion", files={})
+    _, ids = record(uri, store, store.stage("dpo", {"policy": replace(source, fingerprint=champion.fingerprint)}))
+    [parent] = client.get_run(ids.stage).inputs.model_inputs
+    assert client.get_run(client.get_logged_model(parent.model_id).source_run_id).info.run_name == "sft"

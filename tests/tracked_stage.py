@@ -1,0 +1,47 @@
+"""Stages that are told to the MLflow tracker and never run: what a test says of them is all there is."""
+
+import json
+
+from lineage.mlflow.tracker import MlflowTracker
+from lineage.tracker import Execution, StageStart
+
+
+def execution(store, reused=()):
+    return Execution(pipeline="p", store=store.root, words=["pipeline=p"], reused={each.stage: each for each in reused})
+
+
+def start_of(store, manifest, parents=(), resumes=False):
+    directory = store.root / manifest.stage / manifest.fingerprint[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return StageStart(
+        stage=manifest.stage, method=manifest.method, produces=manifest.produces, fingerprint=manifest.fingerprint,
+        recipe=manifest.recipe, inputs=manifest.inputs, directory=directory,
+        parents={each.stage: each for each in parents}, resumes=resumes,
+    )  # fmt: skip
+
+
+def report(start, *steps):
+    with (start.directory / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            metrics = {"loss": 1.0 / step, "grad_norm": 0.5}
+            file.write(json.dumps({"step": step, "time": 1000.0 + step, "metrics": metrics}) + "\n")
+
+
+def record(uri, store, manifest, parents=()):
+    """One execution with one stage, from start to end."""
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(start_of(store, manifest, parents))
+        ids = stage.run_ids()
+        stage.finished(manifest)
+    return tracker, ids
+
+
+def attempt(tracker, store, start, error, *steps):
+    """One execution with one stage that raises after some steps."""
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(start)
+        stage.run_ids()
+        report(start, *steps)
+        stage.failed(str(error), stopped=not isinstance(error, ValueError))
+        raise error
