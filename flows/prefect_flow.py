@@ -42,9 +42,8 @@ def run_flow(run: Run) -> dict[str, Result]:
                     runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
                 else:
                     runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
-            wait(
-                [future for future in runs.values() if isinstance(future, PrefectFuture)]
-            )  # independent branches finish first
+            futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
+            wait(futures)  # independent branches finish first
         except BaseException:
             run.processes.stop()  # a stop is passed on to the stages, and they are waited for
             raise
