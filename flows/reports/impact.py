@@ -52,7 +52,9 @@ def _artifact(found: Impact, each: Indexed) -> list[str]:
     held = "".join(f" [{alias}]" for alias, holder in found.aliases.items() if holder == each.id)
     when = datetime.fromtimestamp(each.end).strftime("%Y-%m-%d %H:%M")
     where = str(found.index.entry(each.id).path)
-    return [f"{each.pipeline}/{each.stage}", each.id + held, found.role(each) or each.kind, when, where]
+    version = found.version(each)
+    registered = f"v{version}" if version else ""
+    return [f"{each.pipeline}/{each.stage}", each.id + held, registered, found.role(each) or each.kind, when, where]
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:

@@ -43,6 +43,11 @@ class Below:
         )
         return [(pipeline, stage, kind, int(count)) for pipeline, stage, kind, count in self._index.rows(sql)]
 
+    @cached_property
+    def num_models(self) -> int:
+        """Of checkpoints and reward models."""
+        return sum(count for _, _, kind, count in self.counts if kind in MODELS)
+
     def holds(self, node: str) -> bool:
         sql = f"SELECT 1 FROM {self._table} WHERE id = (SELECT id FROM node WHERE key = ?)"
         return bool(self._index.rows(sql, node))

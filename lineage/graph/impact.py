@@ -8,6 +8,9 @@ from lineage.graph.index import Index
 from lineage.graph.index_queries import Indexed
 from lineage.graph.retraining import Retraining, retrainings
 from lineage.graph.row_search import DATA
+from lineage.run_file import RunFile
+
+MOST_VERSIONS = 1000  # a file is read for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,13 @@ class Impact:
             return " and ".join(f"has it in {side}" for side in sorted(sides, reverse=True))
         return "measured on it" if artifact.id in self.meant.within else "measures a model that was trained on it"
 
+    def version(self, artifact: Indexed) -> int | None:
+        """Of the registered model, as noted beside the artifact; not looked for where there are very many."""
+        if artifact.kind not in MODELS or self.below.num_models > MOST_VERSIONS:
+            return None
+        note = RunFile.read(self.index.entry(artifact.id).path)
+        return note.version if note else None
+
     def to_dict(self) -> dict[str, object]:
         """The object that ``impact --json`` prints."""
         return {
@@ -61,7 +71,7 @@ class Impact:
             "id": each.id, "pipeline": each.pipeline, "stage": each.stage, "kind": each.kind or None,
             "fingerprint": each.fingerprint, "path": f"{self.index.store}/{each.stage}/{each.fingerprint[:16]}",
             "finished": each.end, "registered_model": each.pipeline if each.kind in MODELS else None,
-            "aliases": aliases, "role": self.role(each),
+            "registered_version": self.version(each), "aliases": aliases, "role": self.role(each),
         }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from lineage.mlflow.client import MlflowException, PatientClient, RunTag
 from lineage.mlflow.lookup import Recorded, is_dead, running
 from lineage.mlflow.names import CAUSE, NOTE, RECORDED_RUN, REUSED, WORDS
 from lineage.mlflow.runs import Runs
-from lineage.mlflow.shelf import RunFile, Shelf
+from lineage.mlflow.shelf import Shelf
+from lineage.run_file import RunFile
 
 _UNRECORDED = "unrecorded"  # stages whose manifests name no execution
 

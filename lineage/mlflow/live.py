@@ -12,7 +12,7 @@ from lineage.mlflow.follow import Follower
 from lineage.mlflow.lookup import Recorded
 from lineage.mlflow.names import CAUSE, HOST, NOTE, PARENT_RUN, PID, REUSED, STARTED, WORDS
 from lineage.mlflow.record import Record
-from lineage.mlflow.shelf import RunFile
+from lineage.run_file import RunFile
 from lineage.tracker import Execution, RunIds, StageStart
 
 _CAUSE_LENGTH = 4000

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from lineage.manifest import InputRecord, Manifest
@@ -33,12 +33,12 @@ class Models:
         self._added = added
         self._registered: set[str] = set()
         self._sources: dict[tuple[str, str], str] = {}
-        self._versions: set[Key] = set()
+        self.versions: dict[Key, int] = {}  # those that are known
         self._knows_all_versions = False  # else MLflow is asked for each
 
-    def expect_versions(self, versions: Iterable[Key]) -> None:
+    def expect_versions(self, versions: Mapping[Key, int]) -> None:
         """All versions that there are, so that MLflow need not be asked for each."""
-        self._versions.update(versions)
+        self.versions.update(versions)
         self._knows_all_versions = True
 
     def of_stage(
@@ -94,7 +94,7 @@ class Models:
         """A version of the pipeline's registered model; a model of the same bytes has one already."""
         self._ensure_registered(manifest.pipeline)
         key = Key.of(manifest)
-        if key in self._versions or self._has_version(key, manifest.pipeline):
+        if key in self.versions or self._is_registered(key, manifest.pipeline):
             return
         link = f"#/experiments/{recorded.experiment_id}/models/{recorded.model_id}"
         # A server takes no path of a file system as a source; the tag has it there.
@@ -105,7 +105,7 @@ class Models:
             model_id=recorded.model_id if on_server else None,
         )  # fmt: skip
         self._added["versions"] += 1
-        self._versions.add(key)
+        self.versions[key] = int(version.version)
         if not on_server:  # which does it itself
             link_back = json.dumps([{"name": version.name, "version": version.version}])
             self._client.set_logged_model_tags(recorded.model_id, {MODEL_VERSIONS: link_back})
@@ -120,13 +120,14 @@ class Models:
                 raise
         self._registered.add(pipeline)
 
-    def _has_version(self, key: Key, pipeline: str) -> bool:
+    def _is_registered(self, key: Key, pipeline: str) -> bool:
         if self._knows_all_versions:
             return False
-        found = self._client.search_model_versions(
-            f"name = '{pipeline}' and tags.`{FINGERPRINT}` = '{key.fingerprint}'"
-        )
-        return any((version.tags.get(STAGE), version.tags.get(DIGEST)) == (key.stage, key.digest) for version in found)
+        where = f"name = '{pipeline}' and tags.`{FINGERPRINT}` = '{key.fingerprint}'"
+        for version in self._client.search_model_versions(where):
+            if (version.tags.get(STAGE), version.tags.get(DIGEST)) == (key.stage, key.digest):
+                self.versions[key] = int(version.version)
+        return key in self.versions
 
 
 def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ def rebuild(client: PatientClient, store: Path) -> Rebuilt:
         living = {run.info.run_id for experiment in experiments for run in running(client, experiment)}
         there = read_links(client, pipelines)
         record.known.update(there.runs)
-        record.runs.models.expect_versions(there.versions)
+        record.runs.models.expect_versions({key: number for key, (_, number) in there.versions.items()})
         missing = [manifest for manifest in manifests if not _is_there(manifest, there)]
         record.rebuilt.expect(missing)
         for manifest in missing:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -31,6 +32,7 @@ from lineage.mlflow.names import (
 )
 from lineage.mlflow.runs import Runs
 from lineage.mlflow.shelf import Shelf
+from lineage.run_file import RunFile
 from lineage.store import Entry
 from lineage.tracker import StageStart
 
@@ -69,7 +71,16 @@ class Record:
     def close_stage(self, run_id: str, manifest: Manifest, follower: Follower) -> Recorded:
         """Ends the run of a stage that was committed."""
         self.known[Key.of(manifest)] = recorded = self.runs.close(run_id, manifest, follower, self._origins(manifest))
+        self._note_version(manifest, recorded)
         return recorded
+
+    def _note_version(self, manifest: Manifest, recorded: Recorded) -> None:
+        """Beside the output, where `posttrain impact` finds it without asking MLflow."""
+        directory, version = self.shelf.entry(manifest).path, self.runs.models.versions.get(Key.of(manifest))
+        unknown = RunFile(uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", words=[])
+        note = RunFile.read(directory) or unknown
+        if version is not None and note.version != version:
+            replace(note, version=version).write(directory)
 
     def _origins(self, manifest: Manifest) -> str:
         """Markdown: what fills each slot, one click away."""
@@ -120,6 +131,7 @@ class Record:
         tags = model_tags(manifest, self.shelf.output(manifest), self.shelf.labels(manifest))
         if recorded.model_id:
             self.runs.models.register(manifest, recorded, tags)
+            self._note_version(manifest, recorded)
 
     def write(self, manifest: Manifest) -> Recorded:
         """Writes the run of an output that was made before, as its manifest tells it."""

@@ -1,7 +1,5 @@
-"""What the store says of a manifest's ancestors, and the note of a stage's run beside it. Imports no mlflow."""
+"""What the store says of a manifest's ancestors. Imports no mlflow."""
 
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lineage.artifact import SOURCE
@@ -9,8 +7,6 @@ from lineage.manifest import Manifest
 from lineage.mlflow.names import produces
 from lineage.store import Entry, Store
 from lineage.tracker import StageStart
-
-_RUN_FILE = "mlflow.json"
 
 
 class Shelf:
@@ -52,29 +48,3 @@ class Shelf:
             fingerprint=manifest.fingerprint, recipe=manifest.recipe, inputs=manifest.inputs,
             directory=self.entry(manifest).path, parents=self.parents(manifest),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """``mlflow.json`` beside a stage: which run its last attempt was, and the words of the command.
-
-    Args:
-        uri: of MLflow, without secrets.
-    """
-
-    uri: str
-    run_id: str
-    execution_id: str
-    words: list[str]
-
-    @staticmethod
-    def read(directory: Path) -> "RunFile | None":
-        try:
-            return RunFile(**json.loads((directory / _RUN_FILE).read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or cut by a kill
-            return None
-
-    def write(self, directory: Path) -> None:
-        draft = directory / (_RUN_FILE + ".tmp")
-        draft.write_text(json.dumps(asdict(self)) + "\n")
-        draft.replace(directory / _RUN_FILE)

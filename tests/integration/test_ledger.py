@@ -31,6 +31,13 @@ def champion(ours, stages) -> dict:
     return stages["dpo"]
 
 
+def registered_versions(folder: Path) -> dict[str, int]:
+    from mlflow import MlflowClient
+
+    versions = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_model_versions(f"name = '{PIPELINE}'")
+    return {version.tags["posttrain.stage"]: int(version.version) for version in versions}
+
+
 def walk(folder: Path) -> dict:
     """What MLflow's own client finds from the alias on: each run with its recipe, data and parent models."""
     from mlflow import MlflowClient
@@ -96,6 +103,9 @@ def test_a_label_is_found_upstream_and_downstream(ours, champion):
     impact = ours("impact", "label:cc-by-sa-4.0")
     assert impact.returncode == 0
     assert "champion" in impact.stdout
+    artifacts = json.loads(ours("impact", "label:cc-by-sa-4.0", "--json").stdout)["artifacts"]
+    registered = {each["stage"]: each["registered_version"] for each in artifacts}
+    assert registered == {**dict.fromkeys(("corpus", "evaluate")), **registered_versions(ours.folder)}
 
 
 def test_the_whole_record_is_intact_until_a_byte_changes(ours, stages, champion):
