@@ -9,7 +9,7 @@ demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
 
 test: $(READY)  ## every test that needs no GPU
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(READY)  ## what to run before a commit
 	$(BIN)/ruff check
