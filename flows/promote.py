@@ -3,9 +3,10 @@
 import getpass
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flows.pipeline import Alias, Pipeline
+from flows.pipeline import Pipeline
 from flows.standing import require_verdict
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -62,9 +63,10 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
         manifest = found.entry.require_intact()
         if manifest.produces not in _MODELS:
             raise ConfigError(f"{ref} is {found.node}, which is {manifest.produces}; an alias names a model")
-        labels = _permitted(pipeline, index, found.node, alias)
         with locked(pipeline.store):
             events = read_events(pipeline.store)
+            commercial = _is_commercial(pipeline, alias, events)
+            labels = _permitted(pipeline, index, found.node, alias, commercial=commercial)
             before = next(reversed(stacks(events).get(alias, [])), None)
             if before and _is_of(before, manifest):
                 return Moved(alias=alias, entry=found.entry, manifest=manifest, event=None, before=before)
@@ -72,7 +74,7 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
             event = Event(
                 action="promote", alias=alias, fingerprint=manifest.fingerprint, digest=manifest.output_digest,
                 stage=manifest.stage, who=_who(), why=why, verdict=verdict, forced=force and verdict is None,
-                labels=labels,
+                labels=labels, commercial=commercial,
             )  # fmt: skip
             append(pipeline.store, event)
     return Moved(alias=alias, entry=found.entry, manifest=manifest, event=event, before=before)
@@ -87,7 +89,8 @@ def roll_back(pipeline: Pipeline, alias: str, *, why: str) -> Moved:
         GateError: its licence forbids it by now.
     """
     with Index(pipeline.store) as index, locked(pipeline.store):
-        stack = stacks(read_events(pipeline.store)).get(alias, [])
+        events = read_events(pipeline.store)
+        stack = stacks(events).get(alias, [])
         if len(stack) < 2:
             found = f"{stack[0].stage}@{short(stack[0].fingerprint)} is its first" if stack else "no model holds it"
             raise ConfigError(f"--alias {alias}: there is no holder to go back to: {found}; see posttrain promote")
@@ -95,21 +98,31 @@ def roll_back(pipeline: Pipeline, alias: str, *, why: str) -> Moved:
         assert back.stage is not None  # a promotion says whose output it is
         entry = Store(pipeline.store).entry(back.stage, back.fingerprint)
         manifest = entry.require_intact()
-        labels = _permitted(pipeline, index, node_key(back.stage, back.fingerprint), alias)
+        commercial = _is_commercial(pipeline, alias, events)
+        labels = _permitted(pipeline, index, node_key(back.stage, back.fingerprint), alias, commercial=commercial)
         event = Event(
             action="rollback", alias=alias, fingerprint=manifest.fingerprint, digest=manifest.output_digest,
             stage=manifest.stage, who=_who(), why=why, verdict=back.verdict, forced=back.forced, labels=labels,
+            commercial=commercial,
         )  # fmt: skip
         append(pipeline.store, event)
     return Moved(alias=alias, entry=entry, manifest=manifest, event=event, before=before)
 
 
-def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str) -> list[str]:
+def _is_commercial(pipeline: Pipeline, alias: str, events: Sequence[Event]) -> bool:
+    """As the configuration states; where it is silent, as at the last move: a mark on one command line stays."""
+    if alias in pipeline.aliases:
+        return pipeline.aliases[alias].commercial
+    moves = [event for event in events if event.alias == alias]
+    return bool(moves) and moves[-1].commercial
+
+
+def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str, *, commercial: bool) -> list[str]:
     """The labels of all that a model was made from, once its licence permits the alias."""
     graph = ancestry(index, node)
     stated = {name: source.labels for name, source in pipeline.sources.items()}
     labels = all_labels(graph, stated)
-    if pipeline.aliases.get(alias, Alias()).commercial:
+    if commercial:
         require_commercial(graph, labels, pipeline.non_commercial_labels, alias)
     return sorted(set().union(*labels.values()))
 

@@ -18,9 +18,11 @@ from flows.launch import StageProcesses
 from flows.plan import Plan, PlannedStage
 from flows.prefect_server import embedded_server
 from flows.reports.run import plan_table, run_dict, summary
-from flows.tracking import make_tracker
+from flows.tracking import complete_record, make_tracker
 from flows.verdicts import may_ask, require_passed
+from lineage.artifact import SOURCE
 from lineage.errors import ConfigError
+from lineage.stated_labels import Statement, record_labels
 from lineage.tracker import Execution, NoTracker, Tracker
 from tasks.context import Launcher
 
@@ -36,6 +38,8 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
         KeyboardInterrupt: the run was stopped, by Ctrl-C or SIGTERM; nothing is left running.
     """
     start = time.perf_counter()
+    complete_record(plan.pipeline)
+    record_labels(plan.pipeline.store, _stated(plan))
     seconds: dict[str, float] = {}
     tracker = make_tracker(plan.pipeline.tracking) if plan.stale else NoTracker()
     asks = may_ask(plan)
@@ -73,6 +77,16 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
                 execute(Run(plan=plan, processes=processes, board=board, tracker=tracker), planned)
         finally:
             processes.stop()
+
+
+def _stated(plan: Plan) -> list[Statement]:
+    """The labels of its sources: also where all is reused, and no manifest will tell of them."""
+    given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
+    return [
+        Statement(fingerprint=each.fingerprint, source=each.name.removeprefix(SOURCE), labels=list(each.source.labels))
+        for each in given.values()
+        if each.source and each.source.labels
+    ]
 
 
 def _execution(plan: Plan, words: Sequence[str]) -> Execution:

@@ -1,7 +1,12 @@
-"""Chooses who records a run."""
+"""Chooses who records a run, and completes what an earlier one left open."""
 
-from flows.pipeline import Tracking
+import sys
+
+from flows.pipeline import Pipeline, Tracking
+from lineage.errors import PipelineError
 from lineage.mlflow.address import require_reachable, tracking_uri
+from lineage.mlflow.open_records import left_open
+from lineage.mlflow.registry import refill
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.tracker import NoTracker, Tracker
 
@@ -17,3 +22,19 @@ def make_tracker(tracking: Tracking) -> Tracker:
     uri = tracking_uri(tracking.uri)
     require_reachable(uri, tracking.uri)
     return MlflowTracker(uri)
+
+
+def complete_record(pipeline: Pipeline) -> None:
+    """Closes in MLflow what a killed command left open there, and adds what it committed; costs nothing otherwise."""
+    if not pipeline.tracking.mlflow:
+        return
+    notes = left_open(pipeline.store)
+    if not notes:
+        return
+    try:
+        refill(pipeline.tracking.uri, pipeline.store)
+    except PipelineError as error:
+        print(f"posttrain: the record of an earlier run stays incomplete: {error}", file=sys.stderr)
+        return
+    for note in notes:
+        note.unlink(missing_ok=True)

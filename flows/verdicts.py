@@ -54,12 +54,17 @@ class Judgement:
 
 
 def judgements(plan: Plan) -> Iterator[Judgement]:
-    """The verdicts of the gates that are finished."""
+    """The verdicts of the gates that are finished.
+
+    Raises:
+        ArtifactError: one is not what was committed.
+    """
     for planned in gates(plan):
         entry = plan.entry(planned)
         manifest = entry.manifest()
         if manifest is None:
             continue
+        entry.require_intact()  # a verdict that was altered is none
         decided = decision(read_events(plan.pipeline.store), manifest.fingerprint, manifest.output_digest)
         verdict = read_verdict(entry.output)
         yield Judgement(gate=planned.name, output=entry.output, manifest=manifest, verdict=verdict, decided=decided)

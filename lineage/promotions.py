@@ -28,6 +28,7 @@ class Event:
         verdict: fingerprint of the gate's output that a promotion rests on.
         forced: no passing verdict stood behind it.
         labels: licence and consent labels of all that the model was made from.
+        commercial: whether the alias was marked commercial.
         time: seconds since the epoch.
     """
 
@@ -41,6 +42,7 @@ class Event:
     verdict: str | None = None
     forced: bool = False
     labels: list[str] = field(default_factory=list)
+    commercial: bool = False
     time: float = field(default_factory=time.time)
 
 

@@ -1,7 +1,11 @@
 """How sure a difference between two models is: the paired bootstrap over rows.
 
 Koehn 2004, "Statistical significance tests for machine translation evaluation" (EMNLP); Efron & Tibshirani 1993,
-"An Introduction to the Bootstrap", chapters 8 (what to draw) and 13 (percentile intervals).
+"An Introduction to the Bootstrap", chapters 8 (what to draw) and 13 (percentile intervals). Near its bounds an accuracy
+shows too little noise, and none where all rows agree; so four pseudo-groups are drawn with the rows, two at each bound
+(Agresti & Coull 1998, "Approximate is better than 'exact' for interval estimation of binomial proportions"; of
+differences in the spirit of Agresti & Min 2005, "Simple improved confidence intervals for comparing matched
+proportions").
 
 R reports, G groups of rows, B resamples.
 """
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 _CHUNK = 4_000_000  # counts that are held in memory at once
+_PSEUDO_AT_EACH_BOUND = 2
+_ROUNDING = 1e-9  # a narrower interval has no width but that of the sums' rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,11 @@ class Estimate:
     low: float
     high: float
     num_groups: int
+
+    @property
+    def has_no_width(self) -> bool:
+        """Whether all rows agree, so that the draws show no noise at all."""
+        return self.high - self.low <= _ROUNDING * max(1.0, abs(self.value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +67,8 @@ class Bootstrap:
         cancels. With several reports the spread between them widens the interval (Student's t, in quadrature): it
         holds the noise of training and sampling seeds, which rows of one evaluation do not show.
 
-        A gain is positive where the policy is better; of a perplexity it is the share of the baseline's.
+        A gain is positive where the policy is better; of a perplexity it is the share of the baseline's. The value is
+        that of the rows; of an accuracy the interval is that of the rows and the pseudo-groups, and holds the value.
         """
         import numpy as np
 
@@ -64,13 +76,17 @@ class Bootstrap:
         sums = [_sums(report, groups, policy, baseline) for report in reports]
         counts = np.ones((1, len(groups)))
         values_R = np.array([_statistic(reports[0].metric, each, counts, baseline)[0] for each in sums])
+        bounded = is_accuracy(reports[0].metric)
+        drawn_from = [_with_pseudo_groups(each, baseline) for each in sums] if bounded else sums
         drawn_B = np.concatenate([
-            np.mean([_statistic(reports[0].metric, each, counts, baseline) for each in sums], axis=0)
-            for counts in self._draws(len(groups))
+            np.mean([_statistic(reports[0].metric, each, counts, baseline) for each in drawn_from], axis=0)
+            for counts in self._draws(len(drawn_from[0][0]))
         ])  # fmt: skip
         value = float(values_R.mean())
         tail = (1 - self.confidence) / 2
         low, high = (float(each) for each in np.quantile(drawn_B, [tail, 1 - tail]))
+        if bounded:
+            low, high = min(low, value), max(high, value)
         spread = self._spread(values_R)
         return Estimate(
             value=value,
@@ -111,6 +127,26 @@ def _sums(
         np.bincount(place, np.asarray(column, dtype=float), minlength=len(groups)).astype(float) for column in columns
     )
     return weights, scores, against
+
+
+def is_accuracy(metric: str) -> bool:
+    """Whether the scores of a metric are bounded: in [0, 1], and differences of them in [-1, 1]."""
+    return metric.endswith("accuracy")
+
+
+def _with_pseudo_groups(
+    sums: "tuple[Numbers, Numbers, Numbers]", baseline: str | None
+) -> "tuple[Numbers, Numbers, Numbers]":
+    """The groups and two pseudo-groups at each bound, each as heavy as a group of the report is in the mean."""
+    import numpy as np
+
+    weights = sums[0]
+    weight = weights.sum() / np.count_nonzero(weights)  # a group that only another report has weighs nothing here
+    scores = np.repeat([weight, 0.0], _PSEUDO_AT_EACH_BOUND)
+    whole = np.full(len(scores), weight)
+    added = (whole, scores, scores[::-1] if baseline else whole)
+    first, second, third = (np.concatenate(pair) for pair in zip(sums, added, strict=True))
+    return first, second, third
 
 
 def _statistic(

@@ -35,6 +35,7 @@ class Gate(Method):
     optional: ClassVar[frozenset[str]] = frozenset({PARENT, CHAMPION, "*"})
     produces: ClassVar[Kind] = Kind.VERDICT
     imports_torch: ClassVar[bool] = False
+    version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
 
     rules: Annotated[Mapping[str, Rule], MinLen(1)]
     inconclusive: Literal["refuse", "promote"] = "refuse"  # what a rule does that the rows cannot decide

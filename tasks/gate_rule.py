@@ -83,7 +83,8 @@ class Rule:
         policy = self._named(name, self.policy or CANDIDATE, scores, evidence)
         baseline = self._named(name, self.against, scores, evidence) if self.against else None
         estimate = evidence.bootstrap.estimate(scores, policy, baseline)
-        outcome, note = self._outcome(estimate, scores[0].value(policy), evidence.min_rows)
+        equal = baseline is not None and all(each.scores[policy] == each.scores[baseline] for each in scores)
+        outcome, note = self._outcome(estimate, scores[0].value(policy), evidence.min_rows, equal)
         return RuleResult(
             rule=name,
             demand=self.demand(),
@@ -108,7 +109,8 @@ class Rule:
         verb = f"gains more than {bound} over" if kind == "min_gain" else f"loses at most {bound} against"
         return f"{subject} {verb} {self.against}"
 
-    def _outcome(self, estimate: Estimate, value: float, min_rows: int) -> tuple[Outcome, str]:
+    def _outcome(self, estimate: Estimate, value: float, min_rows: int, equal: bool) -> tuple[Outcome, str]:
+        """``equal``: whether policy and baseline score the same in every row; only then is no width no doubt."""
         if not math.isfinite(value):
             return "worse", "the metric is no number"
         if estimate.num_groups < min_rows:
@@ -118,7 +120,10 @@ class Rule:
         low, high = estimate.low - bound, estimate.high - bound
         if kind == "at_most":
             low, high = -high, -low
-        if low > 0 or (low == 0 and kind != "min_gain"):
+        better = low > 0 or (low == 0 and kind != "min_gain")
+        if estimate.has_no_width and not (equal and better):
+            return "inconclusive", "all rows agree, which shows no noise to judge by"
+        if better:
             return "better", ""
         return ("worse", "") if high < 0 else ("inconclusive", "")
 

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.reports.lineage import ancestry_tree
+    from lineage.errors import ConfigError
     from lineage.graph.ancestry import ancestry
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
@@ -28,7 +29,12 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         from flows.reports.page import render
 
-        options.html.write_text(render(graph.to_dict(options.ref)), encoding="utf-8")
+        try:
+            options.html.write_text(render(graph.to_dict(options.ref)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--html {options.html}: cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error
     if options.json:
         print(json.dumps(graph.to_dict(options.ref), indent=2))
     else:

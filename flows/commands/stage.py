@@ -17,6 +17,7 @@ def run(options: argparse.Namespace) -> int:
     from flows.pipeline import nearest
     from flows.plan import make_plan
     from flows.run import run_one
+    from flows.tracking import complete_record
     from flows.verdicts import require_passed
     from lineage.errors import ArtifactError, ConfigError
 
@@ -34,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
                 f"stage {name} reads {upstream}, which is not finished ({reason}); make that first, "
                 "or all: posttrain run, dvc repro"
             )
+    complete_record(pipeline)
     if planned.state == "reuse":
+        plan.entry(planned).require_intact()  # else DVC would take a damaged output for a new one
         print(f"nothing to do: {name} is finished: {plan.entry(planned).output}")
     else:
         run_one(plan, name, words_of(options))

@@ -47,12 +47,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ancestry(ref: str, store: Path) -> set[str]:
+    from lineage.errors import ConfigError
     from lineage.graph.ancestry import ancestry
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
 
     with Index(store) as index:
-        return set(ancestry(index, resolve(ref, index).node).nodes)
+        found = resolve(ref, index)
+        if found.entry is None:
+            raise ConfigError(
+                f"{ref} is the source {found.node}, whose bytes the store does not keep; name an artifact"
+            )
+        return set(ancestry(index, found.node).nodes)
 
 
 def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from flows.reports.printable import printable
 from lineage.graph.diff import Diff
 
 _TITLES = {
@@ -31,9 +32,8 @@ _MOST_METRICS = 8  # of one stage
 
 def diff_text(found: Diff) -> str:
     """The verdict, the causes in order, the consequence."""
-    return "\n".join(
-        [f"A {found.first.id}", f"B {found.second.id}", _verdict(found), *_causes(found), *_metrics(found)]
-    )
+    lines = [f"A {found.first.id}", f"B {found.second.id}", _verdict(found), *_causes(found), *_metrics(found)]
+    return "\n".join(map(printable, lines))
 
 
 def _verdict(found: Diff) -> str:

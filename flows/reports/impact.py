@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime
 
+from flows.reports.printable import printable
 from lineage.artifact import SOURCE
 from lineage.graph.below import MODELS
 from lineage.graph.impact import Impact
@@ -16,7 +17,8 @@ _MOST_PIPELINES = 5
 
 def impact_text(found: Impact) -> str:
     """What it went into, who must know, and what to do about it."""
-    return "\n".join([*_rows(found), *_artifacts(found), *_aliases(found), "", *_retrainings(found)])
+    lines = [*_rows(found), *_artifacts(found), *_aliases(found), "", *_retrainings(found)]
+    return "\n".join(map(printable, lines))
 
 
 def _rows(found: Impact) -> Iterator[str]:

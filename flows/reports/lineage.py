@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
+from flows.reports.printable import printable
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
 from lineage.manifest import Manifest, Provenance
@@ -18,7 +19,7 @@ def ancestry_tree(graph: Graph) -> str:
     """A block of lines per artifact, what it was made from below it; one that comes again is only named."""
     lines = list(_block(graph, graph.root, slot="", indent="", below="", shown=set()))
     environment = list(_environment(graph))
-    return "\n".join([*lines, "", *environment] if environment else lines)
+    return "\n".join(map(printable, [*lines, "", *environment] if environment else lines))
 
 
 def _block(graph: Graph, name: str, slot: str, indent: str, below: str, shown: set[str]) -> Iterator[str]:

@@ -43,6 +43,8 @@ def meant_by(ref: str, index: Index) -> Meant:
     Raises:
         ConfigError: nothing bears that name.
     """
+    if not ref.strip():
+        raise ConfigError(f"REF is empty ({ref!r}), and would be everything; name an artifact or a source; {FORMS}")
     if ref.startswith(LABEL):
         return _label(ref.removeprefix(LABEL), index)
     source, hash_sign, wanted = ref.partition("#")
@@ -65,7 +67,7 @@ def meant_by(ref: str, index: Index) -> Meant:
 
 
 def _label(label: str, index: Index) -> Meant:
-    nodes = [node for node in index.sources_that_say(label) if label in index.labels(node)]
+    nodes = index.sources_with_label(label)
     if not nodes:
         known = sorted({each for node in index.sources() for each in index.labels(node)})
         raise ConfigError(

@@ -15,6 +15,7 @@ from lineage.graph.index_queries import ARTIFACT, Indexed, newest_where, reached
 from lineage.graph.places import node_key
 from lineage.manifest import InputRecord, SourceRecord
 from lineage.promotions import Event, read_events, stacks
+from lineage.stated_labels import stated_labels
 from lineage.store import Entry, Store
 
 logger = logging.getLogger(__name__)
@@ -112,8 +113,29 @@ class Index:
         return [_record(text) for (text,) in rows]
 
     def labels(self, source: str) -> set[str]:
-        """All that any manifest says of a source's licence and consent."""
-        return {label for record in self.records(source) if record.source for label in record.source.labels}
+        """All that was ever said of the licence and consent of a source's bytes, under whatever name they were read."""
+        digits = source.rpartition("@")[2]
+        rows = self.rows(
+            "SELECT DISTINCT label.value FROM node JOIN record ON record.node = node.id, "
+            "json_each(record.text, '$.source.labels') AS label WHERE node.digits = ?",
+            digits,
+        )
+        return {label for (label,) in rows} | self._stated.get(digits, set())
+
+    def sources_with_label(self, wanted: str) -> list[str]:
+        """The sources that have a label, its case ignored as in the patterns of licences."""
+        rows = self.rows(
+            "SELECT DISTINCT node.digits, label.value FROM record JOIN node ON node.id = record.node, "
+            "json_each(record.text, '$.source.labels') AS label"
+        )
+        stated = [(digits, label) for digits, labels in self._stated.items() for label in labels]
+        found = {digits for digits, label in [*rows, *stated] if label.lower() == wanted.lower()}
+        sql = "SELECT node.key FROM json_each(?) JOIN node ON digits = value WHERE name GLOB 'source:*' ORDER BY 1"
+        return [key for (key,) in self.rows(sql, json.dumps(sorted(found)))]
+
+    @cached_property
+    def _stated(self) -> dict[str, set[str]]:
+        return stated_labels(self.store)
 
     def descendants(self, nodes: Iterable[str]) -> list[Indexed]:
         """The finished artifacts that nodes went into, at any distance, in the order in which they were finished."""
@@ -143,7 +165,7 @@ class Index:
         return [(other, slot) for other, slot in self.rows(sql, node)]
 
     def sources_that_say(self, text: str) -> list[str]:
-        """The sources of which a manifest records this text: a path, a digest, a label."""
+        """The sources of which a manifest records this text: a path, a digest."""
         sql = "SELECT DISTINCT key FROM record JOIN node ON node.id = record.node WHERE instr(text, ?) ORDER BY 1"
         return [key for (key,) in self.rows(sql, json.dumps(text, ensure_ascii=False)[1:-1])]
 

@@ -1,8 +1,10 @@
 """Finds rows in the data artifacts that were made of a source: by id, or by a text that they hold."""
 
 import json
+import logging
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import SOURCE
@@ -12,6 +14,8 @@ from lineage.graph.index_queries import Indexed
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+logger = logging.getLogger(__name__)
 
 DATA = ("text", "conversations", "preferences")
 SIDES = ("train", "held_out")
@@ -35,7 +39,7 @@ def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
         source: its name, or its node for one version of it.
 
     Raises:
-        ConfigError: no such source, or no such row.
+        ConfigError: no such source, no such row, or none in what can be searched of it.
     """
     nodes = [source] if "@" in source else index.sources(source.removeprefix(SOURCE))
     made = [index.artifact(child) for node in nodes for child, _ in index.children(node)]
@@ -50,6 +54,15 @@ def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
         for side in SIDES:
             for row_id, text in _rows(index, artifact, side, wanted):
                 found.setdefault(row_id, FoundRow(row_id=row_id, text=text)).sides[artifact.id] = side
+    unsearched = [each.id for each in data if not any(_file(index, each.id, side).exists() for side in SIDES)]
+    if unsearched and not found:
+        raise ConfigError(
+            f"{source}#{wanted}: nobody knows: {', '.join(unsearched[:8])} cannot be searched, for there is no "
+            f"{' or '.join(f'{side}.parquet' for side in SIDES)} in its output; search its source yourself, and ask "
+            f"of all of it: posttrain impact {unsearched[0]}"
+        )
+    if unsearched:
+        logger.warning("artifacts=%s searched=no: without rows in parquet; may hold it too", ",".join(unsearched[:8]))
     if not found:
         raise ConfigError(
             f"{source}#{wanted}: no row of that id or with that text in {', '.join(each.id for each in data[:8])}; "
@@ -62,7 +75,7 @@ def row_sides(index: Index, artifact: str) -> dict[str, str]:
     """Row id -> side, of every row of a data artifact; empty where it has no such rows."""
     sides = {}
     for side in SIDES:
-        file = index.entry(artifact).output / f"{side}.parquet"
+        file = _file(index, artifact, side)
         if file.exists():
             import pyarrow.parquet as pq  # a fifth of a second, in vain where there are none
 
@@ -70,12 +83,16 @@ def row_sides(index: Index, artifact: str) -> dict[str, str]:
     return sides
 
 
+def _file(index: Index, artifact: str, side: str) -> Path:
+    return index.entry(artifact).output / f"{side}.parquet"
+
+
 def _rows(index: Index, artifact: Indexed, side: str, wanted: str) -> list[tuple[str, str]]:
     """Id and text of the rows found in one file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = index.entry(artifact.id).output / f"{side}.parquet"
+    file = _file(index, artifact.id, side)
     if not file.exists():  # data of a method that writes no such rows
         return []
     found = []

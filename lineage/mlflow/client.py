@@ -6,6 +6,7 @@ import sqlite3
 from filelock import FileLock
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from lineage.mlflow.address import set_environment, sqlite_file
@@ -29,10 +30,23 @@ from mlflow.entities import (  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
 __all__ = [
-    "Dataset", "DatasetInput", "InputTag", "LoggedModel", "LoggedModelInput", "LoggedModelOutput", "Metric",
-    "MlflowException", "Param", "PatientClient", "Run", "RunTag", "connect",
+    "FAILURES",
+    "Dataset",
+    "DatasetInput",
+    "InputTag",
+    "LoggedModel",
+    "LoggedModelInput",
+    "LoggedModelOutput",
+    "Metric",
+    "MlflowException",
+    "Param",
+    "PatientClient",
+    "Run",
+    "RunTag",
+    "connect",
 ]  # fmt: skip
 
+FAILURES = (MlflowException, SQLAlchemyError)  # of the server or database: refused, damaged, gone
 MIGRATION_SECONDS = 180.0
 _LOCKED_SECONDS = 120.0
 # It logs tracebacks of what is retried here, and every migration of a fresh database.

@@ -40,6 +40,7 @@ class Recorded:
     run_id: str
     experiment_id: str
     model_id: str | None
+    num_inputs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Links:
         models: artifact -> id of the logged model.
         versions: artifact -> registered model and version.
         aliases: registered model -> alias -> artifact; None: a version that is none of ours.
+        living, dead: ids of open runs, whose process writes them still, or is gone.
     """
 
     runs: Mapping[Key, Recorded]
@@ -59,6 +61,8 @@ class Links:
     models: Mapping[Key, str]
     versions: Mapping[Key, tuple[str, int]]
     aliases: Mapping[str, Mapping[str, Key | None]]
+    living: Collection[str]
+    dead: Collection[str]
 
 
 def read_links(client: PatientClient, pipelines: Collection[str]) -> Links:
@@ -79,7 +83,12 @@ def read_links(client: PatientClient, pipelines: Collection[str]) -> Links:
                 versions[key] = (name, int(version.version))
         for registered in client.search_registered_models(f"name = '{name}'"):
             aliases[name] = {alias: by_version.get(str(number)) for alias, number in registered.aliases.items()}
-    return Links(runs=runs, stores=stores, models=models, versions=versions, aliases=aliases)
+    opened = [run for experiment in known for run in running(client, experiment)]
+    dead = {str(run.info.run_id) for run in opened if is_dead(run)}
+    living = {str(run.info.run_id) for run in opened} - dead
+    return Links(
+        runs=runs, stores=stores, models=models, versions=versions, aliases=aliases, living=living, dead=dead
+    )  # fmt: skip
 
 
 def versions_of(client: PatientClient, pipeline: str, fingerprint: str, stage: str | None = None) -> list[str]:
@@ -121,7 +130,10 @@ def recorded_of(run: Run) -> Recorded:
     """A finished run with the model that it gave."""
     outputs = run.outputs.model_outputs if run.outputs else []
     model_id = str(outputs[0].model_id) if outputs else None
-    return Recorded(run_id=str(run.info.run_id), experiment_id=str(run.info.experiment_id), model_id=model_id)
+    given = [*run.inputs.model_inputs, *run.inputs.dataset_inputs] if run.inputs else []
+    return Recorded(
+        run_id=str(run.info.run_id), experiment_id=str(run.info.experiment_id), model_id=model_id, num_inputs=len(given)
+    )
 
 
 def _finished_runs(client: PatientClient, experiments: list[str]) -> Iterator[Run]:

@@ -9,7 +9,7 @@ from lineage.errors import ArtifactError
 from lineage.manifest import Manifest
 from lineage.mlflow.client import PatientClient
 from lineage.mlflow.executions import end_dead_runs
-from lineage.mlflow.lookup import Key, Links, read_links, running
+from lineage.mlflow.lookup import Key, Links, read_links
 from lineage.mlflow.names import is_model
 from lineage.mlflow.record import Record
 from lineage.mlflow.registry import move_alias
@@ -38,15 +38,13 @@ def rebuild(client: PatientClient, store: Path) -> Rebuilt:
         experiments = [record.runs.experiment(pipeline) for pipeline in sorted(pipelines)]
         for experiment in experiments:
             end_dead_runs(client, experiment)
-        # A stage that was committed a moment ago: its own process is about to write it.
-        living = {run.info.run_id for experiment in experiments for run in running(client, experiment)}
         there = read_links(client, pipelines)
         record.known.update(there.runs)
         record.runs.models.expect_versions({key: number for key, (_, number) in there.versions.items()})
         missing = [manifest for manifest in manifests if not _is_there(manifest, there)]
         record.rebuilt.expect(missing)
-        for manifest in missing:
-            record.recorded(manifest) if manifest.mlflow_run_id in living else record.write(manifest)
+        for manifest in missing:  # of those committed a moment ago their own process is about to write it
+            record.recorded(manifest) if manifest.mlflow_run_id in there.living else record.write(manifest)
         record.rebuilt.close()
         for manifest in manifests:
             if is_model(manifest):
@@ -58,7 +56,8 @@ def rebuild(client: PatientClient, store: Path) -> Rebuilt:
 
 def _is_there(manifest: Manifest, there: Links) -> bool:
     key = Key.of(manifest)
-    return key in there.runs and (key in there.models or not is_model(manifest))
+    is_linked = key in there.runs and (there.runs[key].num_inputs > 0 or not manifest.inputs)
+    return is_linked and (key in there.models or not is_model(manifest))
 
 
 def _manifests(store: Path) -> list[Manifest]:
@@ -78,6 +77,7 @@ def _manifests(store: Path) -> list[Manifest]:
 def _aliases(client: PatientClient, store: Path, manifests: list[Manifest], there: Links) -> int:
     """Gives each alias to its holder, in the registered model of the holder's pipeline."""
     pipelines = {(manifest.stage, manifest.fingerprint): manifest.pipeline for manifest in manifests}
+    digests = {(manifest.stage, manifest.fingerprint): manifest.output_digest for manifest in manifests}
     moved = 0
     for alias, stack in stacks(read_events(store)).items():
         holder = stack[-1] if stack else None
@@ -88,8 +88,13 @@ def _aliases(client: PatientClient, store: Path, manifests: list[Manifest], ther
         if stage not in known:
             logger.warning("alias=%s fingerprint=%s state=lost: the store has no such model", alias, holder.fingerprint)
             continue
+        if holder.digest and digests[stage, holder.fingerprint] != holder.digest:
+            logger.warning(
+                "alias=%s fingerprint=%s state=changed: other bytes were promoted", alias, holder.fingerprint
+            )
+            continue
         now = there.aliases.get(known[stage], {}).get(alias)
-        if now is None or (now.stage, now.fingerprint) != (stage, holder.fingerprint):
+        if now is None or now != (stage, holder.fingerprint, digests[stage, holder.fingerprint]):
             move_alias(client, known[stage], alias, holder.fingerprint, stage)
             moved += 1
     return moved

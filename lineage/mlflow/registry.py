@@ -68,14 +68,14 @@ def links(uri: str | None, pipelines: Collection[str]) -> "Links":
         ConfigError: ``uri`` is no address of an MLflow that answers.
         ArtifactError: MLflow's database cannot be read.
     """
-    from lineage.mlflow.client import MlflowException
+    from lineage.mlflow.client import FAILURES
     from lineage.mlflow.lookup import read_links
 
     client = _client(uri)
     try:
         return read_links(client, pipelines)
-    except MlflowException as error:
-        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {error}") from error
+    except FAILURES as error:
+        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {_first_line(error)}") from error
 
 
 def refill(uri: str | None, store: Path) -> "Rebuilt":
@@ -85,7 +85,7 @@ def refill(uri: str | None, store: Path) -> "Rebuilt":
         ConfigError: ``uri`` is no address of an MLflow that answers.
         ArtifactError: MLflow refuses.
     """
-    from lineage.mlflow.client import MlflowException, write_without_waiting
+    from lineage.mlflow.client import FAILURES, write_without_waiting
     from lineage.mlflow.rebuild import rebuild
 
     file = sqlite_file(tracking_uri(uri))
@@ -94,16 +94,23 @@ def refill(uri: str | None, store: Path) -> "Rebuilt":
     client = _client(uri)
     try:
         return rebuild(client, store)
-    except MlflowException as error:
-        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} is not refilled: {error}") from error
+    except FAILURES as error:
+        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} is not refilled: {_first_line(error)}") from error
 
 
 def _client(uri: str | None) -> "PatientClient":
     address = tracking_uri(uri)
     require_reachable(address, uri)
-    from lineage.mlflow.client import MlflowException, connect
+    from lineage.mlflow.client import FAILURES, connect
 
     try:
         return connect(address)
-    except MlflowException as error:
-        raise ArtifactError(f"MLflow at {shown(address)} cannot be opened: {error}") from error
+    except FAILURES as error:
+        raise ArtifactError(
+            f"MLflow at {address} cannot be opened: {_first_line(error)}; move a damaged database file away, and "
+            "`posttrain rebuild` makes a new one"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lineage.errors import StoppedError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
+from lineage.mlflow.open_records import OpenRecord
 from lineage.mlflow.worker import Task, Worker
 from lineage.tracker import Execution, RunIds, StageStart
 
@@ -33,6 +34,9 @@ class MlflowTracker:
     @contextlib.contextmanager
     def execution(self, execution: Execution) -> Iterator[None]:
         """Opens the record, beside all else that starts; closes it with what leaves the context."""
+        note = OpenRecord(execution.store)
+        with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+            note.write()
         self._worker.start()
         self._worker.do(partial(self._open, execution))
         try:
@@ -41,7 +45,11 @@ class MlflowTracker:
             stopped = self._was_stopped or not isinstance(error, Exception) or isinstance(error, StoppedError)
             self._close(str(error) or type(error).__name__, stopped=stopped)
             raise
-        self._close(None, stopped=False)
+        else:
+            self._close(None, stopped=False)
+        finally:
+            if not self._worker.has_failed():
+                note.remove()
 
     def stage(self, start: StageStart) -> "MlflowStageTracker":
         """Begins the record of a stage; from any thread."""

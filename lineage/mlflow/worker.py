@@ -11,6 +11,7 @@ Task = Callable[[], None]
 
 
 _FAILED_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
 _CAUSE_LENGTH = 200
 
 
@@ -34,16 +35,24 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
+    def has_failed(self) -> bool:
+        """Whether anything was not done."""
+        return self._told.is_set()
+
     def do(self, task: Task) -> None:
         self._tasks.put(task)
 
     def close(self, timeout_seconds: float) -> None:
         """Waits for all that was asked; gives up on it when that takes too long, sooner where something failed."""
         self._tasks.put(None)
-        patience = min(timeout_seconds, _FAILED_SECONDS) if self._told.is_set() else timeout_seconds
-        self._thread.join(patience)
+        start = time.monotonic()
+        end = start + timeout_seconds
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(_LOOK_SECONDS)
+            if self._told.is_set():  # each task that is left would wait for its own time-out
+                end = min(end, start + _FAILED_SECONDS)
         if self._thread.is_alive():
-            self._tell(f"no answer within {patience:.0f} s")
+            self._tell(f"no answer within {end - start:.0f} s")
 
     def _work(self) -> None:
         looked = time.monotonic()

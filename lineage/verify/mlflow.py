@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lineage.errors import PipelineError
 from lineage.graph.places import node_key
+from lineage.manifest import Manifest
 from lineage.mlflow.address import sqlite_file, tracking_uri
 from lineage.mlflow.lookup import Key, Links
 from lineage.mlflow.names import is_model
@@ -33,21 +34,28 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Fin
     except PipelineError as error:
         yield _finding(Fault.MISSING, "MLflow", str(error))
         return
+    for run_id in sorted(found.dead):
+        yield _finding(Fault.CHANGED, "MLflow", f"run {run_id} is open, and the process that wrote it is gone")
     for manifest in recorded:
+        if manifest.mlflow_run_id in found.living:  # committed a moment ago
+            continue
         node = node_key(manifest.stage, manifest.fingerprint)
-        for what in _lacking(Key.of(manifest), found, is_model(manifest)):
+        for what in _lacking(manifest, found):
             yield _finding(Fault.MISSING, node, f"MLflow at {address} has no {what} of it")
     if checked.is_whole:
         yield from _orphans(found, store, checked)
         yield from _aliases(found, store, checked)
 
 
-def _lacking(key: Key, found: Links, is_model: bool) -> Iterator[str]:
+def _lacking(manifest: Manifest, found: Links) -> Iterator[str]:
+    key = Key.of(manifest)
     if key not in found.runs:
         yield "finished run"
-    if is_model and key not in found.models:
+    elif manifest.inputs and not found.runs[key].num_inputs:
+        yield "link from what it was made from to the run"
+    if is_model(manifest) and key not in found.models:
         yield "logged model"
-    if is_model and key not in found.versions:
+    if is_model(manifest) and key not in found.versions:
         yield "registered version"
 
 
@@ -68,16 +76,20 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
         held = stacks(read_events(store))
     except PipelineError:  # told by the check of the promotions
         return
-    for alias, stack in held.items():
-        holder = (str(stack[-1].stage), stack[-1].fingerprint) if stack else None
+    for alias in sorted(held.keys() | {alias for aliases in found.aliases.values() for alias in aliases}):
+        last = held[alias][-1] if held.get(alias) else None
+        holder = (str(last.stage), last.fingerprint) if last else None
         for pipeline, aliases in found.aliases.items():
             named = aliases.get(alias)
             due = holder if holder and pipelines.get(holder) == pipeline else None
-            if (named[:2] if named else None) != due and (due or alias in aliases):
+            if not due and (named is None or named[:2] not in pipelines):  # of another store, or of nobody's
+                continue
+            if (named[:2] if named else None) != due:
                 shown = node_key(*named[:2]) if named else "no artifact of ours"
                 stated = node_key(*due) if due else "none"
                 why = f"registered model {pipeline} has it at {shown}, {PROMOTIONS} at {stated}"
-                yield _finding(Fault.CHANGED, f"alias {alias}", why)
+                mend = "posttrain rebuild" if due else "take it away in MLflow, or give it with posttrain promote"
+                yield Finding(fault=Fault.CHANGED, what=f"alias {alias}", why=why, mend=mend)
 
 
 def _finding(fault: Fault, what: str, why: str) -> Finding:

@@ -4,14 +4,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.digest import DigestCache
+from lineage.digest import DigestCache, digest_of
 from lineage.errors import ArtifactError, PipelineError
-from lineage.fingerprint import short
+from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
 from lineage.lease import living_holder
 from lineage.manifest import InputRecord, Manifest
-from lineage.promotions import PROMOTIONS, read_events
-from lineage.store import Entry, Store
+from lineage.promotions import PROMOTIONS, Event, read_events, stacks
+from lineage.store import MANIFEST, Entry, Store
 from lineage.verify.finding import Fault, Finding
 
 
@@ -64,9 +64,20 @@ def check_outputs(checked: Checked) -> Iterator[Finding]:
             fault = Fault.MISSING if phrase.endswith("is missing") else Fault.CHANGED
             mend = f"restore it, or delete {entry.path} and run its pipeline again"
             yield Finding(fault=fault, what=node, why=f"{entry.output}: {phrase}", mend=mend)
+        yield from _check_identity(node, entry, manifest)
         if short(manifest.fingerprint) != entry.path.name:
             why = f"{entry.path} holds the manifest of {short(manifest.fingerprint)}"
             yield _changed(node, why, f"delete {entry.path}, and run its pipeline again")
+
+
+def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Finding]:
+    """A recipe, inputs or digests that were edited no longer give the fingerprint that the manifest bears."""
+    inputs = {slot: record.fingerprint for slot, record in manifest.inputs.items()}
+    mend = f"restore {entry.path / MANIFEST}, or delete {entry.path} and run its pipeline again"
+    if fingerprint(manifest.recipe, inputs) != manifest.fingerprint:
+        yield _changed(node, f"{entry.path / MANIFEST}: its recipe and inputs are not those of its fingerprint", mend)
+    if digest_of(manifest.files) != manifest.output_digest:
+        yield _changed(node, f"{entry.path / MANIFEST}: its digest is not that of its files", mend)
 
 
 def check_links(checked: Checked) -> Iterator[Finding]:
@@ -118,12 +129,23 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
         yield _changed(PROMOTIONS, str(error), "mend the line")
         return
     held = {manifest.fingerprint for _, manifest in checked.all.values()}
+    for alias, stack in stacks(events).items():
+        if stack:
+            yield from _check_holder(alias, stack[-1], checked)
     for event in events:
-        for role, fingerprint in (("model", event.fingerprint), ("verdict", event.verdict)):
-            if fingerprint and fingerprint not in held:
-                what = f"{event.action} of {event.alias or short(fingerprint)}"
-                why = f"its {role} {short(fingerprint)} is not in the store"
+        for role, named in (("model", event.fingerprint), ("verdict", event.verdict)):
+            if named and named not in held:
+                what = f"{event.action} of {event.alias or short(named)}"
+                why = f"its {role} {short(named)} is not in the store"
                 yield Finding(fault=Fault.MISSING, what=what, why=why, mend="restore it, or roll the alias back")
+
+
+def _check_holder(alias: str, event: Event, checked: Checked) -> Iterator[Finding]:
+    """An alias names bytes that were judged, not whatever has their fingerprint now."""
+    known = checked.all.get(node_key(str(event.stage), event.fingerprint))
+    if known and event.digest and known[1].output_digest != event.digest:
+        why = f"{event.digest[:16]} was promoted, and that output has digest {known[1].output_digest[:16]} now"
+        yield _changed(f"alias {alias}", why, "judge the new bytes and promote them, or roll the alias back")
 
 
 def _changed(what: str, why: str, mend: str) -> Finding:

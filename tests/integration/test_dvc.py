@@ -244,6 +244,15 @@ def test_a_damaged_output_is_not_committed(in_process):
     assert (in_process.view("model") / "output/model.txt").read_text() == "0"
 
 
+def test_repro_does_not_take_a_damaged_output_for_a_new_one(ran):
+    [model] = (ran.folder / "artifacts" / "model").glob("*/output/model.txt")
+    model.chmod(0o644)
+    model.write_text("9")  # store, view and cache are one file
+    lock = (ran.folder / "dvc.lock").read_text()
+    assert "is not what was committed" in ran("dvc", "repro", fails=True)
+    assert (ran.folder / "dvc.lock").read_text() == lock
+
+
 def test_one_stage_without_prefect(repository):
     output = repository("posttrain", "stage", "model", *WORDS, fails=True)
     assert "stage model reads data, which is not finished (never run)" in output

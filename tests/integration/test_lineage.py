@@ -114,3 +114,17 @@ def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path):
     found = json.loads(command("impact", f"source:corpus#{held_out['text']}", "--json").stdout)
     assert [row["stage"] for row in found["artifacts"]] == ["corpus"]
     assert found["files"] == [str(tmp_path / "corpus.jsonl")]
+
+
+def test_a_label_that_is_stated_after_the_training_is_recorded(tmp_path):
+    (tmp_path / "rows.txt").write_text("one row")
+    command = Command(tmp_path, *FAST)
+    made = command.run()
+    again = command.run("sources.rows.labels=[late]")
+    assert {stage: row["fingerprint"] for stage, row in again.items()} == {
+        stage: row["fingerprint"] for stage, row in made.items()
+    }
+    found = json.loads(command("impact", "label:late", "--json").stdout)
+    assert made["right"]["fingerprint"] in {row["fingerprint"] for row in found["artifacts"]}
+    graph = json.loads(command("lineage", "toy/right", "--json").stdout)
+    assert graph["nodes"][0]["labels"] == ["late"]

@@ -119,6 +119,29 @@ def test_a_killed_run_is_closed_by_the_next_command(toy):
     assert "RUNNING" not in {status for _, status in statuses(client)}
 
 
+def test_a_killed_run_is_closed_by_a_command_with_nothing_to_do_too(toy):
+    toy.run()
+    process = toy.start("run", *SLOW_LEFT)
+    client = client_of(toy)
+    wait_until(lambda: ("left", "RUNNING") in statuses(client), "the stage's run is open")
+    process.kill()
+    process.communicate()
+    assert "the process that wrote it is gone" in toy("verify").stdout
+    assert "nothing to do" in toy("run").stdout
+    assert "RUNNING" not in {status for _, status in statuses(client)}
+    assert toy("verify").returncode == 0
+
+
+def test_a_damaged_database_is_told_without_a_traceback(toy):
+    toy.run()
+    (toy.folder / "mlflow.db").write_bytes(b"garbage" * 1000)
+    for verb in ("verify", "rebuild"):
+        result = toy(verb)
+        assert result.returncode == 1
+        assert "cannot be opened" in result.stdout + result.stderr
+        assert "Traceback" not in result.stderr
+
+
 def test_tracking_none_and_mlflow_false_record_nothing_and_uri_says_where(toy):
     toy.run("tracking=none")
     toy.run("tracking.mlflow=false", "stages.left.method.learning_rate=0.2")

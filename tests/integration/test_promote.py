@@ -127,10 +127,10 @@ def test_a_model_needs_a_passing_verdict_or_force(move, toy):
     with pytest.raises(GateError, match=r"refuses left:\n  beats_parent: worse.*\nthe evidence is in "):
         move(node(toy, "left", *WORSE))
     assert read_events(toy.folder / "artifacts") == []
-    forced = move(node(toy, "left", *WORSE), force=True).event
-    assert forced is not None and forced.forced and forced.verdict is None and forced.why == "because"
     passing = move(node(toy, "left"), "other", force=True).event
     assert passing is not None and not passing.forced and passing.verdict
+    forced = move(node(toy, "left", *WORSE), force=True).event
+    assert forced is not None and forced.forced and forced.verdict is None and forced.why == "because"
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -183,7 +183,59 @@ def test_only_models_have_aliases(move):
         move("source:rows")
 
 
+def test_every_gate_has_a_say_whichever_ended_last(move, toy):
+    second = (
+        "stages.gate2.method._target_=tasks.gate.Gate",
+        "stages.gate2.method.rules.absolute={metric: accuracy, at_least: 0.95}",
+        "stages.gate2.inputs={report: evaluate, candidate: left}",
+    )
+    assert toy("run", *second).returncode == 3
+    gate = entry(toy, node(toy, "gate"))
+    shutil.rmtree(gate)
+    assert toy("run", *second).returncode == 3  # the passing gate is the newest now
+    with pytest.raises(GateError, match=r"gate2@.* refuses left"):
+        move(node(toy, "left"))
+
+
+def test_a_verdict_from_before_there_was_a_champion_serves_no_other_alias_either(move, toy):
+    move(node(toy, "left"))
+    with pytest.raises(GateError, match="compared left with no champion"):
+        move(node(toy, "left", *BETTER), "production")
+
+
+def test_a_rejection_is_not_passed_over_by_asking_nobody(move, toy):
+    name, gate = node(toy, "left"), entry(toy, node(toy, "gate"))
+    manifest = json.loads((gate / "manifest.json").read_text())
+    store = toy.folder / "artifacts"
+    append(
+        store,
+        Event(
+            action="reject", fingerprint=manifest["fingerprint"], digest=manifest["output_digest"], who="ada", why="no"
+        ),
+    )
+    with pytest.raises(GateError, match="was rejected by ada: no"):
+        move(name, "other")
+
+
+def test_an_altered_verdict_ends_a_run_that_reuses_it(toy):
+    verdict = entry(toy, node(toy, "gate", *WORSE)) / "output" / "verdict.json"
+    verdict.write_text(verdict.read_text().replace('"refuse"', '"pass"'))
+    result = toy("run", *WORSE)
+    assert result.returncode == 1
+    assert "verdict.json has SHA-256" in result.stderr
+
+
 COMMERCIAL = "aliases.production.commercial=true"
+
+
+def test_an_alias_that_was_marked_commercial_stays_so_until_it_is_unmarked(move, toy):
+    label = "sources.rows.labels=[CC-BY-NC-4.0]"
+    move(node(toy, "left"), "production", COMMERCIAL)
+    with pytest.raises(GateError, match="alias production is commercial"):
+        move(node(toy, "left", *BETTER), "production", label, force=True)
+    assert move(
+        node(toy, "left", *BETTER), "production", "aliases.production.commercial=false", label, force=True
+    ).event
 
 
 def test_a_commercial_alias_takes_no_model_with_a_non_commercial_label(move, toy):
@@ -256,6 +308,6 @@ def test_a_verdict_that_demands_approval_needs_one(move, toy, prefect_url):
             )
             append(store, event)
         if action == "reject":
-            with pytest.raises(GateError, match="which is rejected by ada"):
+            with pytest.raises(GateError, match="was rejected by ada"):
                 move(name)
     assert move(name).event.verdict == manifest["fingerprint"]

@@ -56,3 +56,8 @@ def test_a_source_alone_has_no_environment(store):
     with Index(store.root) as index:
         lines = ancestry_tree(ancestry(index, index.sources("corpus")[-1])).splitlines()
     assert lines[0].startswith("source:corpus") and lines[-1]
+
+
+def test_control_characters_are_escaped(store):
+    lines = tree(store, store.stage("dpo", {"rows": store.source("rows", labels=["n\x1b[31mc\n"])}))
+    assert any("labels: n\\x1b[31mc\\n" in line for line in lines)

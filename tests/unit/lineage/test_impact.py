@@ -137,3 +137,21 @@ def test_the_view_says_what_a_pipeline_stands_on(store):
 def test_another_model_takes_the_place_of_a_base_that_must_go(store):
     made = store.chain()
     assert "stages.cpt.inputs.policy=ANOTHER" in text(store, node(made["base"]))
+
+
+@pytest.mark.parametrize("ref", ["", "  "])
+def test_an_empty_ref_is_refused(store, ref):
+    store.chain()
+    with pytest.raises(ConfigError, match="REF is empty"):
+        answer(store, ref)
+
+
+def test_a_label_is_found_whatever_its_case(store):
+    store.stage("dpo", {"rows": store.source("corpus", labels=["CC-BY-NC-4.0"])})
+    assert stages(answer(store, "label:cc-by-nc-4.0")) == {"dpo"}
+
+
+def test_control_characters_are_escaped_for_people(store):
+    store.stage("dpo", {"rows": store.source("corpus", path="/data/\x1b[2J\nevil", labels=["nc"])})
+    shown = text(store, "/data/\x1b[2J\nevil")
+    assert "\\x1b[2J\\nevil" in shown and "\x1b" not in shown

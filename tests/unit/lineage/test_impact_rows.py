@@ -108,3 +108,12 @@ def test_a_text_is_found_in_nested_rows(store):
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), output / "train.parquet")
     assert [row["row_id"] for row in answer(store, "source:pairs#to find")["rows"]] == ["1" * 16]
     assert len(answer(store, f"source:pairs#{'1' * 16}")["rows"]) == 2  # with its duplicate
+
+
+def test_data_that_cannot_be_searched_is_named_and_not_answered_for(store, caplog):
+    first, second = store.chain("a"), store.chain("b", beta=0.2)
+    with pytest.raises(ConfigError, match=f"{node(first['corpus'])}.* cannot be searched"):
+        answer(store, "source:corpus#text")
+    write_rows(store, first["corpus"], [TRAINED], [])
+    assert answer(store, f"source:corpus#{TRAINED}")["rows"]
+    assert node(second["corpus"]) in caplog.text

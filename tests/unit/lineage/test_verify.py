@@ -1,7 +1,7 @@
 import pytest
 
 from lineage.digest import DigestCache, digest_files, digest_of
-from lineage.fingerprint import short
+from lineage.fingerprint import fingerprint as fingerprint_of
 from lineage.lease import Lease
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.promotions import Event, append
@@ -11,7 +11,9 @@ from lineage.verify.finding import Fault
 from lineage.verify.store import Checked, check_links, check_outputs, check_promotions, check_sources, read_store
 
 
-def commit(root, stage, fingerprint, inputs=None, text="weights"):
+def commit(root, stage, inputs=None, text="weights", **recipe):
+    inputs = inputs or {}
+    fingerprint = fingerprint_of({"stage": stage, **recipe}, {slot: each.fingerprint for slot, each in inputs.items()})
     entry = Store(root).entry(stage, fingerprint)
     lease = Lease(entry.path)
     lease.try_acquire()
@@ -23,7 +25,8 @@ def commit(root, stage, fingerprint, inputs=None, text="weights"):
         seed=0, resources={},
     )  # fmt: skip
     manifest = Manifest(
-        pipeline="p", stage=stage, method="m", recipe={}, fingerprint=fingerprint, inputs=inputs or {}, files=files,
+        pipeline="p", stage=stage, method="m", recipe={"stage": stage, **recipe}, fingerprint=fingerprint,
+        inputs=inputs, files=files,
         output_digest=digest_of(files), metrics={}, provenance=provenance, produces="checkpoint",
     )  # fmt: skip
     entry.commit(manifest, lease)
@@ -43,9 +46,25 @@ def store(tmp_path):
         files={str(tmp_path / "rows.txt"): digest}, dvc=None,
     )  # fmt: skip
     rows = InputRecord(artifact="source:rows", fingerprint="5" * 64, digest=digest, source=source)
-    _, a = commit(root, "a", "a" * 64, {"rows": rows})
-    commit(root, "b", "b" * 64, {"policy": InputRecord(artifact="a", fingerprint="a" * 64, digest=a.output_digest)})
+    _, a = commit(root, "a", {"rows": rows})
+    given = InputRecord(artifact="a", fingerprint=a.fingerprint, digest=a.output_digest)
+    commit(root, "b", {"policy": given})
     return root
+
+
+def place(root, stage):
+    [found] = (root / stage).iterdir()
+    return found
+
+
+def node(root, stage):
+    return f"{stage}@{place(root, stage).name}"
+
+
+def edit(root, stage, old, new):
+    path = place(root, stage) / "manifest.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
 
 
 def findings(root):
@@ -67,39 +86,60 @@ def test_an_intact_store_has_no_finding(store):
 
 
 def test_a_flipped_byte_is_named(store):
-    (store / "a" / short("a" * 64) / "output" / "model.txt").write_text("weightz")
+    (place(store, "a") / "output" / "model.txt").write_text("weightz")
     fault, what, why = one(store)
-    assert (fault, what) == (Fault.CHANGED, f"a@{'a' * 16}")
+    assert (fault, what) == (Fault.CHANGED, node(store, "a"))
     assert "model.txt has SHA-256" in why
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [('"stage": "a"\n  }', '"stage": "z"\n  }'), ('"output_digest": "', '"output_digest": "0')]
+)
+def test_an_edited_manifest_is_named(store, old, new):
+    edit(store, "a", old, new)
+    found = findings(store)
+    assert found[0].fault == Fault.CHANGED
+    assert found[0].what == node(store, "a")
+    assert "manifest.json: its" in found[0].why
+
+
+def test_an_alias_whose_bytes_were_made_again_is_named(store):
+    manifest = Store(store).entry("b", place(store, "b").name).manifest()
+    event = Event(
+        action="promote", alias="champion", stage="b", fingerprint=manifest.fingerprint, digest="0", who="me", why=""
+    )
+    append(store, event)
+    assert one(store)[:2] == (Fault.CHANGED, "alias champion")
+
+
 def test_a_missing_file_is_named(store):
-    (store / "a" / short("a" * 64) / "output" / "model.txt").unlink()
+    (place(store, "a") / "output" / "model.txt").unlink()
     assert one(store)[0] == Fault.MISSING
 
 
 def test_an_added_file_is_named(store):
-    (store / "a" / short("a" * 64) / "output" / "more.txt").write_text("")
+    (place(store, "a") / "output" / "more.txt").write_text("")
     assert one(store)[0] == Fault.CHANGED
 
 
 def test_a_parent_that_is_gone_is_named(store):
-    (store / "a" / short("a" * 64) / "manifest.json").unlink()
+    (place(store, "a") / "manifest.json").unlink()
     by_fault = {finding.fault: finding for finding in findings(store)}
-    assert by_fault[Fault.MISSING].what == f"b@{'b' * 16} input policy"
+    assert by_fault[Fault.MISSING].what == node(store, "b") + " input policy"
     assert "never finished" in by_fault[Fault.NOTE].why
 
 
 def test_a_parent_that_was_made_again_with_other_bytes_is_named(store):
-    commit(store, "a", "a" * 64, text="other weights")
+    rows = Store(store).entry("a", place(store, "a").name).manifest().inputs
+    commit(store, "a", rows, text="other weights")
     fault, what, why = one(store)
-    assert (fault, what) == (Fault.CHANGED, f"b@{'b' * 16} input policy")
+    assert (fault, what) == (Fault.CHANGED, node(store, "b") + " input policy")
     assert "which now has" in why
 
 
 def test_a_manifest_that_cannot_be_read_is_named(store):
-    (store / "b" / short("b" * 64) / "manifest.json").write_text("{}")
-    assert one(store)[:2] == (Fault.CHANGED, f"b@{'b' * 16}")
+    (place(store, "b") / "manifest.json").write_text("{}")
+    assert one(store)[:2] == (Fault.CHANGED, node(store, "b"))
 
 
 def test_data_that_moved_on_is_a_note(store):
@@ -116,7 +156,7 @@ def test_a_promotion_of_what_is_not_there_is_named(store):
 
 def test_a_view_of_what_is_not_there_is_orphaned(store, tmp_path):
     view = store / "pipelines" / "p" / "b"
-    _, manifest = commit(tmp_path / "elsewhere", "b", "d" * 64)
+    _, manifest = commit(tmp_path / "elsewhere", "b", beta=0.2)
     view.mkdir(parents=True)
     (view / "manifest.json").write_text(manifest.to_json())
     fault, what, _ = one(store)
@@ -124,7 +164,7 @@ def test_a_view_of_what_is_not_there_is_orphaned(store, tmp_path):
 
 
 def test_a_view_with_other_bytes_is_changed(store):
-    manifest = Store(store).entry("b", "b" * 64).manifest()
+    manifest = Store(store).entry("b", place(store, "b").name).manifest()
     view = store / "pipelines" / "p" / "b"
     (view / "output").mkdir(parents=True)
     (view / "manifest.json").write_text(manifest.to_json())

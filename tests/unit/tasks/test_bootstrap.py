@@ -119,3 +119,27 @@ def test_chunks_change_nothing(monkeypatch):
     whole = PLAIN.estimate([report], "a", None)
     monkeypatch.setattr("tasks.bootstrap._CHUNK", 1000)
     assert PLAIN.estimate([report], "a", None) == whole
+
+
+def test_of_an_accuracy_no_interval_is_of_zero_width_and_the_value_stays_that_of_the_rows():
+    report = scores("accuracy", all=[1.0] * 20, none=[0.0] * 20)
+    right, wrong = PLAIN.estimate([report], "all", None), PLAIN.estimate([report], "none", None)
+    assert (right.value, right.high, right.num_groups) == (1.0, 1.0, 20) and 0.75 < right.low < 0.85
+    assert (wrong.value, wrong.low) == (0.0, 0.0) and 0.15 < wrong.high < 0.25
+    same = PLAIN.estimate([report], "all", "all")
+    assert same.value == 0 and same.low == pytest.approx(-same.high, abs=0.05) and same.high > 0.1
+    gain = PLAIN.estimate([report], "all", "none")
+    assert (gain.value, gain.high) == (1.0, 1.0) and gain.low < 0.75
+    assert not any(each.has_no_width for each in (right, wrong, same, gain))
+
+
+def test_an_interval_holds_its_value_at_any_confidence():
+    narrow = Bootstrap(confidence=0.3, num_resamples=2000, seed=0)
+    found = narrow.estimate([scores("accuracy", a=[1.0] * 100)], "a", None)
+    assert found.low < found.high == found.value == 1.0
+
+
+def test_of_an_unbounded_metric_rows_that_agree_leave_no_width():
+    report = scores("reward_score", a=[0.3 + 0.1] * 30, b=[0.1] * 30)
+    assert PLAIN.estimate([report], "a", "b").has_no_width
+    assert not PLAIN.estimate([scores("reward_score", a=[0.4, 0.5] * 15)], "a", None).has_no_width

@@ -1,0 +1,91 @@
+"""Labels of sources as they are stated run by run: the append-only ``<store>/labels.jsonl``.
+
+A manifest holds what was stated when it was made; this holds what is stated of the same bytes later.
+"""
+
+import getpass
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from filelock import FileLock
+
+from lineage.errors import ArtifactError
+from lineage.fingerprint import short
+
+LABELS = "labels.jsonl"
+
+
+def _who() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One line: what somebody stated of a source.
+
+    Args:
+        fingerprint: of the source; the labels are of these bytes, under whatever name.
+        source: its name at that time.
+        time: seconds since the epoch.
+    """
+
+    fingerprint: str
+    source: str
+    labels: list[str]
+    who: str = field(default_factory=_who)
+    time: float = field(default_factory=time.time)
+
+
+def stated_labels(store: Path) -> dict[str, set[str]]:
+    """First 16 digits of a source's fingerprint -> all labels that were ever stated of it.
+
+    Raises:
+        ArtifactError: a line is damaged.
+    """
+    path = store / LABELS
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found: dict[str, set[str]] = {}
+    for number, line in enumerate(_whole_lines(content).splitlines(), start=1):
+        try:
+            statement = Statement(**json.loads(line))
+            found.setdefault(short(statement.fingerprint), set()).update(statement.labels)
+        except (ValueError, TypeError) as error:
+            raise ArtifactError(f"{path}:{number}: states no labels ({error}); mend or delete that line") from error
+    return found
+
+
+def record_labels(store: Path, statements: Iterable[Statement]) -> None:
+    """Appends the statements that say something new; does nothing, and makes no file, where none does."""
+    labelled = [each for each in statements if each.labels]
+    if not _new(store, labelled):
+        return
+    store.mkdir(parents=True, exist_ok=True)
+    with FileLock(store / (LABELS + ".lock")), (store / LABELS).open("a+b") as file:
+        new = _new(store, labelled)  # another process may have said it meanwhile
+        file.seek(0)
+        file.truncate(len(_whole_lines(file.read())))
+        file.write("".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in new).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _new(store: Path, statements: list[Statement]) -> list[Statement]:
+    known = stated_labels(store) if statements else {}
+    return [each for each in statements if not set(each.labels) <= known.get(short(each.fingerprint), set())]
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Without a last line that has no end: whoever wrote it was killed meanwhile."""
+    return content[: content.rfind(b"\n") + 1]
