@@ -78,7 +78,10 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     assert rebuilt.returncode == 0, rebuilt.stderr
     assert "added 1 executions, 4 runs, 3 models, 3 versions, 0 aliases; 0 runs were there" in rebuilt.stdout
     client = connect(f"sqlite:///{toy.folder}/./mlflow.db")  # another spelling: no connection to the deleted file
-    assert walk(client, "toy", versions(client)["left"]) == first
+    again = walk(client, "toy", versions(client)["left"])
+    for each in (first[0], again[0]):
+        each.pop("version")  # left and right end in the same moment: either may be the second
+    assert again == first
     assert toy("rebuild").stdout.startswith("MLflow: added 0 executions, 0 runs")
 
 
@@ -115,7 +118,8 @@ def test_a_killed_run_is_closed_by_the_next_command(toy):
     process.communicate()
     assert ("left", "RUNNING") in statuses(client)
     toy.run()
-    assert [status for _, status in statuses(client)].count("KILLED") == 2
+    assert ("left", "KILLED") in statuses(client)
+    assert [status for _, status in statuses(client)].count("KILLED") >= 2  # the execution too
     assert "RUNNING" not in {status for _, status in statuses(client)}
 
 
