@@ -15,22 +15,12 @@ import pytest
 
 from flows.config import load_pipeline
 from flows.plan import make_plan
-from flows.prefect_server import EmbeddedServer
 from flows.verdicts import may_ask
 from lineage.promotions import read_events
 from tests.command import CONF, Command, alive, family, wait_until
 
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
 REQUIRED = "gate.approval=required"
-
-
-@pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory):
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield server.url
-    server.stop()
 
 
 @pytest.fixture(scope="module")

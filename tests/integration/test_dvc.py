@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.prefect_server import EmbeddedServer
 from lineage.digest import DigestCache
 from lineage.dvc_hash import tracked_hash
 from lineage.dvc_store import DvcProject
@@ -23,14 +22,9 @@ NOTHING = "nothing to do: all 4 stages are finished"
 STAGES = ("data", "model", "left", "right")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One Prefect server for all."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield {"PREFECT_API_URL": server.url}
-    server.stop()
+@pytest.fixture
+def environment(prefect_url):
+    return {"PREFECT_API_URL": prefect_url}
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What leads from one artifact to the next in MLflow: models, data sets, reused runs, versions."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,19 +9,6 @@ from lineage.mlflow.client import connect
 from lineage.mlflow.tracker import MlflowTracker
 from tests.tracked_stage import execution, record
 from tests.written_store import WrittenStore
-
-
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{file}")
-    return file
-
-
-@pytest.fixture
-def uri(tmp_path, migrated):
-    shutil.copy(migrated, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 @pytest.fixture

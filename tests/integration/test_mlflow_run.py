@@ -10,22 +10,12 @@ import urllib.request
 
 import pytest
 
-from flows.prefect_server import EmbeddedServer
 from lineage.mlflow.client import connect
 from tests.command import Command, wait_until
 from tests.mlflow_walk import walk
 
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking.dvc=false")
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-
-
-@pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory):
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield server.url
-    server.stop()
 
 
 @pytest.fixture

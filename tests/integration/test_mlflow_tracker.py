@@ -1,6 +1,5 @@
 """The tracker against a real SQLite database: resumes, kills, failures, parents that MLflow does not know."""
 
-import shutil
 import socket
 import time
 from dataclasses import replace
@@ -14,19 +13,6 @@ from lineage.mlflow.names import HOST, PID, STARTED
 from lineage.mlflow.tracker import MlflowTracker
 from tests.tracked_stage import attempt, execution, record, report, start_of
 from tests.written_store import WrittenStore
-
-
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{file}")
-    return file
-
-
-@pytest.fixture
-def uri(tmp_path, migrated):
-    shutil.copy(migrated, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flows.config import load_pipeline
-from flows.prefect_server import EmbeddedServer
 from flows.promote import promote, roll_back
 from lineage.errors import ArtifactError, ConfigError, GateError
 from lineage.graph.index import Index
@@ -17,15 +16,6 @@ from tests.command import CONF, Command, wait_until
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
 BETTER = ("stages.left.method.learning_rate=0.2", "stages.evaluate.method.wins.left=36")
 WORSE = ("stages.left.method.learning_rate=0.3", "stages.evaluate.method.wins.left=10")
-
-
-@pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory):
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield server.url
-    server.stop()
 
 
 def command(folder: Path, url: str) -> Command:

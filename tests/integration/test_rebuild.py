@@ -14,19 +14,6 @@ from lineage.promotions import Event, append
 from tests.written_store import WrittenStore
 
 
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{file}")
-    return file
-
-
-@pytest.fixture
-def uri(tmp_path, migrated):
-    shutil.copy(migrated, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
-
-
 @pytest.fixture
 def store(tmp_path):
     return WrittenStore(tmp_path / "artifacts")

@@ -8,20 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect_server import EmbeddedServer
 from tests.command import Command, alive, family, wait_until
 
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-
-
-@pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory):
-    """One Prefect server for all tests here but the one on the embedded server."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield server.url
-    server.stop()
 
 
 @pytest.fixture

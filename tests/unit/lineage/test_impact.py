@@ -1,30 +1,16 @@
-import json
-
 import pytest
 
-from flows.reports.impact import impact_text
 from lineage.digest import digest_file
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.graph.impact import impact
-from lineage.graph.index import Index
 from lineage.promotions import Event, append
+from tests.impact_answers import answer, text
 from tests.written_store import WrittenStore, node
 
 
 @pytest.fixture
 def store(tmp_path):
     return WrittenStore(tmp_path / "store")
-
-
-def answer(store, ref: str) -> dict:
-    with Index(store.root) as index:
-        return json.loads(json.dumps(impact(ref, index).to_dict()))
-
-
-def text(store, ref: str) -> str:
-    with Index(store.root) as index:
-        return impact_text(impact(ref, index))
 
 
 def stages(answer: dict) -> set[str]:

@@ -1,15 +1,12 @@
 import hashlib
-import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.reports.impact import impact_text
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.graph.impact import impact
-from lineage.graph.index import Index
+from tests.impact_answers import answer, text
 from tests.written_store import WrittenStore, node
 
 TRAINED, HELD = "a secret in training", "a secret held out"
@@ -18,16 +15,6 @@ TRAINED, HELD = "a secret in training", "a secret held out"
 @pytest.fixture
 def store(tmp_path):
     return WrittenStore(tmp_path / "store")
-
-
-def answer(store, ref: str) -> dict:
-    with Index(store.root) as index:
-        return json.loads(json.dumps(impact(ref, index).to_dict()))
-
-
-def text(store, ref: str) -> str:
-    with Index(store.root) as index:
-        return impact_text(impact(ref, index))
 
 
 def write_rows(store, manifest, train: list[str], held_out: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Which MLflow is meant."""
 
 import socket
+import urllib.request
 
 import pytest
 
@@ -39,8 +40,11 @@ def test_a_server_that_nobody_runs_is_refused_at_once():
             require_reachable(uri, None)
 
 
-def test_a_database_is_not_asked():
+def test_a_database_is_not_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, **_: asked.append(url))
     require_reachable("sqlite:///nowhere/mlflow.db", None)
+    assert asked == []
 
 
 def test_no_password_is_shown_or_written_down():
