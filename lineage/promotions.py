@@ -100,16 +100,6 @@ def stacks(events: Iterable[Event]) -> dict[str, list[Event]]:
     return found
 
 
-def histories(events: Iterable[Event]) -> dict[str, list[str]]:
-    """Alias -> fingerprints of its holders, the present one last."""
-    return {alias: [event.fingerprint for event in stack] for alias, stack in stacks(events).items()}
-
-
-def holders(store: Path) -> dict[str, str]:
-    """Alias -> fingerprint of the model that it names now."""
-    return {alias: stack[-1] for alias, stack in histories(read_events(store)).items() if stack}
-
-
 def decision(events: Iterable[Event], verdict: str, digest: str) -> Event | None:
     """What a person has last said of a verdict of these bytes: its approval, its rejection, or nothing."""
     said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]

@@ -25,7 +25,7 @@ METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 RESERVED = ("logs", "pipelines")  # directories of the store that belong to no stage
 
-_NAME = re.compile("[0-9a-f]{16}")
+ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 
 
 class Entry:
@@ -140,7 +140,9 @@ class Store:
         """Every directory of an artifact, finished or not, with its stage's name; in order."""
         for stage in sorted(self.root.iterdir() if self.root.is_dir() else ()):
             if stage.is_dir() and stage.name not in RESERVED:
-                yield from ((stage.name, Entry(path)) for path in sorted(stage.iterdir()) if _NAME.fullmatch(path.name))
+                yield from (
+                    (stage.name, Entry(path)) for path in sorted(stage.iterdir()) if ENTRY_NAME.fullmatch(path.name)
+                )
 
     def finished(self, stage: str) -> Iterator[Manifest]:
         """Records of every finished artifact of a stage, newest first."""

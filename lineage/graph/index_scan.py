@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lineage.graph.places import ENTRY_NAME
-from lineage.store import MANIFEST, RESERVED
+from lineage.store import ENTRY_NAME, MANIFEST, RESERVED
 
 # A directory that changed this short a time ago may change again without its time telling.
 _SETTLED_NS = 2 * 10**9

@@ -1,13 +1,10 @@
 """How an artifact is called, and which one a path of the store belongs to, told by the path alone."""
 
 import os
-import re
 from pathlib import Path
 
 from lineage.fingerprint import short
-from lineage.store import RESERVED
-
-ENTRY_NAME = re.compile("[0-9a-f]{16}")
+from lineage.store import ENTRY_NAME, RESERVED
 
 
 def node_key(name: str, fingerprint: str) -> str:

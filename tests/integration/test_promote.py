@@ -10,7 +10,7 @@ from flows.config import load_pipeline
 from flows.promote import promote, roll_back
 from lineage.errors import ArtifactError, ConfigError, GateError
 from lineage.graph.index import Index
-from lineage.promotions import Event, append, holders, locked, read_events
+from lineage.promotions import Event, append, locked, read_events, stacks
 from tests.command import CONF, Command, wait_until
 
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
@@ -267,7 +267,8 @@ def test_of_two_promotions_at_once_one_wins_and_both_are_told(toy):
     ends = [process.communicate(timeout=60) for process in both]
     assert sorted(process.returncode for process in both) == [0, 3], ends
     winner = names[[process.returncode for process in both].index(0)]
-    assert holders(toy.folder / "artifacts")["champion"].startswith(winner.partition("@")[2])
+    [promoted] = stacks(read_events(toy.folder / "artifacts"))["champion"]
+    assert promoted.fingerprint.startswith(winner.partition("@")[2])
     assert "alias champion names" in ends[[process.returncode for process in both].index(3)][1]
 
 

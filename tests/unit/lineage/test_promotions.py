@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.promotions import PROMOTIONS, Event, append, decision, histories, holders, locked, read_events
+from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, stacks
 
 
 def promote(store: Path, fingerprint: str, alias: str = "champion") -> None:
@@ -18,15 +18,20 @@ def roll_back(store: Path) -> None:
         append(store, Event(action="rollback", alias="champion", fingerprint="", who="me", why=""))
 
 
+def held(store):
+    """Alias -> fingerprints of its holders, the present one last."""
+    return {alias: [event.fingerprint for event in stack] for alias, stack in stacks(read_events(store)).items()}
+
+
 def test_a_promotion_pushes_and_a_rollback_pops(tmp_path):
     for fingerprint in ("a", "b", "a"):
         promote(tmp_path, fingerprint)
     promote(tmp_path, "x", "production")
-    assert holders(tmp_path) == {"champion": "a", "production": "x"}
+    assert {alias: stack[-1] for alias, stack in held(tmp_path).items()} == {"champion": "a", "production": "x"}
     roll_back(tmp_path)
-    assert holders(tmp_path)["champion"] == "b"
+    assert held(tmp_path)["champion"][-1] == "b"
     roll_back(tmp_path)
-    assert histories(read_events(tmp_path)) == {"champion": ["a"], "production": ["x"]}
+    assert held(tmp_path) == {"champion": ["a"], "production": ["x"]}
 
 
 def test_a_write_that_a_kill_cut_short_never_happened(tmp_path):
