@@ -20,6 +20,11 @@ COMMANDS = {
     "promote": "give an alias to a model that passed its gate",
     "rollback": "give an alias back to its previous holder",
     "rebuild": "refill MLflow from the manifests",
+    "status": "show what runs now and what ran last",
+    "logs": "print what a stage and its libraries said",
+    "cancel": "stop a run, and leave nothing running",
+    "serve": "register every pipeline as a Prefect deployment, and run what is asked of it",
+    "doctor": "check that this machine is fit to run",
 }
 
 

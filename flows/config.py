@@ -2,24 +2,21 @@
 
 import importlib
 import inspect
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, TypeVar, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import ClassVar
 
 from flows.compose import compose_tree
-from flows.pipeline import Alias, CodeDrift, Pipeline, Stage, Tracking, nearest
+from flows.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
+from flows.pipeline import CodeDrift, Pipeline, Stage, nearest
+from flows.sweep.settings import Sweep
+from flows.typed import Node, typed
 from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
 from lineage.verdict import Approval
 from tasks.context import Resources
 from tasks.method import LoRA, Method
-
-T = TypeVar("T")
-Node = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +60,12 @@ class Root:
     gate: GateDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
+    tags: tuple[str, ...]
+    schedule: Schedule | None
+    trigger: Trigger | None
+    retrain: Retrain | None
+    notify: str | None
+    sweep: Sweep
 
 
 def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
@@ -88,49 +91,14 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
         stages=stages,
         aliases=root.aliases,
         non_commercial_labels=root.non_commercial_labels,
+        operation=Operation(
+            tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
+        ),
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
     if pipeline.store.exists() and not pipeline.store.is_dir():
         raise ConfigError(f"store={pipeline.store}: is a file; name a directory, which is made if it does not exist")
     return pipeline
-
-
-def typed(cls: type[T], node: Node, where: str) -> T:
-    """Checks every key and type of a node against a dataclass, then builds it."""
-    try:
-        # Through JSON, because pydantic's strict mode then takes a string for an enum but never `true` for a number.
-        return TypeAdapter(cls).validate_json(json.dumps(node), strict=True)
-    except ValidationError as error:
-        problems = [_problem(cls, dict(detail), where) for detail in error.errors()]
-        raise ConfigError("\n".join(problems)) from error
-
-
-def _problem(cls: type, detail: dict[str, object], where: str) -> str:
-    loc = detail["loc"]
-    assert isinstance(loc, tuple)
-    path = ".".join(part for part in (where, *map(str, loc)) if part)
-    if detail["type"] == "unexpected_keyword_argument":
-        accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
-        return f"{path}: unknown key; accepted: {', '.join(accepted)}{nearest(str(loc[-1]), accepted)}"
-    if detail["type"] in ("missing", "missing_argument"):
-        return f"{path}: is not stated and has no default; state {path}=..."
-    return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}"
-
-
-def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
-    """The dataclass that a location inside ``cls`` belongs to."""
-    for part in loc:
-        hints = {field.name: field.type for field in fields(cls)}
-        cls = next(_dataclasses(hints.get(str(part))), cls)
-    return cls
-
-
-def _dataclasses(hint: object) -> Iterator[type]:
-    """The dataclasses that a type is made of: of ``Mapping[str, Rule] | None`` it is ``Rule``."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        yield hint
-    for part in get_args(hint):
-        yield from _dataclasses(part)
 
 
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:

@@ -4,19 +4,19 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from flows.admission import admitted
-from flows.board import Board
-from flows.given import intact_parents, require_unchanged_sources
-from flows.job import Job, JobInput
+from flows.given import input_records, intact_parents, job_inputs, require_unchanged_sources
+from flows.job import Job
 from flows.launch import StageProcesses
-from flows.plan import Plan, PlannedInput, PlannedStage
+from flows.observer import Observer
+from flows.plan import Plan, PlannedStage
 from lineage.digest import digest_files, digest_of
 from lineage.errors import PipelineError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
-from lineage.manifest import InputRecord, Manifest, provenance
+from lineage.manifest import Manifest, provenance
 from lineage.store import Entry
 from lineage.tracker import StageStart, StageTracker, Tracker
 from tasks.method import Method, Training
@@ -24,12 +24,20 @@ from tasks.method import Method, Training
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a plan: what its stages share."""
+    """One run of a plan: what its stages share.
+
+    Args:
+        titles: stage -> what its observer is told that it is called, where not by its name.
+    """
 
     plan: Plan
     processes: StageProcesses
-    board: Board
+    observer: Observer
     tracker: Tracker
+    titles: Mapping[str, str] = field(default_factory=dict)
+
+    def title(self, planned: PlannedStage) -> str:
+        return self.titles.get(planned.name, planned.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +59,10 @@ def execute(run: Run, planned: PlannedStage) -> Result:
     except StoppedError:
         raise
     except PipelineError as error:
-        run.board.failed(planned.name, str(error))
+        run.observer.failed(run.title(planned), str(error))
         raise
     except OSError as error:  # of the store: full, read-only, gone
-        run.board.failed(planned.name, str(error))
+        run.observer.failed(run.title(planned), str(error))
         raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
 
 
@@ -71,13 +79,13 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         require_unchanged_sources(run.plan, planned)
         entry.begin()
         manifest, seconds = _tracked(run, planned, entry, parents, lease)
-    run.board.done(planned.name, seconds, manifest.metrics)
+    run.observer.done(run.title(planned), seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
     run.processes.raise_if_stopped()
-    run.board.waiting(planned.name, reason)
+    run.observer.waiting(run.title(planned), reason)
 
 
 def needs(planned: PlannedStage) -> tuple[int, int]:
@@ -93,7 +101,7 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
     run.tracker.reused(planned.name, manifest)
-    run.board.reused(planned.name)
+    run.observer.reused(run.title(planned))
     return Result(manifest=manifest, seconds=0.0)
 
 
@@ -126,7 +134,7 @@ def _stage_start(planned: PlannedStage, entry: Entry, parents: Mapping[str, Mani
     method = planned.stage.method
     return StageStart(
         stage=planned.name, method=_class_name(method), produces=method.produces, fingerprint=planned.fingerprint,
-        recipe=method.recipe(), inputs=_records(planned, parents), directory=entry.path, parents=parents,
+        recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
     )  # fmt: skip
 
 
@@ -140,11 +148,11 @@ def _make(
 ) -> tuple[Manifest, float]:
     resources = planned.stage.resources
     method = planned.stage.method
-    run.board.running(planned.name, entry.metrics, method.num_steps if isinstance(method, Training) else None)
+    run.observer.running(run.title(planned), entry.metrics, method.num_steps if isinstance(method, Training) else None)
     start = time.time()
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-        inputs={slot: _job_input(run.plan, planned, slot, given, parents) for slot, given in planned.inputs.items()},
+        inputs=job_inputs(run.plan, planned, parents),
     )  # fmt: skip
     metrics = run.processes.run(job)
     end = time.time()
@@ -159,7 +167,7 @@ def _make(
         method=_class_name(method),
         recipe=dict(method.recipe()),
         fingerprint=planned.fingerprint,
-        inputs=_records(planned, parents),
+        inputs=input_records(planned, parents),
         files=files,
         output_digest=digest_of(files),
         metrics=dict(metrics),
@@ -176,26 +184,3 @@ def _make(
 
 def _class_name(method: Method) -> str:
     return f"{type(method).__module__}.{type(method).__qualname__}"
-
-
-def _job_input(
-    plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput, parents: Mapping[str, Manifest]
-) -> JobInput:
-    consumes = planned.stage.method.consumes
-    kind = consumes[slot] if slot in consumes else consumes["*"]
-    return JobInput(
-        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
-        digest=_record(given, parents).digest,
-    )  # fmt: skip
-
-
-def _records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
-    return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
-
-
-def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
-    pinned = given.pinned
-    digest = pinned.digest if pinned else parents[given.name].output_digest
-    return InputRecord(
-        artifact=given.name, fingerprint=given.fingerprint, digest=digest, source=pinned.record if pinned else None
-    )

@@ -1,10 +1,13 @@
 """What a stage is given is what was planned and committed: checked before it starts, and for sources when it ends."""
 
-from flows.plan import Plan, PlannedStage
+from collections.abc import Mapping
+
+from flows.job import JobInput
+from flows.plan import Plan, PlannedInput, PlannedStage
 from lineage.artifact import SOURCE
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, PipelineError, StageError
-from lineage.manifest import Manifest
+from lineage.manifest import InputRecord, Manifest
 from lineage.sources import pin
 
 
@@ -47,3 +50,32 @@ def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
                 "let it rest, and run again: the new bytes get a name of their own",
                 str(plan.entry(planned).logs),
             )
+
+
+def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:
+    """What fills its slots, for the process that runs it."""
+    return {slot: _job_input(plan, planned, slot, given, parents) for slot, given in planned.inputs.items()}
+
+
+def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
+    """What fills its slots, for its manifest."""
+    return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
+
+
+def _job_input(
+    plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput, parents: Mapping[str, Manifest]
+) -> JobInput:
+    consumes = planned.stage.method.consumes
+    kind = consumes[slot] if slot in consumes else consumes["*"]
+    return JobInput(
+        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
+        digest=_record(given, parents).digest,
+    )  # fmt: skip
+
+
+def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = given.pinned
+    digest = pinned.digest if pinned else parents[given.name].output_digest
+    return InputRecord(
+        artifact=given.name, fingerprint=given.fingerprint, digest=digest, source=pinned.record if pinned else None
+    )

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
+from flows.operation import Alias, Operation, Tracking
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.store import RESERVED
@@ -34,42 +35,13 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking:
-    """Where a run is recorded beside its manifests. Execution, never identity.
-
-    Args:
-        mlflow: whether runs, data sets and models go to MLflow.
-        uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` where the command is called.
-        dvc: whether a run of the pipeline as declared commits to DVC, in a DVC repository.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
-    mlflow: bool
-    uri: str | None
-    dvc: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alias:
-    """What is stated of an alias of the model registry.
-
-    Args:
-        commercial: whether no model may have it that was made from anything with a non-commercial label.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
-    commercial: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work.
 
     Args:
         aliases: what is stated of them; one that is not named here is not commercial.
         non_commercial_labels: patterns of labels, as of file names.
+        operation: when it runs by itself, and what follows.
     """
 
     name: str
@@ -80,6 +52,7 @@ class Pipeline:
     stages: Mapping[str, Stage]
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     non_commercial_labels: tuple[str, ...] = ()
+    operation: Operation = field(default_factory=Operation)
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):
@@ -93,6 +66,7 @@ class Pipeline:
         for name, stage in self.stages.items():
             self._check_slots(name, stage)
             _check_resources(name, stage)
+        self._check_operation()
         self.order()
 
     def is_source(self, reference: str) -> bool:
@@ -135,6 +109,21 @@ class Pipeline:
     def _references(self) -> Iterator[str]:
         yield from self.stages
         yield from (name if name not in self.stages else SOURCE + name for name in self.sources)
+
+    def _check_operation(self) -> None:
+        trigger, retrain = self.operation.trigger, self.operation.retrain
+        for name in trigger.sources if trigger else ():
+            if name not in self.used_sources():
+                read = self.used_sources()
+                raise ConfigError(
+                    f"trigger.sources: no stage reads a source {name}; read are: {', '.join(read)}{nearest(name, read)}"
+                )
+        if retrain and retrain.promote not in self.stages:
+            names = list(self.stages)
+            raise ConfigError(
+                f"retrain.promote={retrain.promote}: no such stage; there are: {', '.join(names)}"
+                f"{nearest(retrain.promote, names)}"
+            )
 
     def _check_slots(self, name: str, stage: Stage) -> None:
         slots = stage.method.consumes

@@ -9,7 +9,7 @@ from prefect.input import RunInput, keyset_from_paused_state
 from prefect.states import Paused, State
 from prefect.utilities.urls import url_for
 
-from flows.board import Board
+from flows.observer import Observer
 from flows.verdicts import Judgement
 
 TIMEOUT_SECONDS = 7 * 24 * 3600
@@ -23,7 +23,7 @@ class Approval(RunInput):
     why: str = ""
 
 
-def ask(judged: Judgement, board: Board) -> tuple[bool, str, str]:
+def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
     """Pauses this flow run until it is resumed or cancelled.
 
     Prefect's own ``pause_flow_run`` would wait on after a cancellation.
@@ -42,7 +42,7 @@ def ask(judged: Judgement, board: Board) -> tuple[bool, str, str]:
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, paused)
         url = str(client.api_url).rstrip("/")
-        board.announce(_question(judged, flow_run.id, url))
+        observer.announce(_question(judged, flow_run.id, url))
         state = _decision(client, flow_run.id)
     nobody = f"Prefect, flow run {flow_run.id}"
     if state.is_running():

@@ -23,6 +23,29 @@ def run_flow(run: Run) -> dict[str, Result]:
     Raises:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
+    results: dict[str, Result] = {}
+
+    @flow(name=run.plan.pipeline.name, persist_result=False, task_runner=task_runner())
+    def pipeline_flow() -> State[None] | None:
+        results.update(run_stages(run))
+        return None if approved(run) else Cancelled(message="rejected")
+
+    with contextlib.suppress(CancelledRun):  # a rejection is recorded; whoever reads the verdicts finds it
+        pipeline_flow()
+    return results
+
+
+def task_runner() -> ThreadPoolTaskRunner:
+    """Threads that wait: what may run at once is admitted by CPUs and GPUs."""
+    return ThreadPoolTaskRunner(max_workers=64)
+
+
+def run_stages(run: Run) -> dict[str, Result]:
+    """Inside a flow run: a task run per stale stage.
+
+    Raises:
+        PipelineError: the first stage that failed, after the branches that do not need it have finished.
+    """
     plan = run.plan
     results: dict[str, Result] = {}
 
@@ -31,35 +54,29 @@ def run_flow(run: Run) -> dict[str, Result]:
     def run_stage(stage: str) -> None:
         results[stage] = execute(run, plan.stage(stage))
 
-    @flow(name=plan.pipeline.name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
-    def pipeline_flow() -> State[None] | None:
-        runs: dict[str, PrefectFuture[None] | State[None]] = {}
-        try:
-            for planned in plan.stale:
-                waits = _waits(plan, planned.name, runs)
-                if planned.stage.resources.launcher == Launcher.FOREGROUND:
-                    # In this thread, where a debugger and Ctrl-C reach it.
-                    runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
-                else:
-                    runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
-            futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
-            wait(futures)  # independent branches finish first
-        except BaseException:
-            run.processes.stop()  # a stop is passed on to the stages, and they are waited for
-            raise
-        _raise_first_failure(runs)
-        return None if _approved(run) else Cancelled(message="rejected")
-
-    with contextlib.suppress(CancelledRun):  # a rejection is recorded; whoever reads the verdicts finds it
-        pipeline_flow()
+    runs: dict[str, PrefectFuture[None] | State[None]] = {}
+    try:
+        for planned in plan.stale:
+            waits = _waits(plan, planned.name, runs)
+            if planned.stage.resources.launcher == Launcher.FOREGROUND:
+                # In this thread, where a debugger and Ctrl-C reach it.
+                runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
+            else:
+                runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
+        futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
+        wait(futures)  # independent branches finish first
+    except BaseException:
+        run.processes.stop()  # a stop is passed on to the stages, and they are waited for
+        raise
+    _raise_first_failure(runs)
     return results
 
 
-def _approved(run: Run) -> bool:
+def approved(run: Run) -> bool:
     """Asks for every approval that is missing, until one is denied."""
     for judged in judgements(run.plan):
         if judged.awaits_approval:
-            approved, who, why = ask(judged, run.board)
+            approved, who, why = ask(judged, run.observer)
             record_decision(run.plan.pipeline.store, judged, approved=approved, who=who, why=why)
             if not approved:
                 return False

@@ -2,7 +2,8 @@
 
 import sys
 
-from flows.pipeline import Pipeline, Tracking
+from flows.operation import Tracking
+from flows.pipeline import Pipeline
 from lineage.errors import PipelineError
 from lineage.mlflow.address import require_reachable, tracking_uri
 from lineage.mlflow.open_records import left_open

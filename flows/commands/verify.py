@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flows.commands.arguments import add_json
 
 if TYPE_CHECKING:
-    from flows.pipeline import Tracking
+    from flows.operation import Tracking
     from lineage.verify.finding import Finding
     from lineage.verify.store import Checked
 

@@ -1,0 +1,105 @@
+"""What every run of a plan has around it: the record opened and closed, processes begun and ended, one clean stop."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from flows.admission import require_gpus
+from flows.execute import Run, needs
+from flows.launch import StageProcesses
+from flows.observer import Observer
+from flows.plan import Plan, PlannedStage
+from flows.tracking import complete_record, make_tracker
+from lineage.artifact import SOURCE
+from lineage.errors import ConfigError
+from lineage.stated_labels import Statement, record_labels
+from lineage.tracker import Execution, NoTracker
+from tasks.context import Launcher
+
+
+def note_before(plan: Plan) -> None:
+    """What is written down before anything runs, also where nothing will: what a killed run left open, the labels."""
+    complete_record(plan.pipeline)
+    record_labels(plan.pipeline.store, _stated(plan))
+
+
+@contextlib.contextmanager
+def open_run(plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage]) -> Iterator[Run]:
+    """A run of some stages of a plan; with the context its processes end and its record closes.
+
+    Args:
+        words: the options and overrides that state the pipeline, for the record.
+
+    Raises:
+        ConfigError: this machine has not what they ask for, or MLflow does not answer.
+    """
+    _check_machine(stages)
+    tracker = make_tracker(plan.pipeline.tracking) if stages else NoTracker()
+    processes = StageProcesses()
+    foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
+    with tracker.execution(_execution(plan, words)):
+        if not foreground and any(_needs_torch(planned) for planned in stages):
+            processes.warm_up()
+        try:
+            yield Run(plan=plan, processes=processes, observer=observer, tracker=tracker)
+        finally:
+            processes.stop()
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Makes the first Ctrl-C or SIGTERM one ``KeyboardInterrupt``, whatever the libraries make of it on its way up."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # the stop is under way; a second one would only break it
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if stopped:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _stated(plan: Plan) -> list[Statement]:
+    """The labels of its sources: also where all is reused, and no manifest will tell of them."""
+    given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
+    return [
+        Statement(fingerprint=each.fingerprint, source=each.name.removeprefix(SOURCE), labels=list(each.source.labels))
+        for each in given.values()
+        if each.source and each.source.labels
+    ]
+
+
+def _execution(plan: Plan, words: Sequence[str]) -> Execution:
+    manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
+    reused = {name: manifest for name, manifest in manifests.items() if manifest}
+    return Execution(pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused)
+
+
+def _check_machine(stages: Sequence[PlannedStage]) -> None:
+    """What a plan may ask for and this machine has not."""
+    for planned in stages:
+        require_gpus(planned.name, needs(planned)[1])
+        nodes = planned.stage.resources.num_nodes
+        if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(
+                f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
+                "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
+            )
+
+
+def _needs_torch(planned: PlannedStage) -> bool:
+    method = planned.stage.method
+    return method.imports_torch and (method.trains or bool(planned.upstream))

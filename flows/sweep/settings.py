@@ -1,0 +1,81 @@
+"""What ``sweep:`` in the configuration states: which fields vary, what is to be best, who proposes the next trial."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+
+from lineage.errors import ConfigError
+
+Direction = Literal["maximize", "minimize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A number that a trial is judged by: exactly one of ``metric`` and ``function``.
+
+    Args:
+        metric: ``STAGE/METRIC`` of a manifest, such as ``evaluate/preference_accuracy/dpo``.
+        function: dotted path of a function of the trial's manifests: ``Mapping[stage, Manifest] -> float``.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    direction: Direction
+    metric: str | None = None
+    function: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.metric is None) == (self.function is None):
+            raise ConfigError(
+                f"sweep.objectives: metric={self.metric} and function={self.function}; state one of them for each "
+                "objective: metric=STAGE/METRIC, or function=package.module.name"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruning:
+    """When a trial that goes badly is ended early.
+
+    Args:
+        pruner: ``_target_`` of a class of Optuna's, such as ``optuna.pruners.MedianPruner``, and its arguments.
+        stage: whose reports are compared.
+        metric: which of them, such as ``loss``.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    pruner: dict[str, object]
+    stage: str
+    metric: str
+    direction: Direction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What ``sweep:`` states.
+
+    Args:
+        name: of the sweep's folder in the store; None: derived from all that it tries.
+        params: field -> values in Hydra's grammar: ``0.1,0.2``, ``choice(...)``, ``range(...)``, ``interval(a, b)``,
+            ``int(interval(1, 9))``, ``tag(log, interval(1e-6, 1e-4))``; those of the command line are added.
+        fixed: field -> value, the same in every trial.
+        until: the stage that a trial ends with; None: all of them.
+        objectives: name -> what is to be best; several have a Pareto front.
+        sampler: ``_target_`` of a class of Optuna's and its arguments; None: every combination, in order.
+        num_trials: how many a sampler proposes in all.
+        parallel: how many trials are under way at once; None: as many as this machine admits.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    name: str | None
+    params: Mapping[str, str]
+    fixed: Mapping[str, str | int | float | bool | None]
+    until: str | None
+    objectives: Mapping[str, Objective]
+    sampler: dict[str, object] | None
+    pruning: Pruning | None
+    num_trials: Annotated[int, Ge(1)] | None
+    parallel: Annotated[int, Ge(1)] | None

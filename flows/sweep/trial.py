@@ -1,0 +1,58 @@
+"""A trial, what became of it, and who proposes trials."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from lineage.manifest import Manifest
+
+TrialState = Literal["complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of the pipeline.
+
+    Args:
+        number: from 0, in the order of proposal.
+        params: field -> value as an override states it.
+    """
+
+    number: int
+    params: Mapping[str, str]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{field}={value}" for field, value in self.params.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a trial.
+
+    Args:
+        manifests: stage -> record of its output, of all that is finished.
+        seconds: from its first stage to its last, waits included.
+        cause: of a failure or a pruning; empty for a complete trial.
+    """
+
+    state: TrialState
+    manifests: Mapping[str, Manifest]
+    seconds: float
+    cause: str = ""
+
+
+class Proposer(Protocol):
+    """Proposes trials and hears of them; every method may be called from any thread."""
+
+    def known(self) -> list[Trial] | None:
+        """Every trial there will be, where that is fixed beforehand."""
+
+    def ask(self) -> Trial | None:
+        """The next trial; None: there is none any more."""
+
+    def report(self, trial: Trial, stage: str, step: int, metrics: Mapping[str, float]) -> bool:
+        """Hears a report of a running stage; True: the trial is to be pruned."""
+
+    def tell(self, trial: Trial, outcome: Outcome) -> None:
+        """Hears the end of a trial."""
