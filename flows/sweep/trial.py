@@ -1,7 +1,7 @@
 """A trial, what became of it, and who proposes trials."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from lineage.manifest import Manifest
@@ -34,12 +34,14 @@ class Outcome:
         manifests: stage -> record of its output, of all that is finished.
         seconds: from its first stage to its last, waits included.
         cause: of a failure or a pruning; empty for a complete trial.
+        values: objective -> number of a complete trial; ``objective.judged`` fills them in.
     """
 
     state: TrialState
     manifests: Mapping[str, Manifest]
     seconds: float
     cause: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class Proposer(Protocol):

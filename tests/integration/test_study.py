@@ -1,0 +1,52 @@
+"""A study of Optuna's under kills and under two processes, without a pipeline."""
+
+import subprocess
+import sys
+
+from tests.command import REPOSITORY
+
+# Runs its trials; of the one whose number is given, it dies by SIGKILL in the middle.
+_SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from flows.sweep.proposers import make_proposer
+from tests.sweeps import RANDOM, complete, maximize, sweep
+
+stated = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
+study = make_proposer(stated, {"lr": "interval(0,1)"}, Path(sys.argv[1]))
+for trial in iter(study.ask, None):
+    print(trial.number, trial.params["lr"], flush=True)
+    if str(trial.number) == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    study.tell(trial, complete({"best": 1.0}))
+"""
+
+
+def start(folder, dies_in="none"):
+    return subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, folder, dies_in], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+
+
+def lines(process) -> list[str]:
+    out, _ = process.communicate(timeout=60)
+    return out.splitlines()
+
+
+def test_what_a_killed_process_was_at_comes_again_and_the_rest_as_if_nothing_had_been(tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir(), halves.mkdir()
+    both = start(whole), start(halves, dies_in="2")
+    once, first = (lines(each) for each in both)
+    assert both[1].returncode == -9
+    second = lines(start(halves))
+    assert first + second[1:] == once
+    assert second[0] == first[-1]
+
+
+def test_two_processes_share_a_sweep_and_no_trial_is_run_twice(tmp_path):
+    both = start(tmp_path), start(tmp_path)
+    found = [line for each in both for line in lines(each)]
+    assert sorted(int(line.split()[0]) for line in found) == list(range(6))
+    assert all(each.returncode == 0 for each in both)

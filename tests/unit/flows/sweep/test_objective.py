@@ -1,0 +1,111 @@
+"""What a trial is judged by, and what is refused before any trial starts."""
+
+import math
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from flows.sweep.objective import judged
+from flows.sweep.proposers import check_sweep
+from flows.sweep.settings import Objective, Pruning
+from lineage.errors import ConfigError
+from tests.sweeps import TPE, complete, ended, maximize, minimize, sweep
+
+
+def loss_per_score(manifests) -> float:
+    return manifests["left"].metrics["loss"] / manifests["left"].metrics["score"]
+
+
+def _function(name: str) -> Objective:
+    return Objective(function=f"own_judges.{name}", direction="minimize")
+
+
+def test_values_are_metrics_and_what_functions_return(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_judges", SimpleNamespace(ratio=loss_per_score))
+    objectives = {"best": maximize("left/score"), "ratio": _function("ratio")}
+    found = judged(sweep(objectives=objectives), complete(score=2.0, loss=1.0))
+    assert found.state == "complete" and found.values == {"best": 2.0, "ratio": 0.5}
+
+
+def test_a_metric_with_slashes_is_a_metric_of_its_first_part():
+    found = judged(sweep(objectives={"best": maximize("left/accuracy/dpo")}), complete(**{"accuracy/dpo": 0.75}))
+    assert found.values == {"best": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("objective", "why"),
+    [
+        (
+            maximize("left/scores"),
+            r"no metric left/scores; there are: left/loss, left/score; did you mean left/score\?",
+        ),
+        (maximize("right/score"), "there are: left/loss, left/score"),
+        (maximize("left/loss"), "is nan, no finite number"),
+        (_function("gone"), "cannot be imported"),
+    ],
+)
+def test_a_trial_that_cannot_be_judged_has_failed(objective, why):
+    outcome = complete(score=2.0, loss=math.nan)
+    found = judged(sweep(objectives={"best": objective}), outcome)
+    assert found.state == "failed" and found.values == {}
+    assert found.manifests == outcome.manifests
+    assert re.search(why, found.cause)
+
+
+def test_other_outcomes_stay_what_they_are():
+    assert judged(sweep(objectives={"best": maximize()}), ended("pruned")) == ended("pruned")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"objectives": {"best": maximize("lefd/score")}},
+            r"no trial runs a stage lefd; they run: data, left; did you mean left\?",
+        ),
+        ({"objectives": {"best": maximize("score")}}, "state STAGE/METRIC"),
+        ({"objectives": {"best": Objective(function="no.such", direction="minimize")}}, "cannot be imported"),
+        ({"objectives": {"best": Objective(function="math.pi", direction="minimize")}}, "is no function"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused(changes, why):
+    with pytest.raises(ConfigError, match=why):
+        check_sweep(sweep(**changes), ["data", "left"])
+
+
+def test_pruning_by_a_stage_that_no_trial_runs_is_refused():
+    pruning = Pruning(pruner={}, stage="right", metric="loss", direction="minimize")
+    stated = sweep(sampler=TPE, num_trials=2, objectives={"best": maximize()}, pruning=pruning)
+    check_sweep(stated, ["left", "right"])
+    with pytest.raises(ConfigError, match=r"sweep\.pruning\.stage=right"):
+        check_sweep(stated, ["left"])
+
+
+PRUNING = Pruning(pruner={}, stage="left", metric="loss", direction="minimize")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_trials": 3}, r"sweep\.num_trials: is stated without sweep\.sampler"),
+        ({"pruning": PRUNING}, r"sweep\.pruning: is stated without sweep\.sampler"),
+        ({"sampler": TPE, "objectives": {"best": maximize()}}, r"state sweep\.num_trials"),
+        ({"sampler": TPE, "num_trials": 3}, r"state sweep\.objectives"),
+        (
+            {"sampler": TPE, "num_trials": 3, "pruning": PRUNING, "objectives": {"a": maximize(), "b": minimize()}},
+            "Optuna prunes by one objective, there are 2: a, b",
+        ),
+        ({"by_step": "loss"}, r"sweep\.until; state it"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(changes, why):
+    with pytest.raises(ConfigError, match=why):
+        sweep(**changes)
+
+
+@pytest.mark.parametrize("stated", [{}, {"metric": "left/score", "function": "math.sqrt"}])
+def test_an_objective_is_either_a_metric_or_a_function(stated):
+    with pytest.raises(ConfigError, match="state one of them"):
+        Objective(direction="minimize", **stated)

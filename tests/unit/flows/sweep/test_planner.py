@@ -1,0 +1,86 @@
+"""Trials as plans: composed once, with the same result as each by itself."""
+
+import pytest
+
+from flows.compose import Composer, compose_tree
+from flows.plan import make_plan
+from flows.sweep.planner import Planner, count_stages, varying
+from flows.sweep.stated import read_sweep
+from flows.sweep.trial import Trial
+from lineage.errors import ConfigError
+from tests.command import CONF
+
+RATE = "stages.left.method.learning_rate"
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    return ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["stages.dpo.method.beta=0.2"],
+        ["stages.dpo.method={beta: 0.3}", "stages.dpo.method.seed=null"],
+        ["stages.sft.method.chat_template='a, \"b\"'"],
+        ["model=pretrained", "sources.base.path=x"],
+        ["adapter=lora"],
+    ],
+)
+def test_a_value_on_a_copy_is_composed_as_if_it_had_been_there_from_the_start(more):
+    composer = Composer(["stages.dpo.method.num_steps=3"])
+    assert composer.tree(more) == compose_tree(["stages.dpo.method.num_steps=3", *more])
+    assert composer.tree() == compose_tree(["stages.dpo.method.num_steps=3"])
+
+
+def test_a_mistake_in_a_trial_names_the_trial(words):
+    planner = Planner(words, config_dir=CONF)
+    with pytest.raises(ConfigError, match=r"trial 4: stages.left.method.rate=1: .*unknown key; .*did you mean"):
+        planner.plan(Trial(number=4, params={"stages.left.method.rate": "1"}))
+
+
+def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
+    import flows.plan
+
+    pinned = []
+    pin = flows.plan.pin
+    monkeypatch.setattr(flows.plan, "pin", lambda *args: pinned.append(args[0]) or pin(*args))
+    sweep = read_sweep([*words, f"{RATE}=0.1,0.2,0.3"], CONF)
+    assert pinned == ["rows"]
+    alone = [make_plan(each.plan.pipeline) for each in sweep.known]
+    assert [each.plan.stages for each in sweep.known] == [each.stages for each in alone]
+
+
+def test_until_leaves_out_what_the_stage_does_not_need(words):
+    sweep = read_sweep([*words, f"{RATE}=0.1,0.2", "sweep.until=left"], CONF)
+    assert count_stages(sweep.known) == {"data": 1, "model": 1, "left": 2}
+    with pytest.raises(ConfigError, match=r"sweep.until=lef: no such stage; .*did you mean left"):
+        read_sweep([*words, f"{RATE}=0.1,0.2", "sweep.until=lef"], CONF)
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [
+        (RATE, {"left"}),
+        ("stages.model.method.size", {"model", "left", "right"}),
+        ("adapter", {"data", "model", "left", "right"}),
+        ("sources.rows.path", {"data", "model", "left", "right"}),
+    ],
+)
+def test_a_field_may_change_its_stage_and_all_that_is_made_from_it(words, field, own):
+    pipeline = Planner(words, config_dir=CONF).plan(Trial(number=0, params={})).plan.pipeline
+    assert varying(pipeline, [field]) == own
+
+
+def test_the_command_line_has_the_last_word_on_what_is_fixed(words):
+    fixed = "sweep.fixed={stages.left.method.num_steps: 7, stages.right.method.num_steps: 7}"
+    sweep = read_sweep([*words, f"{RATE}=0.1,0.2", fixed, "stages.left.method.num_steps=5"], CONF)
+    stages = sweep.sample.plan.pipeline.stages
+    assert (stages["left"].method.num_steps, stages["right"].method.num_steps) == (5, 7)
+
+
+def test_a_stage_in_the_foreground_is_refused(words):
+    with pytest.raises(ConfigError, match=r"trial 0: .*launcher=foreground: a sweep runs stages beside each other"):
+        read_sweep([*words, f"{RATE}=0.1,0.2", "stages.left.resources.launcher=foreground"], CONF)

@@ -1,0 +1,117 @@
+"""What varies and how: Hydra's grammar, as a sweep reads it."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from flows.sweep.dimension import Choices, Interval, Steps, dimension
+from flows.sweep.space import fixed_words, merged_params, short_names, split_words
+from lineage.errors import ConfigError
+from tests.sweeps import sweep
+
+
+def test_words_with_several_values_vary_and_the_others_are_fixed():
+    words = ["pipeline=toy", "a.b=1,2", "c=[1,2]", "model=tiny,own", "~d", "e='1,2'", "+f=range(1,3)"]
+    fixed, swept = split_words(words)
+    assert fixed == ["pipeline=toy", "c=[1,2]", "~d", "e='1,2'"]
+    assert swept == {"a.b": "1,2", "model": "tiny,own", "f": "range(1,3)"}
+
+
+def test_a_field_that_is_swept_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"a=1,2 is there too"):
+        split_words(["a=1,2", "a=3,4"])
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ("1,2,1", Choices(values=("1", "2"))),
+        ("choice(a,b)", Choices(values=("a", "b"))),
+        ("sort(3,1,2)", Choices(values=("1", "2", "3"))),
+        ("{r:8},null", Choices(values=("{r:8}", "null"))),
+        ("0.5", Choices(values=("0.5",))),
+        ("range(1,4)", Steps(values=("1", "2", "3"), low=1, high=3, step=1, log=False)),
+        ("range(0.1,0.5,0.1)", Steps(values=("0.1", "0.2", "0.3", "0.4"), low=0.1, high=0.4, step=0.1, log=False)),
+        ("range(3,0,-1)", Steps(values=("3", "2", "1"), low=1, high=3, step=1, log=False)),
+        ("interval(0.1,0.5)", Interval(low=0.1, high=0.5, log=False)),
+        ("int(interval(1,9))", Interval(low=1, high=9, log=False)),
+        ("tag(log,interval(1e-6,1e-4))", Interval(low=1e-6, high=1e-4, log=True)),
+        ("tag(log,int(interval(1,9)))", Interval(low=1, high=9, log=True)),
+        ("tag(log,range(1,9))", Steps(values=tuple("12345678"), low=1, high=8, step=1, log=True)),
+    ],
+)
+def test_values_in_hydras_grammar(values, found):
+    assert dimension("a", values) == found
+
+
+def test_whole_numbers_stay_whole():
+    assert isinstance(dimension("a", "int(interval(1,9))").low, int)
+    assert isinstance(dimension("a", "interval(1,9)").low, float)
+
+
+@pytest.mark.parametrize("text", ["'x y'", "'p,q'", r"x\,y", "'$b'", "{r:8,alpha:16}", "[1,2]", "null", "1e-05", "''"])
+def test_an_odd_value_parses_back_to_itself(text):
+    parse = OverridesParser.create().parse_override
+    (first, _) = dimension("a", f"{text},other").values
+    assert parse(f"a={first}").value() == parse(f"a={text}").value()
+
+
+def test_a_shuffle_is_the_same_every_time():
+    values = dimension("a", "shuffle(range(0,50))").values
+    assert values == dimension("a", "shuffle(range(0,50))").values
+    assert values != tuple(map(str, range(50))) and sorted(map(int, values)) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ("glob(*)", "takes no glob"),
+        ("tag(fast,choice(1,2))", "unknown tag fast; accepted: log"),
+        ("tag(log,choice(1,2))", "tag an interval or a range"),
+        ("interval(2,1)", "state the smaller number first"),
+        ("tag(log,interval(0,1))", "state a start above 0"),
+        ("tag(log,range(1,9,2))", "leave the step out"),
+        ("range(5,1)", "the range is empty"),
+        ("range(1,5,0)", "a step that is not 0"),
+        ("range(1.0,5.0,0)", "a step that is not 0"),
+        ("choice(", "quote odd ones"),
+    ],
+)
+def test_values_that_no_sweep_takes_are_refused(values, why):
+    with pytest.raises(ConfigError, match=why):
+        dimension("a", values)
+
+
+def test_the_command_line_replaces_the_values_of_yaml():
+    stated = sweep(params={"a": "1,2", "b": "3,4"})
+    assert merged_params(stated, [], {"b": "5,6", "c": "7,8"}) == {"a": "1,2", "b": "5,6", "c": "7,8"}
+
+
+def test_a_field_that_is_fixed_and_swept_is_refused():
+    with pytest.raises(ConfigError, match="a=3: the sweep varies this field"):
+        merged_params(sweep(params={"a": "1,2"}), ["a=3"], {})
+
+
+def test_a_sweep_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"state sweep\.params"):
+        merged_params(sweep(), ["a=3"], {})
+
+
+def test_until_in_the_name_of_a_field_is_the_last_stage():
+    stated = sweep(
+        until="sft", params={"stages.{until}.lr": "1,2"}, fixed={"stages.{until}.steps": 20, "b": None, "c": True}
+    )
+    assert merged_params(stated, [], {}) == {"stages.sft.lr": "1,2"}
+    assert fixed_words(stated) == ["stages.sft.steps=20", "b=null", "c=true"]
+    with pytest.raises(ConfigError, match=r"state sweep\.until"):
+        merged_params(sweep(params={"{until}.lr": "1,2"}), [], {})
+
+
+def test_headings_are_as_short_as_sets_them_apart():
+    fields = ["stages.sft.method.learning_rate", "stages.dpo.method.learning_rate", "stages.dpo.method.beta", "model"]
+    assert list(short_names(fields).values()) == [
+        "sft.method.learning_rate",
+        "dpo.method.learning_rate",
+        "beta",
+        "model",
+    ]
+    assert short_names(["a.model", "model"]) == {"a.model": "a.model", "model": "model"}

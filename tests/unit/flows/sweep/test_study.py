@@ -1,0 +1,223 @@
+"""Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flows.sweep.proposers import make_proposer
+from flows.sweep.settings import Pruning
+from lineage.errors import ConfigError
+from lineage.lease import Holder
+from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, sweep
+
+SPACE = {
+    "lr": "tag(log,interval(1e-6,1e-2))",
+    "r": "int(interval(1,64))",
+    "adapter": "full,lora",
+    "beta": "range(0.1,0.5,0.1)",
+}
+
+
+def _study(folder, params=SPACE, **changes):
+    stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
+    return make_proposer(sweep(**stated), params, folder)
+
+
+def _asked(study, count: int) -> list:
+    trials = []
+    for _ in range(count):
+        trials.append(study.ask())
+        study.tell(trials[-1], complete({"best": 1.0}))
+    return trials
+
+
+@pytest.fixture
+def _others_are_dead(monkeypatch):
+    """What an open trial of an earlier proposer looks like after its process was killed."""
+    monkeypatch.setattr(Holder, "is_dead", lambda self, silent_seconds: True)
+
+
+def test_it_draws_each_field_from_its_values(tmp_path):
+    study = _study(tmp_path)
+    for trial in _asked(study, 6):
+        assert list(trial.params) == list(SPACE)
+        assert 1e-6 <= float(trial.params["lr"]) <= 1e-2
+        assert 1 <= int(trial.params["r"]) <= 64
+        assert trial.params["adapter"] in ("full", "lora")
+        assert trial.params["beta"] in ("0.1", "0.2", "0.3", "0.4")
+    assert study.ask() is None
+
+
+def test_a_logarithmic_scale_is_drawn_from_evenly(tmp_path):
+    rates = [float(trial.params["lr"]) for trial in _asked(_study(tmp_path, num_trials=8), 8)]
+    assert sum(rate < 1e-4 for rate in rates) >= 2  # of 8 on a linear scale: none
+
+
+def test_a_continued_sweep_proposes_what_an_uninterrupted_one_does(tmp_path):
+    whole, first, second = (tmp_path / name for name in ("whole", "halves", "halves"))
+    whole.mkdir(), first.mkdir()
+    once = [trial.params for trial in _asked(_study(whole, sampler=TPE, num_trials=4), 4)]
+    halves = _asked(_study(first, sampler=TPE, num_trials=4), 2) + _asked(_study(second, sampler=TPE, num_trials=4), 2)
+    assert [trial.params for trial in halves] == once
+    assert len({tuple(params.values()) for params in once}) == 4
+    assert _study(second, num_trials=4).ask() is None
+    assert _study(second, num_trials=5).ask().number == 4  # the total, not more of them
+
+
+def test_the_seed_changes_what_is_proposed(tmp_path):
+    (tmp_path / "other").mkdir()
+    assert _study(tmp_path).ask().params != _study(tmp_path / "other", sampler=RANDOM | {"seed": 1}).ask().params
+
+
+@pytest.mark.usefixtures("_others_are_dead")
+@pytest.mark.parametrize("end", ["killed", "failed"])
+def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, end):
+    study = _study(tmp_path, num_trials=2)
+    lost = study.ask()
+    if end == "failed":
+        study.tell(lost, ended("failed"))
+    _asked(study, 1)
+    assert study.ask() is None  # not in the same run
+    again = _study(tmp_path, num_trials=2)
+    assert again.ask() == lost
+    again.tell(lost, complete({"best": 1.0}))
+    assert _study(tmp_path, num_trials=2).ask() is None
+
+
+def test_the_trials_of_a_living_process_are_its_own(tmp_path):
+    ours = _study(tmp_path, num_trials=2)
+    assert [ours.ask().number, _study(tmp_path, num_trials=2).ask().number] == [0, 1]
+    assert _study(tmp_path, num_trials=2).ask() is None
+
+
+def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
+    study = _study(
+        tmp_path, {"a": "1,2", "b": "x,y"}, num_trials=50, sampler={"_target_": "optuna.samplers.BruteForceSampler"}
+    )
+    assert {tuple(trial.params.values()) for trial in _asked(study, 4)} == {
+        ("1", "x"),
+        ("1", "y"),
+        ("2", "x"),
+        ("2", "y"),
+    }
+    assert study.ask() is None
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        ({"_target_": "optuna.samplers.TPESample"}, "cannot be imported"),
+        ({"_target_": "optuna.pruners.MedianPruner"}, "is no optuna BaseSampler"),
+        ({"_target_": "optuna.samplers.BaseSampler"}, "is no optuna BaseSampler"),
+        (
+            {"_target_": "optuna.samplers.TPESampler", "sed": 1},
+            r"sweep\.sampler\.sed: unknown argument.*did you mean seed",
+        ),
+        ({"_target_": "optuna.samplers.GridSampler", "search_space": {"other": [1]}}, "cannot draw from this space"),
+        ({}, "cannot be imported"),
+    ],
+)
+def test_a_sampler_that_cannot_be_is_refused_before_anything_starts(tmp_path, sampler, why):
+    with pytest.raises(ConfigError, match=why):
+        _study(tmp_path, sampler=sampler)
+    assert not (tmp_path / "study.db").exists()
+
+
+def _pruned(folder, losses, *, objective=None, pruner=None, direction="minimize") -> list[int]:
+    """Numbers of the trials that were pruned, of trials that report these losses at steps 1, 2, 3."""
+    pruner = pruner or {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2, "n_warmup_steps": 1}
+    study = _study(
+        folder, num_trials=len(losses), objectives={"best": objective or minimize()},
+        pruning=Pruning(pruner=pruner, stage="left", metric="loss", direction=direction),
+    )  # fmt: skip
+    pruned = []
+    for each in losses:
+        trial = study.ask()
+        if any(study.report(trial, "left", step, {"loss": loss}) for step, loss in enumerate(each, start=1)):
+            pruned.append(trial.number)
+            study.tell(trial, ended("pruned"))
+        else:
+            study.tell(trial, complete({"best": 1.0}))
+    return pruned
+
+
+LOSSES = [[3, 2, 1], [3, 2, 1], [3, 9, 9], [3, 1, 0.5]]
+
+
+def test_the_trial_that_is_worse_than_the_median_is_pruned(tmp_path):
+    assert _pruned(tmp_path, LOSSES) == [2]
+
+
+def test_a_loss_that_is_to_fall_under_an_objective_that_is_to_rise(tmp_path):
+    assert _pruned(tmp_path, LOSSES, objective=maximize()) == [2]
+
+
+@pytest.mark.parametrize(("direction", "pruned"), [("maximize", [2]), ("minimize", [])])
+def test_the_direction_of_pruning_is_read(tmp_path, direction, pruned):
+    assert _pruned(tmp_path, [[1, 2], [1, 2], [1, 0]], direction=direction) == pruned
+
+
+@pytest.mark.parametrize("objective", [maximize(), minimize()])
+def test_thresholds_are_of_the_metric_as_it_is(tmp_path, objective):
+    pruner = {"_target_": "optuna.pruners.ThresholdPruner", "upper": 5.0}
+    assert _pruned(tmp_path, LOSSES, objective=objective, pruner=pruner) == [2]
+
+
+def test_a_pruner_may_wrap_another(tmp_path):
+    median = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2}
+    patient = {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": median, "patience": 0}
+    assert _pruned(tmp_path, LOSSES, pruner=patient) == [2]
+
+
+def test_hyperband_prunes_within_its_brackets(tmp_path):
+    pruner = {"_target_": "optuna.pruners.HyperbandPruner", "min_resource": 1, "max_resource": 2, "reduction_factor": 2}
+    assert _pruned(tmp_path, [[1, 1], [5, 5], [6, 6], [7, 7]], pruner=pruner) == [2, 3]
+
+
+def test_successive_halving_keeps_the_best_share(tmp_path):
+    pruner = {"_target_": "optuna.pruners.SuccessiveHalvingPruner", "min_resource": 1, "reduction_factor": 2}
+    assert _pruned(tmp_path, [[1], [5], [4], [0.5]], pruner=pruner) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("pruner", "why"),
+    [
+        ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_step": 1}, r"pruner\.n_warmup_step: unknown argument"),
+        ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_steps": -1}, "does not take"),
+        ({"_target_": "optuna.samplers.TPESampler"}, "is no optuna BasePruner"),
+    ],
+)
+def test_a_pruner_that_cannot_be_is_refused_before_anything_starts(tmp_path, pruner, why):
+    with pytest.raises(ConfigError, match=why):
+        _pruned(tmp_path, LOSSES, pruner=pruner)
+    assert not (tmp_path / "study.db").exists()
+
+
+def test_reports_of_other_stages_and_metrics_prune_nothing(tmp_path):
+    study = _study(
+        tmp_path, pruning=Pruning(
+            pruner={"_target_": "optuna.pruners.ThresholdPruner", "upper": 0.0}, stage="left", metric="loss",
+            direction="minimize",
+        ),
+    )  # fmt: skip
+    trial = study.ask()
+    assert not study.report(trial, "right", 1, {"loss": 9.0})
+    assert not study.report(trial, "left", 1, {"accuracy": 9.0})
+    assert study.report(trial, "left", 1, {"loss": 9.0})
+
+
+def test_a_metric_that_is_never_reported_is_told(tmp_path, caplog):
+    pruning = Pruning(pruner={"_target_": "optuna.pruners.NopPruner"}, stage="left", metric="los", direction="minimize")
+    study = _study(tmp_path, pruning=pruning)
+    for _ in range(2):
+        trial = study.ask()
+        study.report(trial, "left", 1, {"loss": 1.0})
+        study.tell(trial, complete({"best": 1.0}))
+    (told,) = caplog.messages
+    assert "left reports no such metric" in told and "did you mean loss?" in told
+
+
+def test_importing_the_proposers_imports_no_optuna():
+    code = "import sys, flows.sweep.proposers, flows.sweep.files; print('optuna' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
