@@ -1,0 +1,117 @@
+"""Ends a run from outside, in the way in which it was started, and waits until nothing of it is left."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from flows.run_notes import RunNote, latest, note_path, read_note, run_ids
+from lineage.errors import ConfigError, PipelineError
+
+LATEST = "latest"
+_WAIT_SECONDS = 120.0
+_POLL_SECONDS = 0.1
+
+
+def find_run(word: str, store: Path) -> RunNote:
+    """A run by its id, the beginning or the end of it, or ``latest``: the last that runs, else the last.
+
+    Raises:
+        ConfigError: no run or several have that id.
+    """
+    ids = run_ids(store)
+    if word == LATEST:
+        notes = list(latest(store))
+        live = [note for note in notes if note.is_live(store)]
+        if notes:
+            return (live or notes)[0]
+    found = [each for each in ids if each.startswith(word) or each.endswith(f"-{word}")]
+    note = read_note(note_path(store, found[0])) if len(found) == 1 else None
+    if note:
+        return note
+    what = f"names {len(found)} runs: {', '.join(found[:5])}" if len(found) > 1 else "no such run"
+    there = f"the last are: {', '.join(ids[:5])}" if ids else "no run has left a note there"
+    raise ConfigError(f"{word}: {what} in {store}; {there}; see posttrain status")
+
+
+def cancel(note: RunNote, store: Path) -> str:
+    """Ends a run, and says what became of it.
+
+    Raises:
+        PipelineError: it cannot be ended from here, or did not end in time.
+    """
+    if note.outcome:
+        return f"{note.id} is over: {note.outcome}"
+    if note.is_dead(store):
+        return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone, nothing is left"
+    is_here = note.driver.host == socket.gethostname()
+    family = _family(note.driver.pid) if is_here else []
+    if note.links.deployed and note.links.flow_run:
+        _cancel_flow_run(note)
+    elif is_here:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(note.driver.pid, signal.SIGTERM)
+    else:
+        raise PipelineError(
+            f"{note.id} runs on {note.driver.host} (process {note.driver.pid}) and was started there by hand; "
+            f"call posttrain cancel {note.id} on that machine"
+        )
+    _wait(note, store, family)
+    after = read_note(note_path(store, note.id))
+    if after and after.outcome not in (None, "stopped"):  # it ended by itself meanwhile
+        return f"{note.id} is over: {after.outcome}"
+    return f"{note.id} is stopped; what was finished is kept, run the same command again to go on"
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started."""
+    try:
+        driver = psutil.Process(pid)
+        return [driver, *driver.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _cancel_flow_run(note: RunNote) -> None:
+    """Prefect started it, so Prefect ends it: the runner kills the process, and the state is right."""
+    if note.links.prefect_api:
+        os.environ["PREFECT_API_URL"] = note.links.prefect_api  # the flow run is known there, and nowhere else
+    from httpx import HTTPError
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
+    from prefect.states import Cancelling
+
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(note.links.flow_run, Cancelling(message="posttrain cancel"))
+    except (PrefectException, HTTPError) as error:
+        raise PipelineError(
+            f"{note.id} was started by Prefect, which does not take its cancellation ({error}); is "
+            f"{note.links.prefect_api} up? Else: kill -TERM {note.driver.pid} on {note.driver.host}"
+        ) from error
+
+
+def _wait(note: RunNote, store: Path, family: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        now = read_note(note_path(store, note.id)) or note
+        if (now.outcome or now.is_dead(store)) and not any(map(_is_alive, family)):
+            return
+        time.sleep(_POLL_SECONDS)
+    left = ", ".join(str(each.pid) for each in family if _is_alive(each))
+    raise PipelineError(
+        f"{note.id} was asked to end and has not within {_WAIT_SECONDS:.0f} s"
+        f"{f' (processes {left})' if left else ''}; wait and ask again, or kill -9 {note.driver.pid} "
+        f"on {note.driver.host}: the next run goes on from what is finished"
+    )
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

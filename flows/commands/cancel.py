@@ -1,0 +1,19 @@
+"""``posttrain cancel``."""
+
+import argparse
+
+from flows.commands.arguments import add_overrides
+from flows.store_root import store_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="its id as in posttrain status, or enough of it; or: latest")
+    add_overrides(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.cancel import cancel, find_run
+
+    store = store_root(options.overrides, options.config_dir)
+    print(cancel(find_run(options.run, store), store))
+    return 0

@@ -1,0 +1,154 @@
+"""The notes of runs, ``<store>/runs/<id>.json``: what a run is doing, readable by any process and after its death."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lineage.lease import EXPIRY_SECONDS, Holder
+
+Outcome = Literal["done", "failed", "stopped", "refused"]
+StageState = Literal["pending", "waiting", "running", "done", "reused", "failed"]
+
+_FOLDER = "runs"
+_LOOKED_AT = 50  # notes that are read beside those that were touched just now
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNote:
+    """What a run says of one of its stages.
+
+    Args:
+        reason: for what it waits, or why it failed.
+        since: when this state began, in seconds since the epoch.
+        directory: of the stage in the store.
+        total: its optimizer steps; None: it counts none.
+        seconds: that it took, once it is done.
+    """
+
+    state: StageState
+    since: float
+    directory: str
+    reason: str = ""
+    total: int | None = None
+    workers: int = 1
+    cpus: int = 0
+    gpus: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Where else a run is shown.
+
+    Args:
+        flow_run: its id in Prefect.
+        flow_page: its page there; None: no server has one.
+        prefect_api: the API that the flow run is known to.
+        deployed: whether Prefect started it, so that Prefect must end it.
+        mlflow: address of MLflow, without secrets.
+        mlflow_run: of the execution.
+    """
+
+    flow_run: str | None = None
+    flow_page: str | None = None
+    prefect_api: str | None = None
+    deployed: bool = False
+    mlflow: str | None = None
+    mlflow_run: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNote:
+    """One run.
+
+    Args:
+        words: the options and overrides of its command.
+        driver: the process that runs it.
+        stages: title -> what it is doing.
+        outcome: None: it has not ended, or died before it could say so.
+        cause: of a failure, or of a gate's refusal.
+        said: what it last told whoever looks on: whom it waits for, a trial that failed.
+    """
+
+    id: str
+    pipeline: str
+    words: list[str]
+    driver: Holder
+    started: float
+    stages: Mapping[str, StageNote]
+    links: Links = field(default_factory=Links)
+    ended: float | None = None
+    outcome: Outcome | None = None
+    cause: str = ""
+    said: str = ""
+
+    def write(self, store: Path) -> None:
+        path = note_path(store, self.id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draft.replace(path)
+
+    def is_dead(self, store: Path) -> bool:
+        """Whether its driver is gone, which says nothing of how it ended."""
+        try:
+            silent = time.time() - note_path(store, self.id).stat().st_mtime
+        except OSError:
+            silent = float("inf")
+        return self.driver.is_dead(silent)
+
+    def is_live(self, store: Path) -> bool:
+        return self.outcome is None and not self.is_dead(store)
+
+
+def new_id() -> str:
+    """Sorts by time."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
+
+
+def note_path(store: Path, run_id: str) -> Path:
+    """Where the note of a run lies."""
+    return store / _FOLDER / f"{run_id}.json"
+
+
+def read_note(path: Path) -> RunNote | None:
+    """None: it is gone, or no note of this version."""
+    try:
+        fields = json.loads(path.read_text())
+        stages = {title: StageNote(**stage) for title, stage in fields.pop("stages").items()}
+        driver, links = Holder(**fields.pop("driver")), Links(**fields.pop("links"))
+        return RunNote(**fields, stages=stages, driver=driver, links=links)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def run_ids(store: Path) -> list[str]:
+    """Of every run that left a note, newest first."""
+    return sorted((path.stem for path in (store / _FOLDER).glob("*.json")), reverse=True)
+
+
+def latest(store: Path) -> Iterator[RunNote]:
+    """The notes of what may still run, and of the last runs; newest first."""
+    now = time.time()
+    for index, run_id in enumerate(run_ids(store)):
+        path = note_path(store, run_id)
+        if index < _LOOKED_AT or _age(path, now) < EXPIRY_SECONDS:
+            note = read_note(path)
+            if note:
+                yield note
+
+
+def dashboard_file(directory: Path) -> Path:
+    """Where a stage on Ray workers writes the address of Ray's dashboard, if it has one, while it runs."""
+    return directory / "work" / "ray-dashboard.txt"
+
+
+def _age(path: Path, now: float) -> float:
+    try:
+        return now - path.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -1,0 +1,121 @@
+"""The logs of stages: which directory a REF means, finished or not, and reading while a stage writes."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from flows.run_notes import StageNote, latest
+from lineage.errors import ArtifactError, ConfigError
+from lineage.graph.index import Index
+from lineage.graph.places import artifact_at, node_key
+from lineage.graph.refs import resolve
+from lineage.lease import living_holder
+from lineage.store import Entry, Store
+
+_POLL_SECONDS = 0.3
+_DIGITS = re.compile("[0-9a-f]{4,64}")
+
+
+def stage_entry(ref: str, store: Path) -> Entry:
+    """The directory of a stage that a REF names: also of one that runs, failed, or was cut off.
+
+    Args:
+        ref: what names an artifact (``lineage/graph/refs.py``); also a stage as ``posttrain status`` shows it:
+            ``dpo``, ``dpo#3`` of a sweep, ``PIPELINE/dpo``. Then the last run of it is meant.
+
+    Raises:
+        ConfigError: nothing or several things bear that name.
+        ArtifactError: the stage has not begun.
+    """
+    return _noted(ref, store) or _stored(ref, store) or _recorded(ref, store)
+
+
+def _noted(ref: str, store: Path) -> Entry | None:
+    """By the notes of the runs, the last one first; one that has not begun counts if no other bears the name."""
+    pipeline, _, title = ref.rpartition("/")
+    waiting: StageNote | None = None
+    for note in latest(store):
+        stage = note.stages.get(title)
+        if stage is None or pipeline not in ("", note.pipeline):
+            continue
+        if stage.directory and Path(stage.directory, "logs").is_dir():
+            return Entry(Path(stage.directory))
+        waiting = waiting or stage
+    if waiting:
+        reason = f": it waits for {waiting.reason}" if waiting.reason else ""
+        raise ArtifactError(f"{ref} has not begun{reason}, and so has no log; see posttrain status")
+    return None
+
+
+def _stored(ref: str, store: Path) -> Entry | None:
+    """By its directory, by the digits of its fingerprint, or the one of a stage's name whose log is the newest."""
+    place = artifact_at(store, str(Path(ref).expanduser()))
+    if place:
+        entry = Store(store).entry(*place)
+        return entry if entry.path.is_dir() else None
+    stage, _, digits = ref.rpartition("@")
+    if not _DIGITS.fullmatch(digits):
+        named = [entry for name, entry in Store(store).entries() if name == ref and entry.logs.is_dir()]
+        return max(named, key=lambda entry: entry.logs.stat().st_mtime, default=None)
+    found = [
+        (node_key(name, entry.path.name), entry)
+        for name, entry in Store(store).entries()
+        if entry.path.name.startswith(digits[:16]) and stage in ("", name)
+    ]
+    if len(found) > 1:
+        raise ConfigError(f"{ref} names {len(found)} things: {', '.join(key for key, _ in found)}; name one of them")
+    return found[0][1] if found else None
+
+
+def _recorded(ref: str, store: Path) -> Entry:
+    with Index(store) as index:
+        found = resolve(ref, index)
+    if found.entry is None:
+        raise ConfigError(f"{ref} is the source {found.node}, which no stage of this store made; name an artifact")
+    return found.entry
+
+
+def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
+    """What is there now.
+
+    Args:
+        num_lines: so many, the last ones; None: all.
+
+    Raises:
+        ArtifactError: there is no log.
+    """
+    with _open(entry) as file:
+        yield from file if num_lines is None else deque(file, maxlen=num_lines)
+
+
+def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
+    """The same, then what is written until the stage ends: it is committed, or nobody makes it any more."""
+    log = entry.logs / "stage.log"
+    while not log.exists() and _is_made(entry):
+        time.sleep(_POLL_SECONDS)
+    with _open(entry) as file:
+        yield from file if num_lines is None else deque(file, maxlen=num_lines)
+        while True:
+            is_made = _is_made(entry)  # before the last look, so that no line is lost
+            yield from file
+            if not is_made:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_made(entry: Entry) -> bool:
+    return living_holder(entry.path) is not None
+
+
+def _open(entry: Entry) -> IO[str]:
+    log = entry.logs / "stage.log"
+    try:
+        return log.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ArtifactError(
+            f"{entry.path}: has no log ({error.strerror}); a stage with launcher=foreground writes to the screen, "
+            "and an output that came by dvc pull brought none"
+        ) from error

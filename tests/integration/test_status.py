@@ -1,0 +1,130 @@
+"""A run seen and stopped from other processes: what it does, what it says, its end, its death. Real processes."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from flows.job import Job
+from flows.run_notes import dashboard_file
+from tasks.context import Launcher, Resources
+from tests.command import Command, alive, family, wait_until
+from tests.toy_methods import ToyTraining
+
+SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
+
+
+@pytest.fixture
+def toy(tmp_path, prefect_url):
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
+
+
+def status(toy):
+    result = toy("status", "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def left(run):
+    return next(stage for stage in run["stages"] if stage["stage"] == "left")
+
+
+def has_reached(toy, step):
+    running = status(toy)["running"]
+    return running and (left(running[0])["step"] or 0) >= step
+
+
+@pytest.fixture
+def slow(toy):
+    process = toy.start("run", *SLOW_LEFT)
+    wait_until(lambda: has_reached(toy, 3), "left steps")
+    yield process
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_url):
+    [run] = status(toy)["running"]
+    assert (run["pipeline"], run["state"], run["driver"]["pid"]) == ("toy", "running", slow.pid)
+    stage = left(run)
+    assert (stage["state"], stage["total"], stage["tokens_per_second"]) == ("running", 600, 100.0)
+    assert stage["loss"] <= 1 / 3
+    assert 0 < stage["eta_seconds"] < 600
+    assert {each["stage"]: each["state"] for each in run["stages"]}["data"] == "done"
+    assert run["prefect_flow_run"]
+    assert run["links"]["prefect"].startswith(prefect_url.removesuffix("/api"))
+    shown = toy("status").stdout
+    assert "/600  loss 0." in shown
+    assert "100 tok/s  ETA " in shown
+
+    follower = toy.start("logs", "left", "--follow")
+    started = family(slow)
+    assert len(started) >= 3
+    cancelled = toy("cancel", run["id"][-4:])
+    assert (cancelled.returncode, cancelled.stderr) == (0, "")
+    assert cancelled.stdout.startswith(f"{run['id']} is stopped; ")
+    assert not alive(started)
+    assert slow.wait(timeout=10) == 130
+    said, errors = follower.communicate(timeout=20)
+    assert (follower.returncode, errors) == (0, "")
+    assert "local mode" in said
+
+    document = status(toy)
+    assert not document["running"]
+    assert (document["last"][0]["id"], document["last"][0]["state"]) == (run["id"], "stopped")
+    assert toy("logs", "toy/left", "-n", "1").stdout == said.splitlines(keepends=True)[-1]
+    assert toy("cancel", "latest").stdout == f"{run['id']} is over: stopped\n"
+
+
+def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):
+    slow.kill()
+    slow.wait(timeout=10)
+    document = status(toy)
+    assert not document["running"]
+    [run] = document["last"]
+    assert run["state"] == "died"
+    assert run["command"].startswith("posttrain run --config-dir ")
+    shown = toy("status").stdout
+    assert f"its process was killed at step {left(run)['step']} of left; run the same command again" in shown
+    assert run["command"] in shown
+    assert toy("cancel", "latest").stdout.startswith(f"{run['id']} died before")
+
+
+def test_a_failure_keeps_its_cause_and_its_log(toy):
+    assert toy("run", "stages.left.method.fail=true").returncode == 1
+    [run] = status(toy)["last"]
+    assert run["state"] == "failed"
+    assert run["cause"].startswith("stage left failed: ValueError: told to fail (log: ")
+    assert left(run)["state"] == "failed"
+    assert "told to fail" in toy("logs", "left").stdout
+
+
+def test_a_stage_that_joins_a_cluster_leaves_the_address_of_its_dashboard(tmp_path, monkeypatch):
+    from flows import ray_train
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    monkeypatch.setattr(ray_train.ray, "init", lambda **_: SimpleNamespace(dashboard_url="10.0.0.2:8265"))
+    (tmp_path / "work").mkdir()
+    resources = Resources(launcher=Launcher.CLUSTER)
+    ray_train._connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path))
+    assert dashboard_file(tmp_path).read_text() == "10.0.0.2:8265"
+
+
+def test_doctor_finds_what_is_wrong_here(toy, prefect_url):
+    fit = toy("doctor", "--json", "tracking=none")
+    document = json.loads(fit.stdout)
+    errors = [finding for finding in document["findings"] if finding["level"] == "error"]
+    assert (fit.returncode, document["ok"], errors) == (0, True, [])
+    assert any(finding["found"] == f"PREFECT_API_URL={prefect_url} answers" for finding in document["findings"])
+
+    toy.environment["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
+    unfit = toy("doctor", "tracking.uri=${oc.env:NOT_SET_ANYWHERE}")
+    assert unfit.returncode == 1
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api: nothing answers" in unfit.stdout
+    assert "an override names the variable NOT_SET_ANYWHERE, which is not set" in unfit.stdout
+    assert unfit.stdout.splitlines()[-1].startswith("2 errors, ")
+    assert toy("doctor", "stages.sft.method.betta=1").returncode == 2

@@ -1,0 +1,100 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from flows import cancel as module
+from flows.cancel import cancel, find_run
+from flows.run_notes import Links, RunNote
+from lineage.errors import ConfigError, PipelineError
+from lineage.lease import Holder
+
+
+def note(run_id="20260101-000000-aaaa", **fields):
+    driver = fields.pop("driver", Holder.here())
+    return RunNote(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = psutil.Process(process.pid).create_time()
+    yield replace(Holder.here(), pid=process.pid, started=started)
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for day, outcome in (("01", "done"), ("02", None), ("03", "failed")):
+        note(f"202601{day}-000000-aa{day}", outcome=outcome).write(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("word", "day"), [("20260101-000000-aa01", "01"), ("20260103", "03"), ("aa01", "01"), ("latest", "02")]
+)
+def test_a_run_is_named_by_enough_of_its_id(runs, word, day):
+    assert find_run(word, runs).id == f"202601{day}-000000-aa{day}"
+
+
+def test_latest_is_the_last_run_where_none_runs(runs):
+    note("20260102-000000-aa02", outcome="done").write(runs)
+    assert find_run("latest", runs).id == "20260103-000000-aa03"
+
+
+def test_a_run_that_is_none_is_refused(runs, tmp_path):
+    with pytest.raises(ConfigError, match=r"202601: names 3 runs: 20260103-000000-aa03, .*see posttrain status"):
+        find_run("202601", runs)
+    with pytest.raises(ConfigError, match=r"nope: no such run in .*; the last are: 20260103-000000-aa03"):
+        find_run("nope", runs)
+    with pytest.raises(ConfigError, match=r"latest: no such run in .*no run has left a note"):
+        find_run("latest", tmp_path / "empty")
+
+
+def test_what_is_over_is_let_be(tmp_path):
+    ended, dead = note(outcome="failed"), note(driver=replace(Holder.here(), started=0.0))
+    for each in (ended, dead):
+        each.write(tmp_path)
+        assert psutil.pid_exists(each.driver.pid)
+    assert cancel(ended, tmp_path) == f"{ended.id} is over: failed"
+    assert cancel(dead, tmp_path).startswith(f"{dead.id} died before: its process ")
+
+
+def test_a_run_of_this_host_is_ended(tmp_path, sleeper):
+    running = note(driver=sleeper)
+    running.write(tmp_path)
+    assert cancel(running, tmp_path).startswith(f"{running.id} is stopped; ")
+    assert sleeper.is_dead(0.0)
+
+
+def test_what_does_not_end_in_time_is_told(tmp_path, sleeper, monkeypatch):
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(module.os, "kill", lambda *_: None)
+    running = note(driver=sleeper)
+    running.write(tmp_path)
+    with pytest.raises(PipelineError, match=rf"not within 0 s \(processes {sleeper.pid}\); .* kill -9 {sleeper.pid}"):
+        cancel(running, tmp_path)
+
+
+def test_what_was_started_by_hand_elsewhere_is_ended_there(tmp_path):
+    running = note(driver=replace(Holder.here(), host="elsewhere"))
+    running.write(tmp_path)
+    with pytest.raises(PipelineError, match=rf"runs on elsewhere .*call posttrain cancel {running.id} on that machine"):
+        cancel(running, tmp_path)
+
+
+def test_what_prefect_started_prefect_ends(tmp_path, sleeper, monkeypatch):
+    asked = []
+
+    def runner(run):
+        asked.append(run.links.flow_run)
+        psutil.Process(run.driver.pid).kill()
+
+    monkeypatch.setattr(module, "_cancel_flow_run", runner)
+    running = note(driver=sleeper, links=Links(flow_run="f1", deployed=True))
+    running.write(tmp_path)
+    cancel(running, tmp_path)
+    assert asked == ["f1"]

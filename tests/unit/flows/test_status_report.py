@@ -1,0 +1,153 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from flows.reports.status import status_dict, status_text, views
+from flows.run_notes import Links, RunNote, StageNote, dashboard_file, new_id, note_path
+from lineage.lease import Holder
+from tests.command import REPOSITORY
+
+
+@pytest.fixture
+def store(tmp_path):
+    directory = tmp_path / "dpo" / "0123456789abcdef"
+    (directory / "work").mkdir(parents=True)
+    now = time.time()
+    lines = [
+        {"step": step, "time": now - 10 + step, "metrics": {"loss": 3.41, "tokens_per_second": 9800.0}}
+        for step in (1, 2, 3)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+@pytest.fixture
+def live(store):
+    """Of this process."""
+    now = time.time()
+    directory = str(store / "dpo" / "0123456789abcdef")
+    room = {"directory": directory, "since": now - 60, "workers": 2, "cpus": 4, "gpus": 1}
+    stages = {
+        "corpus": StageNote(state="done", since=now, directory="", seconds=1.25),
+        "sft": StageNote(state="reused", since=now, directory=""),
+        "dpo": StageNote(state="running", total=13, **room),
+        "reward": StageNote(state="waiting", since=now, directory="", reason="2 CPUs"),
+        "evaluate": StageNote(state="pending", since=now, directory="", reason="dpo"),
+        "extra": StageNote(state="failed", since=now, directory="", reason="no memory\nat all"),
+    }
+    note = RunNote(
+        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Holder.here(),
+        started=now - 65, stages=stages,
+    )  # fmt: skip
+    note.write(store)
+    return note
+
+
+def text(store):
+    return status_text(store, *views(store))
+
+
+def died(note, **fields):
+    return replace(note, driver=replace(note.driver, started=0.0), **fields)
+
+
+def test_a_store_without_a_run_says_how_to_start_one(tmp_path):
+    assert text(tmp_path).endswith("start one with: posttrain run")
+
+
+def test_a_stage_shows_how_far_it_is_and_what_it_takes(store, live):
+    lines = {line.split()[0]: line for line in text(store).splitlines()[1:] if line.strip()}
+    assert "3/13  loss 3.410  9,800 tok/s  ETA 0:10  2 workers  4 CPUs  1 GPU" in lines["dpo"]
+    assert lines["corpus"].endswith("done in 1.2 s")
+    assert lines["sft"].endswith("reused: another run made it")
+    assert lines["reward"].endswith("waits for 2 CPUs")
+    assert lines["evaluate"].endswith("waits for dpo")
+    assert lines["extra"].endswith("FAILED: no memory")
+    assert f"{live.id}  cpt-sft-dpo  runs since " in text(store)
+    assert f"(1:05)  on {live.driver.host}:{os.getpid()}" in text(store)
+
+
+def test_the_same_as_json(store, live):
+    document = json.loads(json.dumps(status_dict(store, *views(store))))
+    [run] = document["running"]
+    assert (run["id"], run["state"], run["last"] if "last" in run else document["last"]) == (live.id, "running", [])
+    assert run["command"] == """posttrain run stages.dpo.method.beta=0.2 'x='"'"'a b'"'"''"""
+    stages = {stage["stage"]: stage for stage in run["stages"]}
+    assert {key: stages["dpo"][key] for key in ("step", "total", "loss", "tokens_per_second", "workers", "gpus")} == {
+        "step": 3, "total": 13, "loss": 3.41, "tokens_per_second": 9800.0, "workers": 2, "gpus": 1,
+    }  # fmt: skip
+    assert stages["dpo"]["eta_seconds"] == pytest.approx(10.0)
+    assert (stages["reward"]["waits_for"], stages["extra"]["cause"]) == ("2 CPUs", "no memory\nat all")
+
+
+def test_links_lead_to_prefect_mlflow_and_ray(store, live):
+    links = Links(flow_run="f1", flow_page="http://p/runs/flow-run/f1", mlflow="http://m/", mlflow_run="r1")
+    replace(live, links=links, said="approve at ...").write(store)
+    dashboard_file(store / "dpo" / "0123456789abcdef").write_text("127.0.0.1:8265\n")
+    shown = text(store)
+    assert "prefect   http://p/runs/flow-run/f1" in shown
+    assert "mlflow    http://m/#/runs/r1" in shown
+    assert "ray       http://127.0.0.1:8265" in shown
+    assert "  | approve at ..." in shown
+    replace(live, links=Links(flow_run="f1", mlflow="sqlite:///mlflow.db", mlflow_run="r1")).write(store)
+    assert "prefect   flow run f1" in text(store)
+    assert "mlflow    run r1 in sqlite:///mlflow.db" in text(store)
+
+
+def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
+    died(live).write(store)
+    shown = text(store)
+    assert shown.startswith("nothing runs in ")
+    assert "died after 1:05" in shown
+    assert "its process was killed at step 3 of dpo; run the same command again to go on:" in shown
+    assert "posttrain run stages.dpo.method.beta=0.2" in shown
+
+
+def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
+    died(live).write(store)
+    os.utime(note_path(store, live.id), (0, time.time() - 1000))
+    assert "its process was killed in dpo; run" in text(store)
+
+
+def test_the_last_runs_say_how_they_ended(store, live):
+    note_path(store, live.id).unlink()
+    ends = {
+        "done": "", "failed": "stage dpo failed: no memory (log: x)", "refused": "gate g refuses dpo:\n  too bad",
+        "stopped": "",
+    }  # fmt: skip
+    for number, (outcome, cause) in enumerate([("done", ""), ("done", ""), *ends.items()]):
+        ended = replace(live, id=f"2026010{number}-000000-0000", outcome=outcome, cause=cause, ended=time.time())
+        replace(ended, started=ended.ended - 3.2).write(store)
+    lines = text(store).splitlines()
+    assert lines[0].startswith("nothing runs in ")
+    heads = [line.split() for line in lines if line.startswith("  2026")]
+    assert [(head[0][:8], head[-3]) for head in heads] == [
+        ("20260105", "stopped"), ("20260104", "refused"), ("20260103", "failed"), ("20260102", "done"),
+        ("20260101", "done"),
+    ]  # fmt: skip
+    assert heads[0][-2:] == ["after", "0:03"]
+    assert "      stage dpo failed: no memory (log: x)" in lines
+    assert "        too bad" in lines
+    assert any(line.startswith("      at step 3 of dpo; go on with: posttrain run") for line in lines)
+
+
+def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):
+    resting = {f"sft#{number}": live.stages["sft"] for number in range(30)}
+    replace(live, stages={**live.stages, **resting}).write(store)
+    assert "others  1 done, 31 reused, 1 pending" in text(store)
+    assert "dpo     3/13" in text(store)
+
+
+def test_status_imports_nothing_that_takes_time(tmp_path):
+    heavy = "{'torch', 'prefect', 'ray', 'mlflow', 'hydra', 'pydantic', 'optuna', 'sqlalchemy'}"
+    code = f"import sys; from flows.__main__ import main; main(['status']); print(sorted({heavy} & set(sys.modules)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.splitlines()[-1] == "[]"
