@@ -1,0 +1,121 @@
+"""What the runs so far have taken in, kept over a stop: data that changes meanwhile starts a run afterwards."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from lineage.fingerprint import canonical_json
+
+LATE = timedelta(hours=1)  # by which a sender's clock may lag, or an event be delayed, without being passed over
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Arrival:
+    """An event that the server has.
+
+    Args:
+        occurred: by the clock of its sender, in ISO 8601 and UTC.
+    """
+
+    id: str
+    name: str
+    occurred: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What may start a run, as one look found it.
+
+    Args:
+        digests: source -> fingerprint.
+        arrivals: the events that no run has followed yet.
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    arrivals: tuple[Arrival, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """``<store>/watch/<pipeline>.json``.
+
+    Args:
+        since: when the last run was started here, or watching began; ISO 8601, UTC.
+        digests: source -> fingerprint, as the last run took it.
+        followed: id -> when it occurred, of the events that a run has followed and that may be met again.
+    """
+
+    since: str
+    digests: Mapping[str, str] = field(default_factory=dict)
+    followed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def events_from(self) -> datetime:
+        """Since when events are looked for."""
+        return datetime.fromisoformat(self.since) - LATE
+
+    def causes(self, seen: Seen) -> tuple[str, ...]:
+        """Names of the sources that are not what the last run took, and of the events that no run has followed."""
+        changed = [name for name, digest in seen.digests.items() if self.digests.get(name) != digest]
+        return tuple(dict.fromkeys([*sorted(changed), *(each.name for each in sorted(seen.arrivals))]))
+
+    def key(self, seen: Seen) -> str:
+        """Names the run that follows: the same for two who watch one store, and for one who was killed half-way."""
+        content = {"since": self.since, "digests": dict(seen.digests), "events": [each.id for each in seen.arrivals]}
+        return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+    def taking(self, digests: Mapping[str, str]) -> "Memory":
+        """After these sources were taken in as they are: by a run that another started, or before watching began."""
+        return replace(self, digests={**self.digests, **digests})
+
+    def following(self, seen: Seen, now: datetime) -> "Memory":
+        """After a run was started that takes in all that was seen."""
+        followed = {**self.followed, **{each.id: each.occurred for each in seen.arrivals}}
+        after = Memory(since=_iso(now), digests={**self.digests, **seen.digests})
+        recent = {key: when for key, when in followed.items() if datetime.fromisoformat(when) >= after.events_from}
+        return replace(after, followed=recent)
+
+    @staticmethod
+    def beginning(now: datetime) -> "Memory":
+        """Before the first run."""
+        return Memory(since=_iso(now))
+
+    @staticmethod
+    def read(path: Path) -> "Memory | None":
+        try:
+            return Memory(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or damaged: watching begins anew
+            return None
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draft.replace(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """How long all has been as it is.
+
+    Args:
+        since: seconds of the clock that the looks go by.
+    """
+
+    seen: Seen
+    since: float
+
+    def look(self, seen: Seen, now: float) -> "Rest":
+        return self if seen == self.seen else Rest(seen=seen, since=now)
+
+    def remaining(self, settle: float, now: float) -> float:
+        """Seconds until it has rested long enough."""
+        return max(0.0, self.since + settle - now)
+
+
+def _iso(time: datetime) -> str:
+    return time.astimezone(UTC).isoformat()

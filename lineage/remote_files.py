@@ -1,0 +1,97 @@
+"""Files behind a URL: of a bucket, of a DVC remote, of whatever fsspec has a file system for."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from glob import has_magic
+from typing import IO, TYPE_CHECKING
+
+from lineage.digest import digest_of
+from lineage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_DVC = "dvc://"  # a path that DVC tracks, in the repository of this folder, as its commit has it
+
+# What file systems call that which changes with the content; where none is told, the time of the last change has to do.
+_OF_CONTENT = ("md5", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "generation")
+_OF_TIME = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
+
+
+def is_url(path: str) -> bool:
+    """Whether a source's path is for fsspec, and not of this machine or of the hub."""
+    return bool(_URL.match(path))
+
+
+def remote_versions(name: str, url: str) -> dict[str, str]:
+    """URL -> version, of every file that a URL of a file, a directory or a glob names; in order. Nothing is downloaded.
+
+    Args:
+        name: of the source, for messages.
+
+    Raises:
+        ConfigError: nothing is there or answers, there is no such file system here, or it tells no versions.
+    """
+    try:
+        with _file_system(url) as (files, path):
+            files.invalidate_cache()
+            found = files.glob(path, detail=True) if has_magic(path) else files.find(path, detail=True)
+            versions = {
+                files.unstrip_protocol(place): _version(name, place, dict(found[place]))
+                for place in sorted(found)
+                if found[place]["type"] == "file"
+            }
+    except ConfigError:
+        raise
+    except Exception as error:  # of a file system's own library: no common base
+        raise _unreachable(name, url, error) from error
+    if not versions:
+        raise ConfigError(f"sources.{name}.path={url}: no file there; give the URL of a file, a directory or a glob")
+    return versions
+
+
+def revision_of(versions: dict[str, str]) -> str:
+    """One name for the content of files in their order; what they are called is no part of it."""
+    return digest_of({str(place): version for place, version in enumerate(versions.values())})
+
+
+@contextlib.contextmanager
+def open_remote(url: str) -> Iterator[IO[bytes]]:
+    """A file behind a URL, to be read."""
+    with _file_system(url) as (files, path), files.open(path, "rb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _file_system(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
+    from fsspec.core import url_to_fs
+
+    # What is committed, and not what lies in the folder: the two may differ, and only one has a version.
+    files, path = url_to_fs(url, **({"rev": "HEAD"} if url.startswith(_DVC) else {}))
+    try:
+        yield files, path
+    finally:
+        if url.startswith(_DVC):  # it holds a repository open; the others are shared
+            files.close()
+
+
+def _version(name: str, place: str, told: dict[str, object]) -> str:
+    for keys in (_OF_CONTENT, _OF_TIME):
+        version = {key: str(told[key]) for key in keys if told.get(key)}
+        if version:
+            return digest_of({**version, "size": str(told.get("size"))})
+    raise ConfigError(
+        f"sources.{name}.path: {place} has neither a checksum nor a time of change there, so that no change would be "
+        "noticed; copy it to a file or a bucket, and give that"
+    )
+
+
+def _unreachable(name: str, url: str, error: Exception) -> ConfigError:
+    cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return ConfigError(
+        f"sources.{name}.path={url}: cannot be listed ({cause}); give a URL that fsspec reads, with its package "
+        "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://) and credentials where that package looks for "
+        "them; or dvc://PATH, inside a DVC repository"
+    )

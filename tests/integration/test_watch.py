@@ -1,0 +1,170 @@
+"""Schedules and triggers against a real Prefect server: what is registered, what starts runs, and in which order."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import pytest
+
+from lineage.artifact import Source
+from lineage.digest import DigestCache
+from lineage.remote_files import open_remote
+from lineage.sources import pin
+from tests.command import CONF, Command, wait_until
+
+TRIGGER = "trigger={sources: [rows], events: [rows.ready], poll: 0.3, settle: 0.5}"
+
+
+class Server:
+    """Prefect's API as curl would call it, and the deployment ``toy/local``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def post(self, path: str, body: object) -> object:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read() or "null")
+
+    def get(self, path: str) -> dict:
+        with urllib.request.urlopen(self.url + path) as answer:
+            return json.loads(answer.read())
+
+    def send(self, event: str) -> None:
+        body = {
+            "id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event,
+            "resource": {"prefect.resource.id": "our-data"}, "payload": {},
+        }  # fmt: skip
+        self.post("/events", [body])
+
+    def runs(self) -> list[dict]:
+        """Those that a trigger has started, in order."""
+        found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
+        return [run for run in found if any(tag.startswith("trigger:") for tag in run["tags"])]
+
+    def triggers(self) -> list[set[str]]:
+        return [{tag for tag in run["tags"] if tag.startswith("trigger:")} for run in self.runs()]
+
+    def ended(self) -> int:
+        return sum(run["state_type"] == "COMPLETED" for run in self.runs())
+
+
+@pytest.fixture
+def server(prefect_url):
+    server = Server(prefect_url)
+    yield server
+    for run in server.post("/flow_runs/filter", {}):
+        urllib.request.urlopen(urllib.request.Request(f"{prefect_url}/flow_runs/{run['id']}", method="DELETE"))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_text("first")
+    return path
+
+
+@contextlib.contextmanager
+def serving(server, folder, *words: str) -> Iterator[list[str]]:
+    """``posttrain serve``, and what it has said; ends with the context."""
+    command = Command(folder, environment={"PREFECT_API_URL": server.url})
+    said = folder / "serve.log"
+    process = command.start(
+        "serve", "--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt", TRIGGER,
+        "tracking=none", *words, stderr=said,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: "watches" in said.read_text() or process.poll() is not None, "it watches")
+        assert process.poll() is None, said.read_text()
+        wait_until((folder / "artifacts" / "watch" / "toy.json").exists, "it has looked once")
+        yield said
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0, said.read_text()
+
+
+def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
+    """Data, twice more data during the run, an event: three runs, the last of which has nothing to do."""
+    schedule = 'schedule={cron: "0 3 1 1 *", timezone: Europe/Berlin}'  # its runs are none that are waited for
+    with serving(server, tmp_path, schedule, "stages.left.method.step_seconds=1"):
+        wait_until(lambda: server.post("/deployments/filter", {}), "it is registered")
+        rows.write_text("second")
+        data = tmp_path / "artifacts" / "data"
+        wait_until(lambda: list(data.glob("*/manifest.json")), "a run is under way and has read its data")
+        for content in ("third", "fourth"):
+            rows.write_text(content)
+        wait_until(lambda: server.ended() == 2, "another has followed")
+        server.send("rows.ready")
+        wait_until(lambda: server.ended() == 3, "the event is followed")
+        runs = server.runs()
+    assert server.triggers() == [{"trigger:rows"}, {"trigger:rows"}, {"trigger:rows.ready"}]
+    assert all(earlier["end_time"] <= later["start_time"] for earlier, later in pairwise(runs))
+    states = server.get(f"/flow_run_states/?flow_run_id={runs[0]['id']}")
+    assert states[0]["message"] == "started by a trigger: rows"
+    assert runs[2]["state"]["message"].startswith("nothing to do")
+    assert {path.read_text() for path in data.glob("*/output/rows.txt")} == {"second", "fourth"}
+    [deployment] = server.post("/deployments/filter", {})
+    [registered] = deployment["schedules"]
+    assert registered["active"]
+    assert (registered["schedule"]["cron"], registered["schedule"]["timezone"]) == ("0 3 1 1 *", "Europe/Berlin")
+
+
+def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
+    """While the run waits for a worker none is added; the next takes what has changed meanwhile."""
+    flow = server.post("/flows/", {"name": "toy"})
+    server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
+    with serving(server, tmp_path, "--name", "workers", "--watch-only") as said:
+        rows.write_text("second")
+        wait_until(lambda: len(server.runs()) == 1, "a run is created")
+        [run] = server.runs()
+        rows.write_text("third")
+        server.send("rows.ready")
+        held = f"new: rows, rows.ready; waits for the run {run['name']}"
+        wait_until(lambda: held in said.read_text(), "what changed meanwhile is held")
+        assert len(server.runs()) == 1
+        server.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "COMPLETED"}, "force": True})
+        wait_until(lambda: len(server.runs()) == 2, "the next is created")
+    assert server.triggers() == [{"trigger:rows"}, {"trigger:rows", "trigger:rows.ready"}]
+
+
+def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, monkeypatch):
+    """Nothing of it lies in the folder."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    dvc = [sys.executable, "-m", "dvc"]
+
+    def call(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True)
+
+    def fingerprint() -> str:
+        return pin("rows", Source(path="dvc://rows.jsonl"), DigestCache(tmp_path / "digests.json")).fingerprint
+
+    def commit(content: str) -> None:
+        (repository / "rows.jsonl").write_text(content)
+        call(*dvc, "add", "-q", "rows.jsonl")
+        call(*dvc, "push", "-q")
+        call("git", "add", "-A")
+        call("git", "-c", "user.name=me", "-c", "user.email=me@example.com", "commit", "-qm", "data")
+        call("rm", "-rf", "rows.jsonl", ".dvc/cache")
+
+    call("git", "init", "-q")
+    call(*dvc, "init", "-q")
+    call(*dvc, "remote", "add", "-d", "there", str(tmp_path / "remote"))
+    commit('{"text": "a"}\n')
+    before = fingerprint()
+    with open_remote("dvc://rows.jsonl") as file:
+        assert file.read() == b'{"text": "a"}\n'
+    (repository / "rows.jsonl").write_text("not committed")
+    assert fingerprint() == before
+    commit('{"text": "b"}\n')
+    assert fingerprint() != before

@@ -1,0 +1,77 @@
+"""Files behind a URL, of a bucket in memory."""
+
+import importlib.util
+
+import fsspec
+import pytest
+
+from lineage.artifact import Kind, Source
+from lineage.digest import DigestCache
+from lineage.errors import ConfigError
+from lineage.remote_files import open_remote, remote_versions
+from lineage.sources import pin
+
+
+@pytest.fixture
+def bucket():
+    files = fsspec.filesystem("memory")
+    files.pipe({"/bucket/a.jsonl": b"one", "/bucket/deep/b.jsonl": b"two"})
+    yield files
+    files.store.clear()
+
+
+def fingerprint(url: str, tmp_path) -> str:
+    return pin("rows", Source(path=url), DigestCache(tmp_path / "digests.json")).fingerprint
+
+
+def test_a_url_names_a_file_a_directory_or_a_glob(bucket):
+    assert list(remote_versions("rows", "memory://bucket")) == [
+        "memory:///bucket/a.jsonl", "memory:///bucket/deep/b.jsonl",
+    ]  # fmt: skip
+    assert list(remote_versions("rows", "memory://bucket/a.jsonl")) == ["memory:///bucket/a.jsonl"]
+    assert list(remote_versions("rows", "memory://bucket/*.jsonl")) == ["memory:///bucket/a.jsonl"]
+    with open_remote("memory:///bucket/a.jsonl") as file:
+        assert file.read() == b"one"
+
+
+def test_a_bucket_is_pinned_to_what_it_holds_now(bucket, tmp_path):
+    before = fingerprint("memory://bucket", tmp_path)
+    assert fingerprint("memory://bucket", tmp_path) == before
+    bucket.pipe("/bucket/a.jsonl", b"six")
+    changed = fingerprint("memory://bucket", tmp_path)
+    bucket.pipe("/bucket/c.jsonl", b"three")
+    assert len({before, changed, fingerprint("memory://bucket", tmp_path)}) == 3
+
+
+def test_a_checksum_is_the_version_where_there_is_one(monkeypatch, bucket):
+    listed = {"/bucket/a.jsonl": {"name": "/bucket/a.jsonl", "type": "file", "size": 3, "ETag": '"e"'}}
+    monkeypatch.setattr(type(bucket), "find", lambda *_, **__: listed)
+    versions = []
+    for etag, modified in (('"e"', "monday"), ('"e"', "tuesday"), ('"f"', "tuesday")):
+        listed["/bucket/a.jsonl"] |= {"ETag": etag, "LastModified": modified}
+        versions += remote_versions("rows", "memory://bucket").values()
+    assert versions[0] == versions[1] != versions[2]
+
+
+def test_a_file_system_that_tells_no_version_is_refused(monkeypatch, bucket):
+    listed = {"/bucket/a.jsonl": {"name": "/bucket/a.jsonl", "type": "file", "size": 3}}
+    monkeypatch.setattr(type(bucket), "find", lambda *_, **__: listed)
+    with pytest.raises(ConfigError, match="neither a checksum nor a time of change"):
+        remote_versions("rows", "memory://bucket")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("memory://none", "no file there"), ("zzz://bucket/a.jsonl", "cannot be listed"), ("s3://bucket", "Install s3fs")],
+)
+def test_what_cannot_be_listed_is_told(url, message, tmp_path):
+    if url.startswith("s3") and importlib.util.find_spec("s3fs"):
+        pytest.skip("s3fs is installed here")
+    with pytest.raises(ConfigError, match=message):
+        fingerprint(url, tmp_path)
+
+
+def test_a_model_is_not_read_from_a_url(tmp_path):
+    source = Source(path="memory://bucket/model", kind=Kind.CHECKPOINT)
+    with pytest.raises(ConfigError, match="a model is not read from a URL"):
+        pin("base", source, DigestCache(tmp_path / "digests.json"))
