@@ -1,12 +1,14 @@
-"""The champion: a source that is whatever model an alias names, resolved when the plan is made."""
+"""The champion: sources that are the model an alias names, or what it was made from, found when the plan is made."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from flows.pipeline import Pipeline, Stage
-from lineage.artifact import ALIAS, SOURCE, Kind, Source
+from flows.pipeline import Pipeline
+from flows.placed import Placed, artifact, is_alias, place, sources_of_aliases
+from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import fingerprint
+from lineage.graph.places import node_key
 from lineage.manifest import SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.sources import Pinned
@@ -15,7 +17,7 @@ from lineage.store import Entry, Store
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A source that an alias names: its place in the store, and its identity, which is that of the model."""
+    """What a source stands for that an alias names: an artifact in its place in the store, with its own identity."""
 
     entry: Entry
     pinned: Pinned
@@ -26,9 +28,9 @@ class Champions:
     """What became of a pipeline's aliases.
 
     Args:
-        pipeline: without the slots that no model fills yet.
-        found: name of a source -> the champion that it stands for.
-        notes: a line for each alias: which model it is, or what was left out for want of one.
+        pipeline: with what fills the slots that nothing of an alias fills yet, or without them.
+        found: name of a source -> the artifact that it stands for.
+        notes: a line for each source: which artifact it is, or what is done for want of one.
     """
 
     pipeline: Pipeline
@@ -36,47 +38,63 @@ class Champions:
     notes: list[str]
 
 
-def is_alias(source: Source) -> bool:
-    """Whether a source is the model that an alias names."""
-    return source.path.startswith(ALIAS)
-
-
-def resolve_champions(pipeline: Pipeline, pinned: Mapping[str, str]) -> Champions:
-    """Finds the model behind each source that an alias names.
-
-    It is the latest holder that is no output of this very plan: else promoting the plan's model would change the plan,
-    and have the model compared with itself.
+def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champions:
+    """Finds what each source stands for that an alias names.
 
     Args:
-        pinned: ``source:NAME`` -> fingerprint, of the other sources.
+        pinned: name of any other source -> its fingerprint.
 
     Raises:
-        ConfigError: there is no such model, and a slot needs one.
+        ConfigError: there is no such artifact, and a slot needs one.
         ArtifactError: its output is no longer in the store.
     """
-    names = [name for name in pipeline.used_sources() if is_alias(pipeline.sources[name])]
     found: dict[str, Champion] = {}
     notes: list[str] = []
-    if not names:
-        return Champions(pipeline=pipeline, found=found, notes=notes)
-    own = _own_outputs(pipeline, pinned)
-    holders = stacks(read_events(pipeline.store))
-    for name in names:
-        alias = pipeline.sources[name].path.removeprefix(ALIAS)
-        held = [event for event in holders.get(alias, []) if (event.stage, event.fingerprint) not in own]
-        if held:
-            found[name] = _champion(pipeline, name, held[-1])
-            notes.append(f"{SOURCE}{name} is {found[name].entry.path} (alias {alias})")
-        else:
-            pipeline, left_out = _without(pipeline, name)
-            why = "names only models of this plan" if holders.get(alias) else "names no model yet"
-            notes.append(f"{SOURCE}{name}: alias {alias} {why}; left out: {', '.join(left_out)}")
+    stacked = stacks(read_events(pipeline.store))
+    for alias, names in sources_of_aliases(pipeline).items():
+        held = stacked.get(alias, [])
+        holder = _choose(pipeline, names, held, pinned)
+        placed = place(pipeline, names, holder)
+        since = "" if not held or holder is held[-1] else f", before {node_key(*artifact(held[-1]))} of this plan"
+        for name, (stage, identity) in placed.found.items():
+            found[name] = _champion(pipeline, name, Store(pipeline.store).entry(stage, identity), alias)
+            notes.append(f"{SOURCE}{name} is {found[name].entry.path} (alias {alias}{since})")
+        lack = _lack(alias, held, holder)
+        notes += [f"{SOURCE}{name}: {lack}; {done}" for name, done in placed.instead.items()]
+        if placed.unread:
+            notes.append(f"left out, since alias {alias} names a model: {', '.join(placed.unread)}")
+        pipeline = placed.pipeline
     return Champions(pipeline=pipeline, found=found, notes=notes)
 
 
-def _own_outputs(pipeline: Pipeline, pinned: Mapping[str, str]) -> set[tuple[str | None, str]]:
-    """Name and fingerprint of the stages that are the same whatever an alias names."""
-    known = dict(pinned)
+def _choose(
+    pipeline: Pipeline, names: Sequence[str], held: Sequence[Event], pinned: Callable[[str], str]
+) -> Event | None:
+    """The present holder; where this very plan makes the present holder, the one before it that the plan began from.
+
+    Else promoting a plan's model would change the plan: it would compare the model with itself, and train it on.
+    """
+    if not held:
+        return None
+    present = artifact(held[-1])
+    for event in [*reversed(held[:-1]), None]:
+        try:
+            placed = place(pipeline, names, event)
+        except ConfigError:  # a slot needs what this one lacks: so no plan has begun from it
+            continue
+        made = _outputs(placed, pinned)
+        if present in made and (event is None or artifact(event) not in made):
+            return event
+    return held[-1]
+
+
+def _outputs(placed: Placed, pinned: Callable[[str], str]) -> set[tuple[str, str]]:
+    """Name and fingerprint of the stages, but for those that read what another alias names."""
+    pipeline = placed.pipeline
+    known = {SOURCE + name: identity for name, (_, identity) in placed.found.items()}
+    for name in pipeline.used_sources():
+        if not is_alias(pipeline.sources[name]):
+            known[SOURCE + name] = pinned(name)
     for name in pipeline.order():
         stage = pipeline.stages[name]
         inputs = {slot: known.get(pipeline.key(ref)) for slot, ref in stage.inputs.items()}
@@ -86,17 +104,24 @@ def _own_outputs(pipeline: Pipeline, pinned: Mapping[str, str]) -> set[tuple[str
     return {(name, known[name]) for name in pipeline.stages if name in known}
 
 
-def _champion(pipeline: Pipeline, name: str, event: Event) -> Champion:
-    assert event.stage is not None  # a promotion says whose output it is
-    entry = Store(pipeline.store).entry(event.stage, event.fingerprint)
-    manifest = entry.manifest()
+def _lack(alias: str, held: Sequence[Event], holder: Event | None) -> str:
+    if holder:
+        return f"alias {alias} names {node_key(*artifact(holder))}, which was made without that stage"
+    return f"alias {alias} names only models of this plan" if held else f"alias {alias} names no model yet"
+
+
+def _champion(pipeline: Pipeline, name: str, entry: Entry, alias: str) -> Champion:
     source = pipeline.sources[name]
-    if source.kind != Kind.CHECKPOINT:
-        raise ConfigError(f"sources.{name}.kind={source.kind}: an alias names a model; state kind: {Kind.CHECKPOINT}")
+    manifest = entry.manifest()
     if manifest is None or manifest.missing(entry.output):
         raise ArtifactError(
-            f"sources.{name}.path={source.path}: {entry.path} holds that model no longer; restore it, "
-            f"or give the alias to another with posttrain promote or posttrain rollback --alias {event.alias}"
+            f"sources.{name}.path={source.path}: {entry.path} holds that {source.kind} no longer; restore it, "
+            f"or give the alias to another model with posttrain promote or posttrain rollback --alias {alias}"
+        )
+    if manifest.produces not in (source.kind, None):  # None: recorded before manifests said what they are of
+        raise ConfigError(
+            f"sources.{name}.kind={source.kind}: {source.path} is {entry.path}, which is {manifest.produces}; state "
+            f"kind: {manifest.produces}"
         )
     record = SourceRecord(
         path=str(entry.output), kind=source.kind, revision=source.path, split=source.split,
@@ -105,20 +130,3 @@ def _champion(pipeline: Pipeline, name: str, event: Event) -> Champion:
     digest = manifest.output_digest
     pinned = Pinned(source=source, fingerprint=manifest.fingerprint, digest=digest, record=record)
     return Champion(entry=entry, pinned=pinned)
-
-
-def _without(pipeline: Pipeline, name: str) -> tuple[Pipeline, list[str]]:
-    """The pipeline without the slots that a source fills, and their names."""
-    left_out: list[str] = []
-    stages: dict[str, Stage] = {}
-    for stage_name, stage in pipeline.stages.items():
-        slots = [slot for slot, ref in stage.inputs.items() if pipeline.key(ref) == SOURCE + name]
-        left_out += [f"{stage_name}.{slot}" for slot in slots]
-        required = [slot for slot in slots if slot in stage.method.consumes and slot not in stage.method.optional]
-        if required:
-            raise ConfigError(
-                f"stages.{stage_name}.inputs.{required[0]}={name}: {pipeline.sources[name].path} names no model that "
-                f"could fill it; promote one (posttrain promote REF --alias ...), or give another source"
-            )
-        stages[stage_name] = replace(stage, inputs={s: ref for s, ref in stage.inputs.items() if s not in slots})
-    return replace(pipeline, stages=stages), left_out

@@ -35,6 +35,7 @@ class Resources:
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, another global batch
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
     launcher: Launcher = Launcher.AUTO
+    gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
 
     @property
     def on_cluster(self) -> bool:

@@ -1,5 +1,6 @@
 """Measures, on held-out rows, whether each stage helped: perplexity, preference accuracy, rewards of greedy answers."""
 
+import filecmp
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -58,6 +59,7 @@ class Evaluate(Method):
         # One tokenizer and template for all: a base model may have none, and equal tokens make numbers comparable.
         tokenizer = load_tokenizer(inputs["reference"])
         require_chat_template(tokenizer, inputs["reference"])
+        _require_same_tokens(policies, inputs["reference"], tokenizer.get_vocab())
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts, max_length=self.max_length,
             seed=self.seed,
@@ -139,6 +141,27 @@ class Evaluate(Method):
                 metric="reward_score", row_ids=prompts, groups=prompts, weights=[1] * len(prompts), scores=scored
             ),
         ], by_kind
+
+
+def _require_same_tokens(policies: Inputs, reference: Input, vocabulary: Mapping[str, int]) -> None:
+    """That every policy reads the tokens as they are meant.
+
+    Raises:
+        ConfigError: one has another tokenizer.
+    """
+    from tasks.models import load_tokenizer
+
+    for name, policy in policies.items():
+        own, known = (given.path / "tokenizer.json" for given in (policy, reference))
+        if own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False):
+            continue
+        # A model further on may know more tokens; the same token is never another one.
+        if any(vocabulary.get(token, index) != index for token, index in load_tokenizer(policy).get_vocab().items()):
+            raise ConfigError(
+                f"{name} ({policy.name}) and {reference.name} have different tokenizers, so what is measured cannot be "
+                f"compared; leave {name} out, or begin both from the same base: cpt-sft-dpo-retrain goes on from the "
+                "champion"
+            )
 
 
 def _device(ctx: TrainContext) -> str:

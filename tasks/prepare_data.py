@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -11,7 +11,8 @@ from annotated_types import Ge, Gt, Lt
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.method import Input, Inputs, Method
+from tasks.method import Inputs, Method
+from tasks.replay import REPORT, OldRows
 from tasks.row_checks import BadRowError, Fields, check_conversation, check_group, check_preference, check_text
 from tasks.row_split import HELD_OUT, TRAIN, RowSplit, canonical
 from tasks.sources import read_rows
@@ -26,56 +27,54 @@ _MAX_SHOWN = 20  # bad rows in one message
 class PrepareText(Method):
     """Rows {text} for continued pretraining."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS, "replay": Kind.TEXT}
+    optional: ClassVar[frozenset[str]] = frozenset({"replay"})
     produces: ClassVar[Kind] = Kind.TEXT
 
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the rows where they name none
     seed: Annotated[int, Ge(0)] = 0  # of the split
+    replay_share: Annotated[float, Gt(0), Lt(1)] | None = None  # of the training rows, drawn from the old ones
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         import pyarrow as pa
 
-        schema = pa.schema([("row_id", pa.string()), ("text", pa.string())])
-        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
-        return _prepare(inputs["rows"], check_text, split)
+        return _prepare(self, inputs, ctx, check_text, [("text", pa.string())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConversations(Method):
     """Rows {messages} for supervised fine-tuning."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS, "replay": Kind.CONVERSATIONS}
+    optional: ClassVar[frozenset[str]] = frozenset({"replay"})
     produces: ClassVar[Kind] = Kind.CONVERSATIONS
 
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the rows where they name none
     seed: Annotated[int, Ge(0)] = 0  # of the split
+    replay_share: Annotated[float, Gt(0), Lt(1)] | None = None  # of the training rows, drawn from the old ones
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        import pyarrow as pa
-
-        schema = pa.schema([("row_id", pa.string()), ("messages", _messages())])
-        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
-        return _prepare(inputs["rows"], check_conversation, split)
+        return _prepare(self, inputs, ctx, check_conversation, [("messages", _messages())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePreferences(Method):
     """Rows {prompt, chosen, rejected} for a reward model and for preference optimization."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS, "replay": Kind.PREFERENCES}
+    optional: ClassVar[frozenset[str]] = frozenset({"replay"})
     produces: ClassVar[Kind] = Kind.PREFERENCES
 
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the groups, or of the prompts where they name none
     seed: Annotated[int, Ge(0)] = 0  # of the split
+    replay_share: Annotated[float, Gt(0), Lt(1)] | None = None  # of the training rows, drawn from the old ones
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         import pyarrow as pa
 
-        columns = [(name, _messages()) for name in ("prompt", "chosen", "rejected")]
-        schema = pa.schema([("row_id", pa.string()), *columns, ("kind", pa.string())])
-        split = RowSplit(directory=ctx.output_dir, schema=schema, held_out=self.held_out, seed=self.seed)
+        columns = [*((name, _messages()) for name in ("prompt", "chosen", "rejected")), ("kind", pa.string())]
         # All pairs of one prompt are held out together: an answer seen in training measures nothing.
-        return _prepare(inputs["rows"], check_preference, split, key_column="prompt")
+        return _prepare(self, inputs, ctx, check_preference, columns, key_column="prompt")
 
 
 def _messages() -> "pa.DataType":
@@ -85,26 +84,42 @@ def _messages() -> "pa.DataType":
 
 
 def _prepare(
-    rows: Input, check: Callable[[Fields], dict[str, object]], split: RowSplit, key_column: str | None = None
+    method: PrepareText | PrepareConversations | PreparePreferences,
+    inputs: Inputs,
+    ctx: TrainContext,
+    check: Callable[[Fields], dict[str, object]],
+    columns: "Sequence[tuple[str, pa.DataType]]",
+    key_column: str | None = None,
 ) -> Metrics:
-    """Checks, names, splits and writes every row; the report says what became of them."""
-    source = rows.source or Source(path=str(rows.path))
+    """Checks, names, splits and writes every row, replays old ones, and reports what became of them."""
+    import pyarrow as pa
+
+    rows, share = inputs["rows"], method.replay_share
+    old = OldRows.read(inputs["replay"], method.held_out, method.seed) if "replay" in inputs else None
+    split = RowSplit(
+        directory=ctx.output_dir, schema=pa.schema([("row_id", pa.string()), *columns]), held_out=method.held_out,
+        seed=method.seed, old=old.sides if old else {},
+    )  # fmt: skip
     ignored: Counter[str] = Counter()
-    for fields, row in _checked(source, check):
+    for fields, row in _checked(rows.source or Source(path=str(rows.path)), check):
         read = {*split.schema.names, "group"}
         ignored.update(name for name in fields if name not in read)
         group = check_group(fields)
         split.add(row, canonical(row[key_column] if key_column else row) if group is None else group)
+    new = split.counts[TRAIN] + split.counts[HELD_OUT]
+    replayed = old.replay(split, share, method.seed) if old and share else 0
     split.close()
     counts = {
-        "rows": sum(split.counts.values()),
+        "rows": new + split.known,
+        **({"new_rows": new, "replayed_rows": replayed} if share else {}),
         "train_rows": split.counts[TRAIN],
         "held_out_rows": split.counts[HELD_OUT],
         "duplicates": split.duplicates,
     }
     _require_both(split, counts)
-    report = {**counts, "ignored_columns": dict(sorted(ignored.items()))}
-    (split.directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    how = {"held_out": method.held_out, "seed": method.seed} if share else {}
+    report = {**counts, **how, "ignored_columns": dict(sorted(ignored.items()))}
+    (split.directory / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return {name: float(count) for name, count in counts.items()}
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
+RESTING = "resting.parquet"  # rows that models were trained on before, and that wait for another turn
 _ROWS_PER_WRITE = 10_000  # how many are held in memory
 
 
@@ -20,31 +22,36 @@ def canonical(value: object) -> str:
 
 @dataclass(kw_only=True)
 class RowSplit:
-    """The two files while they are written.
+    """The files while they are written.
 
     Args:
         held_out: share of the keys that is held out.
+        old: row_id -> side, of the rows that were there before: they are not added again.
         lowest: the smallest ``held_out`` that would have held out a row, so far.
+        counts: rows that were written, of each side.
+        known: rows that were there before.
+        duplicates: rows that were written although an earlier one says the same.
     """
 
     directory: Path
     schema: "pa.Schema"
     held_out: float
     seed: int
+    old: Mapping[str, str] = field(default_factory=dict)
     lowest: float = 1.0
-    counts: dict[str, int] = field(default_factory=lambda: {TRAIN: 0, HELD_OUT: 0})
+    counts: dict[str, int] = field(default_factory=dict)
+    known: int = 0
+    duplicates: int = 0
     _seen: dict[str, tuple[int, str]] = field(default_factory=dict)  # row_id -> how often, and its side
-    _pending: dict[str, list[dict[str, object]]] = field(default_factory=lambda: {TRAIN: [], HELD_OUT: []})
 
     def __post_init__(self) -> None:
         import pyarrow.parquet as pq
 
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._writers = {side: pq.ParquetWriter(self.directory / side, self.schema) for side in self.counts}
-
-    @property
-    def duplicates(self) -> int:
-        return sum(self.counts.values()) - len(self._seen)
+        sides = (TRAIN, HELD_OUT, RESTING) if self.old else (TRAIN, HELD_OUT)
+        self._writers = {side: pq.ParquetWriter(self.directory / side, self.schema) for side in sides}
+        self._pending: dict[str, list[dict[str, object]]] = {side: [] for side in sides}
+        self.counts |= dict.fromkeys(sides, 0)
 
     def add(self, row: dict[str, object], key: str) -> None:
         """Writes a row to the side that its key falls on, whatever other rows there are."""
@@ -52,10 +59,20 @@ class RowSplit:
         share = int.from_bytes(hashlib.sha256(f"{self.seed}:{key}".encode()).digest()[:8]) / 2**64
         self.lowest = min(self.lowest, share)
         # A duplicate goes where the first one went, so that no held-out row is in training.
-        copies, side = self._seen.get(content, (0, HELD_OUT if share < self.held_out else TRAIN))
+        first = self.old.get(content, HELD_OUT if share < self.held_out else TRAIN)
+        copies, side = self._seen.get(content, (0, first))
         self._seen[content] = (copies + 1, side)
+        row_id = f"{content}-{copies}" if copies else content
+        if row_id in self.old:
+            self.known += 1
+            return
+        self.duplicates += copies > 0
+        self.write(side, {"row_id": row_id, **row})
+
+    def write(self, side: str, row: dict[str, object]) -> None:
+        """Writes a row that has its name to one side."""
         self.counts[side] += 1
-        self._pending[side].append({"row_id": f"{content}-{copies}" if copies else content, **row})
+        self._pending[side].append(row)
         if len(self._pending[side]) == _ROWS_PER_WRITE:
             self._flush(side)
 

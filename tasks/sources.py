@@ -1,12 +1,15 @@
 """Reads what a source names: rows with the place that each came from, and the directory of a model."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
+from lineage.remote_files import is_url, open_remote, remote_versions
 from lineage.sources import QUICKSTART, local_paths
 from tasks.quickstart import quickstart_rows
 
@@ -29,7 +32,7 @@ class Row:
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source, in order: of the quickstart, of files, of a directory or of a hub data set.
+    """The rows of a source, in order: of the quickstart, of files, of a directory, of a URL or of a hub data set.
 
     Raises:
         DataError: a line that is no JSON object, a file that is not UTF-8, or no row at all.
@@ -47,12 +50,16 @@ def _rows(source: Source) -> Iterator[Row]:
         rows = quickstart_rows(source.path.removeprefix(QUICKSTART))
         yield from (Row(fields=fields, where=f"{source.path}[{index}]") for index, fields in enumerate(rows))
         return
+    if is_url(source.path):
+        for url in remote_versions("rows", source.path):
+            yield from _read_url(url)
+        return
     paths = local_paths(source.path)
     for path in paths:
         if path.is_dir():
             yield from _read_directory(path, source)
         else:
-            yield from _read_file(path)
+            yield from _read_file(path, str(path))
     if not paths:
         yield from _read_dataset(source.path, source, local=None)
 
@@ -72,29 +79,38 @@ def _read_directory(directory: Path, source: Source) -> Iterator[Row]:
             "one kind in a directory is accepted; name the files you mean by a glob"
         )
     for file in lines:
-        yield from _read_lines(file)
+        yield from _read_lines(file, str(file))
 
 
-def _read_file(file: Path) -> Iterator[Row]:
+def _read_url(url: str) -> Iterator[Row]:
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch, PurePosixPath(url).name)
+        with open_remote(url) as remote, copy.open("wb") as file:
+            shutil.copyfileobj(remote, file)
+        yield from _read_file(copy, url, cache_dir=scratch)
+
+
+def _read_file(file: Path, name: str, cache_dir: str | None = None) -> Iterator[Row]:
     if file.suffix in _LINES:
-        yield from _read_lines(file)
+        yield from _read_lines(file, name)
     elif file.suffix in _TABLES:
         import datasets
 
-        rows = datasets.load_dataset(_TABLES[file.suffix], data_files=str(file), split="train")
-        yield from _numbered(rows, str(file))
+        kind = _TABLES[file.suffix]
+        rows = datasets.load_dataset(kind, data_files=str(file), split="train", cache_dir=cache_dir)
+        yield from _numbered(rows, name)
     else:
         accepted = ", ".join((*_LINES, *_TABLES))
         raise DataError(
-            f"{file}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: {accepted}"
+            f"{name}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: {accepted}"
         )
 
 
-def _read_lines(file: Path) -> Iterator[Row]:
+def _read_lines(file: Path, name: str) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{file}:{number}"
+                where = f"{name}:{number}"
                 yield Row(fields=_parse(line, where, first=number == 1), where=where)
 
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from lineage.artifact import SOURCE
+from lineage.artifact import SOURCE, Kind
 from lineage.errors import ArtifactError
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key
@@ -180,5 +180,10 @@ def _pass_labels_down(graph: Graph) -> None:
         node.labels.update(*(own[each] for each in graph.toward(node.id)))
     for edge in graph.edges:
         reader, source = graph.nodes[edge.child].manifest, graph.nodes[edge.parent]
-        if source.given and reader and "rows" in reader.metrics:
+        if _is_rows(source) and reader and "rows" in reader.metrics:
             source.rows = int(reader.metrics["rows"])
+
+
+def _is_rows(node: Node) -> bool:
+    """Whether it is a source that a data stage counts the rows of: no model, and no data that other rows joined."""
+    return node.given is not None and (node.given.source is None or node.given.source.kind == Kind.ROWS)

@@ -77,12 +77,12 @@ def test_a_champion_that_is_gone_is_named(toy):
     hold(toy(), "left")
     plan = toy()
     (plan.entry(plan.stage("left")).path / "manifest.json").unlink()
-    with pytest.raises(ArtifactError, match=r"holds that model no longer; restore it.*rollback --alias champion"):
+    with pytest.raises(ArtifactError, match=r"holds that checkpoint no longer; restore it.*rollback --alias champion"):
         toy("stages.left.method.learning_rate=0.2")
 
 
 def test_a_slot_that_needs_a_model_is_not_left_out(toy):
-    with pytest.raises(ConfigError, match=r"stages\.left\.inputs\.policy=champion: alias:champion names no model"):
+    with pytest.raises(ConfigError, match=r"stages\.left\.inputs\.policy=champion: alias:champion names nothing that"):
         toy("stages.left.inputs.policy=champion")
 
 
@@ -99,3 +99,109 @@ def test_an_alias_names_no_rows(toy):
     hold(toy(), "left")
     with pytest.raises(ConfigError, match="this slot takes"):
         toy("sources.rows.path=alias:champion", "sources.rows.kind=checkpoint")
+
+
+@pytest.fixture
+def renewed(tmp_path):
+    """Plans of a pipeline that renews a model, over rows of one word."""
+    base = ["pipeline=toy-retrain", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(rows: str, *overrides: str):
+        (tmp_path / "rows.txt").write_text(rows)
+        return make_plan(load_pipeline([*base, *overrides], CONF))
+
+    return plan
+
+
+def made(plan):
+    """Finishes a plan and gives its model the alias."""
+    finish(plan)
+    hold(plan, "learner")
+    return {planned.name: planned.fingerprint for planned in plan.stages}
+
+
+def inputs_of(plan, stage: str) -> dict[str, str]:
+    return {slot: given.fingerprint for slot, given in plan.stage(stage).inputs.items()}
+
+
+def test_while_there_is_no_champion_a_fallback_stands_in_its_place(renewed):
+    plan = renewed("a")
+    assert inputs_of(plan, "learner")["policy"] == plan.stage("blank").fingerprint
+    assert "replay" not in inputs_of(plan, "data")
+    assert (
+        "source:start: alias champion names no model yet; blank in its place: learner.policy, exam.start, gate.parent"
+        in plan.notes
+    )
+
+
+def test_the_next_generation_starts_from_the_champion_and_its_data(renewed):
+    first = made(renewed("a"))
+    second = renewed("b")
+    assert inputs_of(second, "learner")["policy"] == first["learner"]
+    assert inputs_of(second, "data")["replay"] == first["data"]
+    assert "blank" not in {planned.name for planned in second.stages}
+    assert "left out, since alias champion names a model: blank" in second.notes
+
+
+def test_a_promoted_generation_is_the_one_that_was_planned(renewed):
+    generations = [made(renewed(rows)) for rows in "abcd"]
+    assert len({generation["learner"] for generation in generations}) == 4
+    again = renewed("d")
+    assert set(states(again).values()) == {"reuse"}
+    assert again.stage("learner").fingerprint == generations[-1]["learner"]
+    assert inputs_of(again, "learner")["policy"] == generations[-2]["learner"]
+    # Earlier data is other data: it goes on from the champion too.
+    assert inputs_of(renewed("b"), "learner")["policy"] == generations[-1]["learner"]
+
+
+def test_a_generation_that_was_not_promoted_is_no_start(renewed):
+    first = made(renewed("a"))
+    finish(renewed("bad"))
+    assert set(states(renewed("bad")).values()) == {"reuse"}
+    assert inputs_of(renewed("c"), "learner")["policy"] == first["learner"]
+
+
+def test_a_change_of_the_gate_alone_trains_nothing_again(renewed):
+    made(renewed("a"))
+    made(renewed("b"))
+    plan = renewed("b", "stages.gate.method.seed=1")
+    assert [planned.name for planned in plan.stale] == ["gate"]
+
+
+def test_a_champion_that_was_made_without_that_stage_gives_no_data(renewed):
+    made(renewed("a"))
+    plan = renewed("b", "sources.old-data.path=alias:champion/elsewhere")
+    assert "replay" not in inputs_of(plan, "data")
+    assert any("which was made without that stage; left out: data.replay" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sources.start.fallback=blnk", r"sources\.start\.fallback=blnk: .*did you mean blank"),
+        (
+            "sources.start.fallback=data",
+            r"sources\.start\.fallback=data: .*data gives text, this slot takes checkpoint",
+        ),
+        ("sources.start.fallback=source:champion", "is an alias too, and may name nothing"),
+        ("sources.start.fallback=exam", "fallback=exam: .*(gives report|cycle)"),
+        ("sources.rows.fallback=blank", r"sources\.rows\.fallback=blank: is for an alias"),
+    ],
+)
+def test_a_fallback_that_cannot_serve_is_refused_also_while_a_champion_is_there(renewed, override, said):
+    made(renewed("a"))
+    with pytest.raises(ConfigError, match=said):
+        renewed("b", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stages.data.method.replay_share=null", "nothing says how much of it is replayed"),
+        ("~stages.data.inputs.replay", "there are no old rows to replay"),
+        ("retrain.promote=blank", "no gate has it as candidate"),
+    ],
+)
+def test_what_retraining_lacks_is_named(renewed, override, said):
+    with pytest.raises(ConfigError, match=said):
+        renewed("a", override)

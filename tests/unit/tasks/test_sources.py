@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -42,6 +43,21 @@ def test_parquet_is_read_through_datasets(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), file)
     assert texts(file) == [("a", f"{file}[0]"), ("b", f"{file}[1]")]
     assert texts(tmp_path) == [("a", f"{tmp_path}[0]"), ("b", f"{tmp_path}[1]")]
+
+
+def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["c"]}), tmp_path / "c.parquet")
+    files = fsspec.filesystem("memory")
+    files.pipe({"/bucket/b.jsonl": b'{"text": "b"}', "/bucket/c.parquet": (tmp_path / "c.parquet").read_bytes()})
+    try:
+        assert texts("memory://bucket") == [
+            ("b", "memory:///bucket/b.jsonl:1"), ("c", "memory:///bucket/c.parquet[0]"),
+        ]  # fmt: skip
+        files.pipe("/bucket/notes.txt", b"x")
+        with pytest.raises(DataError, match=r"memory:///bucket/notes.txt: rows are not read from .txt"):
+            texts("memory://bucket")
+    finally:
+        files.store.clear()
 
 
 def test_a_saved_data_set_is_read_at_its_split(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Replay: some rows that earlier models were trained on go into the data of the next, which would else forget them.
+
+Robins 1995, "Catastrophic forgetting, rehearsal and pseudorehearsal"; for language models Scialom et al. 2022,
+arXiv:2205.12393, where 1 % is enough.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineage.errors import DataError
+from tasks.method import Input
+from tasks.row_split import HELD_OUT, RESTING, TRAIN, RowSplit
+
+REPORT = "report.json"
+_ROWS_PER_READ = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldRows:
+    """The data that the last model was made from, and its predecessors: all rows that were ever trained on or held out.
+
+    Args:
+        name: of the data, for the choice of rows: each generation replays others.
+        sides: row_id -> ``TRAIN`` or ``HELD_OUT``.
+    """
+
+    directory: Path
+    name: str
+    sides: dict[str, str]
+
+    @staticmethod
+    def read(given: Input, held_out: float, seed: int) -> "OldRows":
+        """The names of the old rows; their contents stay on disk.
+
+        Raises:
+            DataError: they were split in another way.
+        """
+        _require_same_split(given, {"held_out": held_out, "seed": seed})
+        sides = {
+            str(row["row_id"]): HELD_OUT if side == HELD_OUT else TRAIN
+            for side, row in _read(given.path, columns=["row_id"])
+        }
+        return OldRows(directory=given.path, name=given.fingerprint, sides=sides)
+
+    def replay(self, split: RowSplit, share: float, seed: int) -> int:
+        """Writes the old rows beside the new ones that are written already; returns how many are trained on again.
+
+        What was held out stays so. Of the others as many are drawn that they are ``share`` of the training rows, or all
+        there are; all where nothing is new. The rest rests.
+        """
+        new = split.counts[TRAIN]
+        trained = [row_id for row_id, side in self.sides.items() if side == TRAIN]
+        count = round(new * share / (1 - share)) if new else len(trained)
+        drawn = set(sorted(trained, key=lambda row_id: _lot(f"{seed}:{self.name}:{row_id}"))[:count])
+        for side, row in _read(self.directory):
+            again = TRAIN if row["row_id"] in drawn else RESTING
+            split.write(HELD_OUT if side == HELD_OUT else again, row)
+        return len(drawn)
+
+
+def _read(directory: Path, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, object]]]:
+    """The file and the columns of each row."""
+    import pyarrow.parquet as pq
+
+    for side in (TRAIN, HELD_OUT, RESTING):
+        if (directory / side).exists():
+            for batch in pq.ParquetFile(directory / side).iter_batches(_ROWS_PER_READ, columns=columns):
+                yield from ((side, row) for row in batch.to_pylist())
+
+
+def _lot(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _require_same_split(given: Input, stated: dict[str, float]) -> None:
+    """Else rows of one prompt could lie on both sides."""
+    report = json.loads((given.path / REPORT).read_text())
+    found = {name: report.get(name, value) for name, value in stated.items()}
+    if found != stated:
+        raise DataError(
+            f"the old rows of {given.name} were split with held_out={found['held_out']} and seed={found['seed']}, the "
+            f"new ones would be with held_out={stated['held_out']} and seed={stated['seed']}: rows of one prompt or "
+            "group could be trained on and measured; state the old values, or start from base with the whole data"
+        )

@@ -1,0 +1,200 @@
+"""Retraining as data grows: four generations of toys, one of them bad, and two of the real pipeline in miniature."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from lineage.promotions import read_events, stacks
+from tests.command import Command
+from tests.miniature import MODEL, STEPS, write_own_rows
+from tests.webhook import webhook
+
+SAVE = (
+    "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
+    "json = {'subject': '{{subject}}', 'body': '{{body}}'}; "
+    "Block(name='team', url=sys.argv[2], json_data=json).save(sys.argv[1])"
+)
+
+
+def champion(folder: Path) -> str | None:
+    """The first digits of the fingerprint of the model that has the alias."""
+    held = stacks(read_events(folder / "artifacts")).get("champion", [])
+    return held[-1].fingerprint[:16] if held else None
+
+
+def save(toy: Command, name: str, url: str) -> None:
+    """Makes a block in Prefect, as a team would."""
+    subprocess.run([sys.executable, "-c", SAVE, name, url], env=toy.environment, check=True, capture_output=True)
+
+
+@dataclass
+class Generations:
+    """A folder whose rows grow, run by run.
+
+    Args:
+        heard: what the webhook was sent.
+    """
+
+    toy: Command
+    heard: list[dict[str, str]]
+    count: int = 0
+    rows: list[str] = field(default_factory=list)
+
+    def grow(self, word: str, count: int) -> None:
+        self.rows += [f"{word} row {number}" for number in range(self.count, self.count + count)]
+        self.count += count
+        self.write()
+
+    def write(self) -> None:
+        (self.toy.folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in self.rows))
+
+    def run(self, code: int = 0) -> dict[str, dict]:
+        result = self.toy("run", "--json")
+        assert result.returncode == code, result.stderr
+        return {row["stage"]: row for row in json.loads(result.stdout)["stages"]}
+
+    def say(self, subject: str, *parts: str) -> None:
+        """What was heard last, and that nothing else was."""
+        [said] = self.heard
+        self.heard.clear()
+        assert said["subject"] == f"toy-retrain: {subject}"
+        assert "\n" not in said["body"]
+        for part in parts:
+            assert part in said["body"]
+
+
+@pytest.fixture
+def generations(tmp_path, prefect_url):
+    with webhook() as (address, heard):
+        environment = {"PREFECT_API_URL": prefect_url}
+        toy = Command(
+            tmp_path, "pipeline=toy-retrain", "model=none", "sources.rows.path=rows.jsonl", "notify=custom-webhook/ops",
+            environment=environment,
+        )  # fmt: skip
+        made = Generations(toy=toy, heard=heard)
+        made.grow("good", 60)
+        refused = toy("run")
+        assert refused.returncode == 2 and "notify=custom-webhook/ops: Prefect has no such block" in refused.stderr
+        assert "CustomWebhookNotificationBlock(" in refused.stderr
+        assert "run" in set(toy.states().values())
+        save(toy, "ops", address)
+        yield made
+
+
+def texts(row: dict, side: str) -> set[str]:
+    return set(pq.read_table(Path(row["output"]) / f"{side}.parquet")["text"].to_pylist())
+
+
+def test_four_generations_of_growing_data_end_with_the_right_champion(generations):
+    folder = generations.toy.folder
+    first = generations.run()
+    one = first["learner"]["fingerprint"][:16]
+    assert champion(folder) == one
+    generations.say("learner is the new champion", "New rows: data 60.", f"Alias champion: learner@{one}")
+
+    generations.grow("good", 60)
+    second = generations.run()
+    two = second["learner"]["fingerprint"][:16]
+    assert champion(folder) == two != one
+    assert "blank" not in second  # nothing reads it while there is a champion to start from
+    assert second["learner"]["inputs"]["policy"] == first["learner"]["fingerprint"]
+    metrics = second["data"]["metrics"]
+    assert (metrics["rows"], metrics["new_rows"]) == (120, 60)
+    assert metrics["replayed_rows"] / metrics["train_rows"] == pytest.approx(0.25, abs=0.01)
+    generations.say(
+        "learner is the new champion", "New rows: data 60 (and 18 replayed).",
+        f"New models: learner, from learner@{one}.", "gate passes", f"Alias champion: learner@{two}, before it learner",
+    )  # fmt: skip
+    # What was held out is so for ever.
+    assert texts(first["data"], "held_out") < texts(second["data"], "held_out")
+    assert not texts(second["data"], "held_out") & (texts(first["data"], "train") | texts(second["data"], "train"))
+
+    again = generations.run()
+    assert {row["state"] for row in again.values()} == {"reuse"}
+    assert again["learner"]["fingerprint"] == second["learner"]["fingerprint"]
+    assert generations.heard == []
+
+    good = list(generations.rows)
+    generations.grow("bad", 20)
+    third = generations.run(code=3)
+    assert third["learner"]["inputs"]["policy"] == second["learner"]["fingerprint"]
+    assert champion(folder) == two
+    generations.say("refused", "learns worse", f"Alias champion stays with learner@{two}")
+    assert {row["state"] for row in generations.run(code=3).values()} == {"reuse"}
+    assert "gate refuses learner: a run ends with exit code 3" in generations.toy("plan").stdout
+    assert generations.heard == []
+
+    generations.rows = good
+    generations.grow("good", 80)
+    fourth = generations.run()
+    assert fourth["learner"]["inputs"]["policy"] == second["learner"]["fingerprint"]
+    assert fourth["data"]["inputs"]["replay"] == second["data"]["fingerprint"]
+    assert champion(folder) == fourth["learner"]["fingerprint"][:16]
+    generations.say("learner is the new champion", "New rows: data 80", f"before it learner@{two}")
+
+    # A person takes it back: no rerun gives it again.
+    assert generations.toy("rollback", "--alias", "champion", "--why", "complaints").returncode == 0
+    assert {row["state"] for row in generations.run().values()} == {"reuse"}
+    assert champion(folder) == two
+    assert "and a person took it back: posttrain promote learner@" in generations.toy("plan").stdout
+    assert generations.heard == []
+
+    (folder / "rows.jsonl").write_text("no JSON\n")
+    assert generations.toy("run").returncode == 2
+    generations.say("failed", "stage data failed", "not JSON", f"Alias champion stays with learner@{two}.")
+
+
+def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, prefect_url):
+    toy = Command(
+        tmp_path, "pipeline=toy-retrain", "model=none", "sources.rows.path=rows.jsonl",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
+    Generations(toy=toy, heard=[]).grow("good", 60)
+    result = toy("run", "--json", "retrain=null")
+    assert result.returncode == 0, result.stderr
+    assert champion(tmp_path) is None and "outcome" not in json.loads(result.stdout)
+    assert "waits for alias champion: a run promotes it" in toy("plan").stdout
+    save(toy, "deaf", "http://127.0.0.1:9/its-secret")
+    done = toy("run", "--json", "notify=custom-webhook/deaf")
+    assert done.returncode == 0, done.stderr
+    assert "posttrain: notify=custom-webhook/deaf: nobody was told: ConnectError" in done.stderr
+    assert "its-secret" not in done.stderr
+    document = json.loads(done.stdout)
+    assert champion(tmp_path) == document["stages"][2]["fingerprint"][:16]
+    assert document["outcome"].startswith("toy-retrain: New rows: data 60. gate passes learner@")
+
+
+def test_each_notification_block_of_prefect_is_told_how_to_make_one():
+    from flows.notify import _how_to_make
+
+    assert "SlackWebhook(url='...').save('team')" in _how_to_make("slack-webhook/team")
+    assert "json_data={'text': '{{subject}}: {{body}}'}" in _how_to_make("custom-webhook/team")
+    assert "did you mean slack-webhook?" in _how_to_make("slack-webhok/team")
+
+
+def test_the_real_pipeline_goes_on_from_its_champion(tmp_path, prefect_url):
+    rows = write_own_rows(tmp_path, 60)
+    mini = Command(
+        tmp_path, "pipeline=cpt-sft-dpo-retrain", *MODEL, *STEPS, *rows, "stages.gate.method.inconclusive=promote",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
+    first = mini.run()
+    assert champion(tmp_path) == first["dpo"]["fingerprint"][:16]
+    assert first["cpt"]["inputs"]["policy"] == first["base"]["fingerprint"]
+    write_own_rows(tmp_path, 100)
+    second = mini.run()
+    assert "base" not in second
+    assert second["cpt"]["inputs"]["policy"] == first["dpo"]["fingerprint"]
+    for data in ("corpus", "instructions", "preferences"):
+        metrics = second[data]["metrics"]
+        assert metrics["new_rows"] == 40
+        assert metrics["replayed_rows"] / metrics["train_rows"] == pytest.approx(0.3, abs=0.02)
+    assert champion(tmp_path) == second["dpo"]["fingerprint"][:16]
+    assert set(mini.states().values()) == {"reuse"}
+    # Without a row the champion has to be renounced too: it, and what is replayed, have met it.
+    assert "stages.corpus.inputs.replay, stages.cpt.inputs.policy" in mini("impact", "source:corpus").stdout

@@ -1,0 +1,63 @@
+"""A model that is as good as the rows it has learnt from, in no time: for tests of retraining."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lineage.artifact import Kind
+from tasks.context import Metrics, TrainContext
+from tasks.method import Inputs, Method
+from tasks.row_scores import RowScores, write_scores
+from tasks.row_split import TRAIN
+
+_FILE = "skill.json"
+_ROWS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyBlank(Method):
+    """A model that knows nothing."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+    imports_torch: ClassVar[bool] = False
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        (ctx.output_dir / _FILE).write_text("0")
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyLearner(Method):
+    """Learns a point from every new row that says ``good``, and unlearns ten from one that says ``bad``."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+    imports_torch: ClassVar[bool] = False
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        import pyarrow.parquet as pq
+
+        texts = pq.read_table(inputs["rows"].path / TRAIN)["text"].to_pylist()
+        points = sum(-10 if "bad" in text else 1 for text in texts)
+        skill = json.loads((inputs["policy"].path / _FILE).read_text()) + points
+        (ctx.output_dir / _FILE).write_text(json.dumps(skill))
+        return {"skill": float(skill)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyExam(Method):
+    """A report: each policy answers as many of the rows as it has skill."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
+    produces: ClassVar[Kind] = Kind.REPORT
+    imports_torch: ClassVar[bool] = False
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        skills = {name: json.loads((given.path / _FILE).read_text()) for name, given in inputs.items()}
+        rows = [str(index) for index in range(_ROWS)]
+        wins = {name: [float(index < skill) for index in range(_ROWS)] for name, skill in skills.items()}
+        scores = RowScores(metric="accuracy", row_ids=rows, groups=rows, weights=[1] * _ROWS, scores=wins)
+        write_scores(ctx.output_dir, [scores], {name: given.fingerprint for name, given in inputs.items()})
+        return scores.metrics()

@@ -1,0 +1,73 @@
+"""Whom a run tells how it ended, and when nobody is told."""
+
+import pytest
+
+from flows import retrain
+from flows.config import load_pipeline
+from flows.plan import make_plan
+from lineage.errors import StageError
+from tests.unit.flows.test_config import CONF
+from tests.unit.flows.test_plan import finish
+
+
+@pytest.fixture
+def toy(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    base = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(*overrides: str):
+        return make_plan(load_pipeline([*base, *overrides], CONF))
+
+    return plan
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[tuple[str, str, str]]:
+    heard: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(retrain, "_tell", lambda *said: heard.append(said))
+    return heard
+
+
+NOTIFY = "notify=custom-webhook/ops"
+
+
+def test_without_retraining_too_the_end_of_a_run_is_told(toy, told):
+    plan = toy(NOTIFY)
+    finish(plan)
+    body = retrain.follow_up(plan, [])
+    assert body == "toy: New models: model, left, right."
+    assert told == [("custom-webhook/ops", "toy: done", body)]
+
+
+def test_a_failure_is_told_with_its_cause_and_what_to_type(toy, told):
+    plan = toy(NOTIFY)
+    finish(plan, "data", "model")
+    body = retrain.follow_up(plan, ["pipeline=toy", "a=[1, 2]"], StageError("left", "told\nto fail", "stage.log"))
+    assert body == (
+        "toy: New models: model. The run failed: stage left failed: told to fail (log: stage.log) "
+        "To go on from what is finished: posttrain run pipeline=toy 'a=[1, 2]'"
+    )
+    assert told == [("custom-webhook/ops", "toy: failed", body)]
+
+
+def test_a_run_that_had_nothing_to_do_tells_nobody(toy, told):
+    finish(toy())
+    assert retrain.follow_up(toy(NOTIFY), []) is None
+    assert told == []
+
+
+def test_nobody_is_told_where_nobody_is_named(toy, told):
+    plan = toy()
+    finish(plan)
+    assert retrain.follow_up(plan, []) is None
+    assert told == []
+
+
+def test_without_a_prefect_api_one_line_says_that_nobody_was_told(toy, monkeypatch, capsys):
+    monkeypatch.setattr(retrain, "configured_api_url", lambda: None)
+    plan = toy(NOTIFY)
+    finish(plan)
+    assert retrain.follow_up(plan, [])
+    assert capsys.readouterr().err == (
+        "posttrain: notify=custom-webhook/ops: nobody was told: no Prefect API is running\n"
+    )
