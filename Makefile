@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check bench test-gpu dvc-yaml lock clean
+.PHONY: demo test check bench test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -18,16 +18,20 @@ check: $(READY)  ## what to run before a commit
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
 	$(BIN)/pytest tests/unit
 
-bench: $(READY)  ## beside plain TRL scripts; the record of 100,000 artifacts; DVC over 20 GB
+bench: $(READY)  ## beside plain TRL scripts; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/lineage.py
 	$(BIN)/python bench/dvc.py
+	$(BIN)/python bench/sweep.py
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu
 
 dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 	$(BIN)/python -m flows.dvc_yaml
+
+prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
+	$(BIN)/python -m flows.deploy.prefect_yaml
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --output-file requirements.lock

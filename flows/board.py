@@ -1,11 +1,8 @@
 """What the user sees while stages run: a live line per running stage, or a few plain lines without a terminal."""
 
 import contextlib
-import json
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -13,47 +10,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from flows.progress import Progress
 from tasks.context import Metrics
 
 PLAIN_INTERVAL_SECONDS = 30.0
-
-
-@dataclass
-class _Line:
-    """The state of one running stage, read from its ``metrics.jsonl``."""
-
-    path: Path
-    total: int | None
-    started: float = field(default_factory=time.monotonic)
-    offset: int = 0
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def refresh(self) -> None:
-        """Reads the reports that came since the last look; a line still being written waits for the next."""
-        if not self.path.exists():
-            return
-        with self.path.open() as file:
-            file.seek(self.offset)
-            text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self.offset += len(whole.encode())
-        for line in whole.splitlines():
-            report = json.loads(line)
-            self.step = report["step"]
-            self.metrics.update(report["metrics"])
-
-    def describe(self) -> str:
-        """``120/300  loss 3.41  9,800 tok/s  ETA 0:21``"""
-        parts = [f"{self.step}/{self.total}" if self.total else f"{time.monotonic() - self.started:.0f} s"]
-        if "loss" in self.metrics:
-            parts.append(f"loss {self.metrics['loss']:.3f}")
-        if "tokens_per_second" in self.metrics:
-            parts.append(f"{self.metrics['tokens_per_second']:,.0f} tok/s")
-        if self.total and self.step:
-            left = (time.monotonic() - self.started) / self.step * (self.total - self.step)
-            parts.append(f"ETA {int(left) // 60}:{int(left) % 60:02d}")
-        return "  ".join(parts)
 
 
 class _Screen(Console):
@@ -71,7 +31,7 @@ class Board:
         self._is_live = self._console.is_terminal and not plain
         self._width = max(map(len, names), default=0)
         self._lock = threading.RLock()
-        self._running: dict[str, _Line] = {}
+        self._running: dict[str, Progress] = {}
         self._waits: dict[str, str] = {}
         self._done = threading.Event()
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render, transient=True)
@@ -99,7 +59,7 @@ class Board:
     def running(self, name: str, metrics: Path, total: int | None) -> None:
         with self._lock:
             self._waits.pop(name, None)
-            self._running[name] = _Line(path=metrics, total=total)
+            self._running[name] = Progress(path=metrics, total=total)
         if not self._is_live:
             self._say(name, f"started{f' ({total} steps)' if total else ''}")
 

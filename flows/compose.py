@@ -1,6 +1,9 @@
 """Hydra's own work: groups and overrides composed to one plain tree."""
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -11,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -19,6 +22,8 @@ from flows.pipeline import nearest
 from lineage.errors import ConfigError
 
 CONF = Path(__file__).parent.parent / "conf"
+
+_VALUE = re.compile(r"\w+(\.\w+)+=")  # an override that can be no choice of a group, in the plainest form of a key
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, object]:
@@ -30,19 +35,56 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
     """
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such directory")
-    if config_dir:
-        _refuse_shadows(config_dir)
+    return Composer(overrides, config_dir).tree()
+
+
+class Composer:
+    """Composes configurations that differ in a few values: the groups once, each value on a copy.
+
+    Raises:
+        ConfigError: an override does not parse, a group has no such file.
+    """
+
+    def __init__(self, overrides: Sequence[str], config_dir: Path | None = None) -> None:
+        if config_dir is not None and not config_dir.is_dir():
+            raise ConfigError(f"--config-dir {config_dir}: no such directory")
+        if config_dir:
+            _refuse_shadows(config_dir)
+        self._overrides, self._config_dir = list(overrides), config_dir
+        with _told(), initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+            self._config = compose("config", overrides=_words(overrides, config_dir))
+
+    def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
+        """The configuration with further overrides behind the first; as ``compose_tree`` gives it."""
+        if not all(_VALUE.match(word) for word in more):  # a choice of a group changes which files are read
+            return Composer([*self._overrides, *more], self._config_dir).tree()
+        with _told():
+            config = copy.deepcopy(self._config)
+            for word in more:
+                override = _parsed(word)
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+            missing = sorted(OmegaConf.missing_keys(config))
+            if missing:
+                raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
+            return _plain(config)
+
+    def part(self, key: str) -> dict[str, object]:
+        """What one key of the root holds, whether or not values elsewhere are missing."""
+        with _told():
+            return _plain(self._config[key])
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What Hydra and its parts find wrong, as the user's error."""
     try:
-        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=_words(overrides, config_dir))
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
-        tree = OmegaConf.to_container(config, resolve=True)
+        yield
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(_first_lines(error)) from error
+
+
+def _plain(config: DictConfig) -> dict[str, object]:
+    tree = OmegaConf.to_container(config, resolve=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
@@ -80,12 +122,7 @@ def _refuse_shadows(config_dir: Path) -> None:
 
 def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
     """One override as Hydra is to see it: a group choice as it is, a value forced in."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        raise ConfigError(
-            f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
-        ) from error
+    override = _parsed(word)
     key = override.key_or_group
     if not key:
         raise ConfigError(f"{word}: is no override; write key=value")
@@ -93,7 +130,8 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")
     if override.is_sweep_override():
         raise ConfigError(
-            f"{word}: several values for one field; one run takes one value (quote a value that has commas)"
+            f"{word}: several values for one field; one run takes one value, run --multirun tries each "
+            "(quote a value that has commas)"
         )
     options = _options(key, loader, config_dir)
     if options:
@@ -101,6 +139,15 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
     if override.is_delete():
         return [word]
     return ["++" + word.lstrip("+")]
+
+
+def _parsed(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(
+            f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
+        ) from error
 
 
 def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:

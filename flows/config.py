@@ -78,7 +78,15 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
     Raises:
         ConfigError: names what was found, what is accepted, what to do.
     """
-    tree = compose_tree(overrides, config_dir)
+    return pipeline_of(compose_tree(overrides, config_dir), overrides, config_dir)
+
+
+def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
+    """Checks every key and type of a configuration that these overrides composed.
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
     root = typed(Root, tree, "")
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
@@ -111,7 +119,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
             f"(a new stage states {where}.method._target_)"
         )
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
-    cls = _method_class(f"{where}.method._target_", str(parts.method["_target_"]))
+    cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
     recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
     defaults = {"adapter": tree["adapter"], "approval": root.gate.approval}
     taken = {field.name for field in fields(cls)}
@@ -126,7 +134,12 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     )
 
 
-def _method_class(where: str, target: str) -> type[Method]:
+def method_class(where: str, target: str) -> type[Method]:
+    """The class that a stage's ``_target_`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no complete method.
+    """
     module, _, name = target.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)

@@ -1,7 +1,6 @@
 """One stage, from its lock to its manifest."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from flows.admission import admitted
 from flows.given import input_records, intact_parents, job_inputs, require_unchanged_sources
 from flows.job import Job
 from flows.launch import StageProcesses
+from flows.needs import needs, pool_of
 from flows.observer import Observer
 from flows.plan import Plan, PlannedStage
 from lineage.digest import digest_files, digest_of
@@ -88,19 +88,10 @@ def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
     run.observer.waiting(run.title(planned), reason)
 
 
-def needs(planned: PlannedStage) -> tuple[int, int]:
-    """CPUs and GPUs of this machine that a stage takes; a cluster elsewhere admits its own work."""
-    method, resources = planned.stage.method, planned.stage.resources
-    if method.trains and resources.on_cluster and os.environ.get("RAY_ADDRESS"):
-        return 0, 0
-    workers = resources.num_workers if method.trains else 1
-    return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
-
-
 def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
-    run.tracker.reused(planned.name, manifest)
+    run.tracker.reused(run.title(planned), manifest)
     run.observer.reused(run.title(planned))
     return Result(manifest=manifest, seconds=0.0)
 
@@ -110,12 +101,12 @@ def _tracked(
 ) -> tuple[Manifest, float]:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
-        tracked = run.tracker.stage(_stage_start(planned, entry, parents))
+        tracked = run.tracker.stage(_stage_start(run, planned, entry, parents))
         try:
             manifest, seconds = _make(run, planned, entry, parents, tracked, visible_gpus)
             entry.commit(manifest, lease)
         except BaseException as error:
-            tracked.failed(str(error), stopped=not isinstance(error, Exception) or isinstance(error, StoppedError))
+            tracked.failed(error)
             raise
     tracked.finished(manifest)
     return manifest, seconds
@@ -126,15 +117,27 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
     cpus, gpus = needs(planned)
     room = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
-    with admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
+    with _in_pool(run, planned), admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
         yield visible_gpus
 
 
-def _stage_start(planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest]) -> StageStart:
+def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManager[None]:
+    """The wait for a pool is long: it comes before that for the machine, which would stand idle meanwhile."""
+    drawn = pool_of(planned)
+    if drawn is None:
+        return contextlib.nullcontext()
+    from flows.gpu_pool import pool_slots  # imports prefect
+
+    pool, slots = drawn
+    return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
+
+
+def _stage_start(run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest]) -> StageStart:
     method = planned.stage.method
     return StageStart(
         stage=planned.name, method=_class_name(method), produces=method.produces, fingerprint=planned.fingerprint,
         recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
+        title=run.title(planned),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
     """
     digests = DigestCache(plan.pipeline.store / "digests.json")
     for given in planned.inputs.values():
-        if given.entry or given.pinned is None or given.pinned.digest is None:
+        if given.entry or given.pinned is None:
             continue
         name = given.name.removeprefix(SOURCE)
         try:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import psutil
 
 from flows.job import Job
 from flows.process_settings import STAGE_ENVIRONMENT
 from flows.stage_process import Answer, answer, stage_main
-from lineage.errors import StageError, StoppedError
+from lineage.errors import PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
 
 _GRACE_SECONDS = 5.0
@@ -33,7 +34,8 @@ class StageProcesses:
     def __init__(self) -> None:
         self._server: ForkServerContext = multiprocessing.get_context("forkserver")
         self._fresh: SpawnContext = multiprocessing.get_context("spawn")
-        self._running: set[BaseProcess] = set()
+        self._running: dict[Path, BaseProcess] = {}  # by the stage's directory
+        self._unwanted: dict[Path, str] = {}  # directory -> why
         self._lock = threading.Lock()
         self._starting = threading.Lock()  # apart: a start may wait for the fork server's imports, a stop must not
         self._stopped = threading.Event()
@@ -66,8 +68,10 @@ class StageProcesses:
         Raises:
             StageError: the stage raised, or its process died.
             StoppedError: the run is being stopped.
+            PrunedError: this stage was ended.
         """
         self.raise_if_stopped()
+        self._raise_if_unwanted(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
                 return _result(answer(job))
@@ -81,9 +85,9 @@ class StageProcesses:
             self.raise_if_stopped()  # a stop has taken the fork server away
             raise
         with self._lock:
-            self._running.add(process)
+            self._running[job.directory] = process
         writer.close()
-        if self._stopped.is_set():  # between the look above and the start
+        if self._stopped.is_set() or job.directory in self._unwanted:  # between the look above and the start
             _signal_group(process, signal.SIGKILL)
         try:
             wait([reader, process.sentinel])
@@ -91,16 +95,17 @@ class StageProcesses:
         except EOFError:
             reply = None
         finally:
-            self._end(process)
+            self._end(job.directory, process)
         if reply is None:
             self.raise_if_stopped()
+            self._raise_if_unwanted(job.directory)
         return _result(reply if reply is not None else _death(job, process.exitcode))
 
     def stop(self) -> None:
         """Ends every running stage with its whole group: asked first, killed after a grace."""
         self._stopped.set()
         with self._lock:
-            processes = list(self._running)
+            processes = list(self._running.values())
         for process in processes:
             _signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -109,12 +114,27 @@ class StageProcesses:
             _signal_group(process, signal.SIGKILL)
         _end_fork_server()
 
-    def _end(self, process: BaseProcess) -> None:
+    def end(self, directory: Path, why: str) -> None:
+        """Ends one stage with its whole group, now or when it would start; whoever waits for it is told why."""
+        with self._lock:
+            self._unwanted[directory] = why
+            process = self._running.get(directory)
+        if process:
+            _signal_group(process, signal.SIGTERM)
+            threading.Thread(target=_kill_later, args=(process,), daemon=True).start()
+
+    def _raise_if_unwanted(self, directory: Path) -> None:
+        with self._lock:
+            why = self._unwanted.pop(directory, None)
+        if why is not None:
+            raise PrunedError(why)
+
+    def _end(self, directory: Path, process: BaseProcess) -> None:
         process.join(_GRACE_SECONDS)
         _signal_group(process, signal.SIGKILL)  # what the stage started and left behind, or the stage itself
         process.join()
         with self._lock:
-            self._running.discard(process)
+            self._running.pop(directory, None)
 
 
 def _needs_no_torch(job: Job) -> bool:
@@ -124,9 +144,20 @@ def _needs_no_torch(job: Job) -> bool:
 
 
 def _signal_group(process: BaseProcess, number: signal.Signals) -> None:
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    if process.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(process.pid, number)  # the stage made its pid its group
+        except ProcessLookupError:
+            if process.is_alive():  # it is starting, and has not come to that
+                os.kill(process.pid, number)
+
+
+def _kill_later(process: BaseProcess) -> None:
+    process.join(_GRACE_SECONDS)
+    if process.is_alive():
+        _signal_group(process, signal.SIGKILL)
 
 
 def _end_fork_server() -> None:

@@ -4,12 +4,16 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from flows.admission import require_gpus
-from flows.execute import Run, needs
+from flows.execute import Run
+from flows.journal import Journal
 from flows.launch import StageProcesses
-from flows.observer import Observer
+from flows.needs import needs
+from flows.observer import Observer, Observers
 from flows.plan import Plan, PlannedStage
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
@@ -19,6 +23,19 @@ from lineage.tracker import Execution, NoTracker
 from tasks.context import Launcher
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Of what a run of many trials is one.
+
+    Args:
+        folder: of the sweep.
+        own: names of the stages that may differ from trial to trial.
+    """
+
+    folder: Path
+    own: frozenset[str]
+
+
 def note_before(plan: Plan) -> None:
     """What is written down before anything runs, also where nothing will: what a killed run left open, the labels."""
     complete_record(plan.pipeline)
@@ -26,24 +43,30 @@ def note_before(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def open_run(plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage]) -> Iterator[Run]:
+def open_run(
+    plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage],
+    trials: Trials | None = None,
+) -> Iterator[Run]:  # fmt: skip
     """A run of some stages of a plan; with the context its processes end and its record closes.
 
     Args:
         words: the options and overrides that state the pipeline, for the record.
+        trials: of a sweep; then the plan is that of one of them, and the stages are those of all.
 
     Raises:
         ConfigError: this machine has not what they ask for, or MLflow does not answer.
     """
-    _check_machine(stages)
-    tracker = make_tracker(plan.pipeline.tracking) if stages else NoTracker()
+    check_machine(stages)
+    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    with tracker.execution(_execution(plan, words)):
+    own = trials.own if trials else ()
+    journal = Journal(plan, words, tracker, [planned for planned in stages if planned.name not in own])
+    with journal.open(), tracker.execution(_execution(plan, words, trials)):
         if not foreground and any(_needs_torch(planned) for planned in stages):
             processes.warm_up()
         try:
-            yield Run(plan=plan, processes=processes, observer=observer, tracker=tracker)
+            yield Run(plan=plan, processes=processes, observer=Observers(observer, journal), tracker=tracker)
         finally:
             processes.stop()
 
@@ -82,14 +105,22 @@ def _stated(plan: Plan) -> list[Statement]:
     ]
 
 
-def _execution(plan: Plan, words: Sequence[str]) -> Execution:
+def _execution(plan: Plan, words: Sequence[str], trials: Trials | None) -> Execution:
+    own = trials.own if trials else ()
     manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
-    reused = {name: manifest for name, manifest in manifests.items() if manifest}
-    return Execution(pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused)
+    reused = {name: manifest for name, manifest in manifests.items() if manifest and name not in own}
+    return Execution(
+        pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused,
+        folder=trials.folder if trials else None,
+    )  # fmt: skip
 
 
-def _check_machine(stages: Sequence[PlannedStage]) -> None:
-    """What a plan may ask for and this machine has not."""
+def check_machine(stages: Sequence[PlannedStage]) -> None:
+    """Refuses what a plan may ask for and this machine has not.
+
+    Raises:
+        ConfigError: names the stage.
+    """
     for planned in stages:
         require_gpus(planned.name, needs(planned)[1])
         nodes = planned.stage.resources.num_nodes

@@ -7,6 +7,7 @@ from zoneinfo import ZoneInfo
 
 from annotated_types import Gt
 
+from flows.watch.cron import is_cron
 from lineage.errors import ConfigError
 
 _BLOCK = re.compile(r"[a-z0-9-]+/[a-z0-9-]+")
@@ -48,7 +49,8 @@ class Schedule:
 
     Args:
         cron: five fields, or ``@daily`` and its kind.
-        interval: seconds from one start to the next.
+        interval: seconds from one start to the next, counted from midnight UTC of 2020-01-01, so that starting
+            ``posttrain serve`` again does not move the beat.
         timezone: of the cron expression, as the IANA names it; None: UTC.
         paused: registered, and does nothing until it is resumed in Prefect.
     """
@@ -66,6 +68,11 @@ class Schedule:
                 f"schedule: cron={self.cron} and interval={self.interval}; state one of them, "
                 'such as schedule.cron="0 3 * * *" or schedule.interval=3600'
             )
+        if self.cron is not None and not is_cron(self.cron):
+            raise ConfigError(
+                f"schedule.cron={self.cron!r}: is no cron expression, or one whose time never comes; give minute, "
+                'hour, day of month, month and day of week, such as "0 3 * * mon-fri"'
+            )
         try:
             ZoneInfo(self.timezone or "UTC")
         except (KeyError, ValueError, OSError) as error:
@@ -82,7 +89,7 @@ class Trigger:
         sources: names of sources; a run starts when the digest of one changes.
         poll: seconds between two looks at them.
         settle: seconds that they must rest unchanged before a run starts: a burst of changes is one.
-        events: names of Prefect events; a run starts when one arrives.
+        events: names of Prefect events; a run starts when one arrives, and has rested as long.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from flows.operation import Alias, Operation, Tracking
-from lineage.artifact import SOURCE, Kind, Source
+from lineage.artifact import ALIAS, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.sources import never_changes
 from lineage.store import RESERVED
 from tasks.context import Launcher, Resources
+from tasks.gate_rule import CANDIDATE
 from tasks.method import Method, Training
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
@@ -112,17 +114,29 @@ class Pipeline:
 
     def _check_operation(self) -> None:
         trigger, retrain = self.operation.trigger, self.operation.retrain
+        fallbacks = {source.fallback.removeprefix(SOURCE) for source in self.sources.values() if source.fallback}
+        read = sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
         for name in trigger.sources if trigger else ():
-            if name not in self.used_sources():
-                read = self.used_sources()
+            if name not in read:
                 raise ConfigError(
                     f"trigger.sources: no stage reads a source {name}; read are: {', '.join(read)}{nearest(name, read)}"
+                )
+            if never_changes(self.sources[name]) or self.sources[name].path.startswith(ALIAS):
+                raise ConfigError(
+                    f"trigger.sources: {name} is {self.sources[name].path}, which no change of data reaches; name a "
+                    "source that is a file, a directory, a glob, a URL, or a branch of the hub"
                 )
         if retrain and retrain.promote not in self.stages:
             names = list(self.stages)
             raise ConfigError(
                 f"retrain.promote={retrain.promote}: no such stage; there are: {', '.join(names)}"
                 f"{nearest(retrain.promote, names)}"
+            )
+        verdicts = [stage for stage in self.stages.values() if stage.method.produces == Kind.VERDICT]
+        if retrain and not any(stage.inputs.get(CANDIDATE) == retrain.promote for stage in verdicts):
+            raise ConfigError(
+                f"retrain.promote={retrain.promote}: no gate has it as candidate, and nothing is promoted without a "
+                f"verdict; add a gate with inputs.{CANDIDATE}={retrain.promote}, or name the candidate of a gate"
             )
 
     def _check_slots(self, name: str, stage: Stage) -> None:

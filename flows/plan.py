@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.champion import Champion, is_alias, resolve_champions
+from flows.champion import Champion, resolve_champions
+from flows.gate_check import check_gates
 from flows.pipeline import CodeDrift, Pipeline, Stage
-from flows.preflight import check_models
+from flows.placed import check_fallbacks
+from flows.preflight import check_models, check_replay
 from flows.staleness import State, judge
 from lineage.artifact import SOURCE, Source
 from lineage.code import code_digest
@@ -113,34 +115,51 @@ class Plan:
         }
 
 
-def make_plan(pipeline: Pipeline) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class Memo:
+    """What plans that are made together have looked up: the first looks, the others take it from here."""
+
+    sources: dict[tuple[str, Source], PlannedInput] = field(default_factory=dict)
+    stages: dict[tuple[str, str], tuple[State, str, str]] = field(default_factory=dict)
+
+
+def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     """Fingerprints every stage and looks each one up in the store.
 
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
             judged, or ``code_drift=refuse`` and a reused stage's code changed.
     """
+    check_gates(pipeline)
+    check_fallbacks(pipeline)
+    check_replay(pipeline)
     check_models(pipeline)
+    memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json")
-    sources = {name: pipeline.sources[name] for name in pipeline.used_sources()}
-    known = {SOURCE + name: _pinned(name, each, digests) for name, each in sources.items() if not is_alias(each)}
-    champions = resolve_champions(pipeline, {key: given.fingerprint for key, given in known.items()})
-    known |= {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
-    pipeline = champions.pipeline
+    champions = resolve_champions(pipeline, lambda name: _pinned(name, pipeline, digests, memo).fingerprint)
+    resolved = champions.pipeline
+    if resolved != pipeline:
+        check_models(resolved)
+    known = {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
+    unknown = [name for name in resolved.used_sources() if SOURCE + name not in known]
+    known |= {SOURCE + name: _pinned(name, resolved, digests, memo) for name in unknown}
     stages = []
-    for name in pipeline.order():
-        stage = pipeline.stages[name]
-        inputs = {slot: known[pipeline.key(ref)] for slot, ref in stage.inputs.items()}
-        planned = _plan_stage(name, stage, inputs, store, pipeline.code_drift)
+    for name in resolved.order():
+        stage = resolved.stages[name]
+        inputs = {slot: known[resolved.key(ref)] for slot, ref in stage.inputs.items()}
+        planned = _plan_stage(name, stage, inputs, store, resolved.code_drift, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
-    return Plan(pipeline=pipeline, stages=stages, notes=champions.notes)
+    return Plan(pipeline=resolved, stages=stages, notes=champions.notes)
 
 
-def _pinned(name: str, source: Source, digests: DigestCache) -> PlannedInput:
-    pinned = pin(name, source, digests)
-    return PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned)
+def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:
+    source = pipeline.sources[name]
+    if (name, source) not in memo.sources:
+        pinned = pin(name, source, digests)
+        memo.sources[name, source] = PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned)
+    return memo.sources[name, source]
 
 
 def _promoted(name: str, champion: Champion) -> PlannedInput:
@@ -149,16 +168,19 @@ def _promoted(name: str, champion: Champion) -> PlannedInput:
 
 
 def _plan_stage(
-    name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, drift: CodeDrift
+    name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, drift: CodeDrift, memo: Memo
 ) -> PlannedStage:
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
-    code = code_digest(type(stage.method).__module__)
-    entry = store.entry(name, identity)
-    state, reason = judge(name, entry, recipe, inputs, store)
-    manifest = entry.manifest()
-    if state == "reuse" and manifest and manifest.provenance.code_digest != code:
-        state, reason = _drifted(name, drift, reason)
+    if (name, identity) not in memo.stages:
+        code = code_digest(type(stage.method).__module__)
+        entry = store.entry(name, identity)
+        state, reason = judge(name, entry, recipe, inputs, store)
+        manifest = entry.manifest()
+        if state == "reuse" and manifest and manifest.provenance.code_digest != code:
+            state, reason = _drifted(name, drift, reason)
+        memo.stages[name, identity] = state, reason, code
+    state, reason, code = memo.stages[name, identity]
     return PlannedStage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
         code_digest=code, rerun_drifted=drift == "rerun",

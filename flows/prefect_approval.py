@@ -5,6 +5,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.input import RunInput, keyset_from_paused_state
 from prefect.states import Paused, State
 from prefect.utilities.urls import url_for
@@ -43,7 +44,12 @@ def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
         client.set_flow_run_state(flow_run.id, paused)
         url = str(client.api_url).rstrip("/")
         observer.announce(_question(judged, flow_run.id, url))
-        state = _decision(client, flow_run.id)
+        try:
+            state = _decision(client, flow_run.id)
+        except TerminationSignal:  # a deployed run that is cancelled is ended at once: that is an answer too
+            state = client.read_flow_run(flow_run.id).state
+            if not state.is_cancelling():
+                raise
     nobody = f"Prefect, flow run {flow_run.id}"
     if state.is_running():
         answer = form.load(keyset, flow_run.id)

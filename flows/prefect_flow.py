@@ -1,19 +1,22 @@
 """The Prefect flow: order and waiting only. The plan decides, `execute` does."""
 
 import contextlib
+from collections.abc import Sequence
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, FailedRun
 from prefect.futures import PrefectFuture, wait
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.execute import Result, Run, execute
-from flows.plan import Plan
+from flows.gpu_pool import require_pools
+from flows.needs import pool_of
+from flows.plan import Plan, PlannedStage
 from flows.prefect_approval import ask
-from flows.verdicts import judgements, record_decision
-from lineage.errors import PipelineError
+from flows.verdicts import judgements, record_decision, require_passed
+from lineage.errors import GateError, PipelineError
 from tasks.context import Launcher
 
 
@@ -28,9 +31,9 @@ def run_flow(run: Run) -> dict[str, Result]:
     @flow(name=run.plan.pipeline.name, persist_result=False, task_runner=task_runner())
     def pipeline_flow() -> State[None] | None:
         results.update(run_stages(run))
-        return None if approved(run) else Cancelled(message="rejected")
+        return verdict_state(run)
 
-    with contextlib.suppress(CancelledRun):  # a rejection is recorded; whoever reads the verdicts finds it
+    with contextlib.suppress(CancelledRun, FailedRun):  # a refusal is recorded; whoever reads the verdicts finds it
         pipeline_flow()
     return results
 
@@ -47,6 +50,7 @@ def run_stages(run: Run) -> dict[str, Result]:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     plan = run.plan
+    require_pools(_pools(plan.stale))
     results: dict[str, Result] = {}
 
     # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
@@ -81,6 +85,22 @@ def approved(run: Run) -> bool:
             if not approved:
                 return False
     return True
+
+
+def verdict_state(run: Run) -> State[None] | None:
+    """How a flow run ends that a gate or a person refused; None: they did not."""
+    if not approved(run):
+        return Cancelled(message="rejected")
+    try:
+        require_passed(run.plan)
+    except GateError as refusal:
+        return Failed(name="Refused", message=str(refusal))
+    return None
+
+
+def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
+    drawn = [each for each in map(pool_of, stages) if each]
+    return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
 
 
 def _waits(

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.gate_check import check_gates
 from flows.pipeline import Pipeline, nearest
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
@@ -18,7 +17,6 @@ def check_models(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: names the source or stage, and what to do.
     """
-    check_gates(pipeline)
     has_template = {}
     for name in pipeline.used_sources():
         source = pipeline.sources[name]
@@ -42,6 +40,28 @@ def check_models(pipeline: Pipeline) -> None:
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
         has_template[name] = policy_has or bool(recipe.get("chat_template"))
+
+
+def check_replay(pipeline: Pipeline) -> None:
+    """That old rows are given where a share of them is stated, and the other way round.
+
+    Raises:
+        ConfigError: names the field or the slot that is lacking.
+    """
+    for name, stage in pipeline.stages.items():
+        if "replay" not in stage.method.consumes:
+            continue
+        share, given = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
+        if share is not None and given is None:
+            raise ConfigError(
+                f"stages.{name}.method.replay_share={share}: there are no old rows to replay; state "
+                f"stages.{name}.inputs.replay=<a source with path alias:NAME/{name}>, or replay_share=null"
+            )
+        if given is not None and share is None:
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; state "
+                f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
+            )
 
 
 def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:

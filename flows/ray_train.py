@@ -11,6 +11,7 @@ from ray.train.torch import TorchTrainer
 
 from flows.job import Job
 from flows.process_settings import WORKER_ENVIRONMENT
+from flows.run_notes import dashboard_file
 from flows.worker import run_worker
 from lineage.errors import ConfigError
 from tasks.context import Metrics
@@ -81,7 +82,9 @@ def _connect(job: Job) -> None:
         "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(runtime_env=environment, log_to_driver=True)
+        address = ray.init(runtime_env=environment, log_to_driver=True).dashboard_url
+        if address:
+            dashboard_file(job.directory).write_text(address)
         return
     ray.init(
         address="local",  # a cluster of our own, whatever else runs here

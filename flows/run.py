@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 from flows.board import Board
 from flows.declared import show_declared
-from flows.execute import execute
+from flows.execute import Result, Run, execute
 from flows.open_run import note_before, open_run, stoppable
 from flows.plan import Plan, PlannedStage
 from flows.prefect_server import embedded_server
 from flows.reports.run import plan_table, run_dict, summary
+from flows.retrain import follow_up, promotion_due
 from flows.verdicts import may_ask, require_passed
+from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Launcher
 
 
@@ -31,12 +33,14 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     note_before(plan)
     seconds: dict[str, float] = {}
     execution_id = None
-    if plan.stale or may_ask(plan):
-        seconds, execution_id = _run_stale(plan, words)
+    said = None
+    if plan.stale or may_ask(plan) or promotion_due(plan):
+        seconds, execution_id, said = _run_stale(plan, words)
     show_declared(plan, words)
     wall = time.perf_counter() - start
-    result = run_dict(plan, seconds, wall, execution_id)
-    print(json.dumps(result, indent=2) if as_json else summary(plan, seconds, wall, words), flush=True)
+    result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": said} if said else {})
+    text = "\n\n".join([summary(plan, seconds, wall, words), *([said] if said else [])])
+    print(json.dumps(result, indent=2) if as_json else text, flush=True)
     require_passed(plan)
     return 0
 
@@ -53,19 +57,37 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         execute(run, planned)
 
 
-def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str | None]:
-    """Seconds of each stage that ran, and how the tracker names this execution."""
-    log = plan.pipeline.store / "logs" / "prefect-server.log"
-    with stoppable(), _board(plan.stale) as board, open_run(plan, words, board, plan.stale) as run:
-        with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
-            print(plan_table(plan), file=sys.stderr, flush=True)
-        with embedded_server(log, ui=may_ask(plan)) as server:
-            from flows.prefect_flow import run_flow  # the import of prefect, beside the server's start
+def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:
+    """Seconds of each stage that ran, how the tracker names this execution, and what came of it."""
+    with stoppable(), contextlib.ExitStack() as beside:
+        try:
+            with _board(plan.stale) as board, open_run(plan, words, board, plan.stale) as run:
+                results = _run_flow(run, beside)
+        except (ConfigError, StoppedError):  # before anything ran, and for whoever did it
+            raise
+        except PipelineError as error:
+            follow_up(plan, words, error)
+            raise
+        said = follow_up(plan, words)
+    return {name: result.seconds for name, result in results.items()}, run.tracker.execution_id(), said
 
-            if server:
-                server.wait_until_ready()
-            results = run_flow(run)
-    return {name: result.seconds for name, result in results.items()}, run.tracker.execution_id()
+
+def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
+    """Runs the flow; the Prefect server that it starts lives as long as ``beside``."""
+    plan = run.plan
+    with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
+        print(plan_table(plan), file=sys.stderr, flush=True)
+    log = plan.pipeline.store / "logs" / "prefect-server.log"
+    server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))
+    from flows.prefect_flow import run_flow  # the import of prefect, beside the server's start
+
+    if server:
+        server.wait_until_ready()
+    if plan.pipeline.operation.notify:
+        from flows.notify import require_block
+
+        require_block(plan.pipeline.operation.notify)
+    return run_flow(run)
 
 
 def _board(stages: Sequence[PlannedStage]) -> Board:

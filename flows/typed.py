@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -13,12 +13,16 @@ from lineage.errors import ConfigError
 T = TypeVar("T")
 Node = Mapping[str, object]
 
+_ADAPTERS: dict[type, TypeAdapter[object]] = {}  # each takes milliseconds to build; a sweep checks hundreds of trees
+
 
 def typed(cls: type[T], node: Node, where: str) -> T:
     """Checks every key and type of a node against a dataclass, then builds it."""
     try:
         # Through JSON, because pydantic's strict mode then takes a string for an enum but never `true` for a number.
-        return TypeAdapter(cls).validate_json(json.dumps(node), strict=True)
+        if cls not in _ADAPTERS:
+            _ADAPTERS[cls] = TypeAdapter(cls)
+        return cast(T, _ADAPTERS[cls].validate_json(json.dumps(node), strict=True))
     except ValidationError as error:
         problems = [_problem(cls, dict(detail), where) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from error

@@ -82,6 +82,23 @@ def may_ask(plan: Plan) -> bool:
     return bool(demanding & stale) or any(each.awaits_approval for each in judgements(plan) if each.gate not in stale)
 
 
+def standing(plan: Plan) -> list[str]:
+    """A line for each finished gate that keeps a run from ending well, though it has nothing to make.
+
+    Raises:
+        ArtifactError: a verdict is not what was committed.
+    """
+    stale = {planned.name for planned in plan.stale}
+    lines = []
+    for each in judgements(plan):
+        candidate = each.verdict.candidate.name
+        if each.gate not in stale and each.awaits_approval:
+            lines.append(f"{each.gate} passes {candidate}, and awaits a person: a run asks in Prefect")
+        elif each.gate not in stale and each.refusal():
+            lines.append(f"{each.gate} refuses {candidate}: a run ends with exit code 3")
+    return lines
+
+
 def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str, why: str) -> None:
     """Writes what a person said of a verdict."""
     event = Event(

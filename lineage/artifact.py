@@ -26,12 +26,15 @@ class Source:
     """A root of the graph: rows or a model that no stage of ours made.
 
     Args:
-        path: a file, a directory, a hub id (``owner/name``), ``quickstart:NAME``, or of a checkpoint ``alias:NAME``.
-        kind: ``rows`` or ``checkpoint``.
+        path: a file, a directory, a hub id (``owner/name``), ``quickstart:NAME``; or ``alias:NAME``, the model that an
+            alias names, and ``alias:NAME/STAGE``, what that stage gave to the making of that model.
+        kind: ``rows`` or ``checkpoint``; of ``alias:NAME/STAGE`` whatever the stage produces.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
         split: of a hub data set.
         labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``: every artifact that the source
             goes into carries them. Not identity.
+        fallback: of an alias: a stage, or ``source:NAME``, that fills its slots while the alias names no such thing;
+            None: optional slots stay empty.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -41,3 +44,4 @@ class Source:
     revision: str | None = None
     split: str = "train"
     labels: tuple[str, ...] = ()
+    fallback: str | None = None

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class DigestCache:
         if key not in self._known:
             self._known[key] = digest_file(file, algorithm)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_suffix(f".{os.getpid()}")
+            draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             draft.write_text(json.dumps(self._known))
             draft.replace(self._path)
         return self._known[key]

@@ -28,6 +28,10 @@ class StoppedError(PipelineError):
     exit_code = 130
 
 
+class PrunedError(PipelineError):
+    """This stage's trial was ended early, because others do better."""
+
+
 class ArtifactError(PipelineError):
     """Something in the store is missing, changed or unfinished."""
 

@@ -100,6 +100,19 @@ def stacks(events: Iterable[Event]) -> dict[str, list[Event]]:
     return found
 
 
+def taken_back(events: Iterable[Event], alias: str) -> set[tuple[str | None, str]]:
+    """Stage and fingerprint of the models that a rollback took an alias from, and that were not given it again."""
+    held: list[tuple[str | None, str]] = []
+    taken: set[tuple[str | None, str]] = set()
+    for event in events:
+        if event.alias == alias and event.action == "promote":
+            held.append((event.stage, event.fingerprint))
+            taken.discard(held[-1])
+        elif event.alias == alias and held:
+            taken.add(held.pop())
+    return taken
+
+
 def decision(events: Iterable[Event], verdict: str, digest: str) -> Event | None:
     """What a person has last said of a verdict of these bytes: its approval, its rejection, or nothing."""
     said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]

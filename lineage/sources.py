@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass, replace
 from glob import glob
@@ -14,8 +15,10 @@ from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
+from lineage.remote_files import is_url, remote_versions, revision_of
 
 QUICKSTART = "quickstart:"
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Pinned:
     Args:
         source: a path made absolute, a hub id's revision resolved to a commit.
         fingerprint: of kind, split and content.
-        digest: of the bytes; None where the revision is the identity (hub ids, quickstart).
+        digest: of the bytes; None where the revision is the identity (hub ids, URLs, quickstart).
         record: what a manifest says of it.
     """
 
@@ -39,11 +42,13 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     """Pins a source to what it is now.
 
     Raises:
-        ConfigError: there is no such file, directory or hub repository.
+        ConfigError: there is no such file, directory, bucket or hub repository.
     """
     if source.path.startswith(QUICKSTART):
         # These rows come from the interpreter's own documentation, so the interpreter is their revision.
         return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
+    if is_url(source.path):
+        return _by_revision(source, _remote_revision(name, source))
     matches = local_paths(source.path)
     if matches:
         return _by_content(source, matches, cache)
@@ -51,8 +56,13 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         return _by_revision(source, _hub_commit(name, source))
     raise ConfigError(
         f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is no hub id "
-        f"(owner/name); give a path that exists, or a hub id"
+        f"(owner/name); give a path that exists, a hub id, or a URL such as s3://bucket/rows.jsonl"
     )
+
+
+def never_changes(source: Source) -> bool:
+    """Whether its name says already what it holds: a commit of the hub, or the rows that ship with Python."""
+    return source.path.startswith(QUICKSTART) or (_is_hub_id(source.path) and _is_commit(source.revision))
 
 
 def _by_revision(source: Source, revision: str) -> Pinned:
@@ -112,9 +122,22 @@ def _is_hub_id(path: str) -> bool:
     )
 
 
+def _is_commit(revision: str | None) -> bool:
+    return bool(revision and _COMMIT.fullmatch(revision))
+
+
+def _remote_revision(name: str, source: Source) -> str:
+    if source.kind == Kind.CHECKPOINT:
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: a model is not read from a URL; "
+            "give a directory, a hub id or alias:NAME"
+        )
+    return revision_of(remote_versions(name, source.path))
+
+
 def _hub_commit(name: str, source: Source) -> str:
     """The commit that a hub id's revision names now; a full commit needs no network."""
-    if source.revision and len(source.revision) == 40 and all(digit in "0123456789abcdef" for digit in source.revision):
+    if source.revision and _is_commit(source.revision):
         return source.revision
     from huggingface_hub import HfApi
 

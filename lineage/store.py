@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
-RESERVED = ("logs", "pipelines", "runs", "sweeps")  # directories of the store that belong to no stage
+RESERVED = ("logs", "pipelines", "runs", "sweeps", "watch")  # directories of the store that belong to no stage
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 

@@ -1,10 +1,10 @@
 """What a run tells whoever records it while it goes: MLflow, or nobody."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lineage.manifest import InputRecord, Manifest
 
@@ -15,13 +15,15 @@ class Execution:
 
     Args:
         words: the options and overrides of the command.
-        reused: stage -> record of the finished output that is used as it is.
+        reused: stage's title -> record of the finished output that is used as it is.
+        folder: of a sweep: the record of its last execution is gone on with, found by a note there.
     """
 
     pipeline: str
     store: Path
     words: list[str]
     reused: Mapping[str, Manifest]
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class StageStart:
         directory: of the stage in the store; reports appear in its ``metrics.jsonl``.
         parents: name of a stage that it reads -> record of that stage's output.
         resumes: whether it goes on from a checkpoint, and so in the run of the attempt before.
+        title: what it is called in this execution; empty: by its stage's name.
     """
 
     stage: str
@@ -45,6 +48,23 @@ class StageStart:
     directory: Path
     parents: Mapping[str, Manifest]
     resumes: bool = False
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialEnd:
+    """What became of a trial of a sweep.
+
+    Args:
+        manifests: stage -> record of its output, of all that is finished.
+        metrics: ``STAGE/METRIC`` and objectives -> number.
+        cause: of a failure or a pruning.
+    """
+
+    state: Literal["complete", "pruned", "failed"]
+    manifests: Mapping[str, Manifest]
+    metrics: Mapping[str, float]
+    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +85,7 @@ class StageTracker(Protocol):
     def finished(self, manifest: Manifest) -> None:
         """After the commit: the last reports, the output, its links."""
 
-    def failed(self, cause: str, *, stopped: bool) -> None:
+    def failed(self, error: BaseException) -> None:
         """The stage raised, or was stopped."""
 
 
@@ -78,8 +98,17 @@ class Tracker(Protocol):
     def stage(self, start: StageStart) -> StageTracker:
         """Begins the record of a stage; from any thread."""
 
-    def reused(self, stage: str, manifest: Manifest) -> None:
+    def reused(self, title: str, manifest: Manifest) -> None:
         """Another execution has made a stage meanwhile."""
+
+    def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
+        """A trial of this execution, which is a sweep."""
+
+    def trial_ends(self, number: int, end: TrialEnd) -> None:
+        """After ``trial_begins`` of that number."""
+
+    def keep(self, files: Sequence[Path]) -> None:
+        """Small files that belong to the execution: tables, pages."""
 
     def execution_id(self) -> str | None:
         """How the record is found; None: unrecorded."""
@@ -94,7 +123,7 @@ class NoStageTracker:
     def finished(self, manifest: Manifest) -> None:
         """Nothing to close."""
 
-    def failed(self, cause: str, *, stopped: bool) -> None:
+    def failed(self, error: BaseException) -> None:
         """Nothing to close."""
 
 
@@ -107,8 +136,17 @@ class NoTracker:
     def stage(self, start: StageStart) -> StageTracker:
         return NoStageTracker()
 
-    def reused(self, stage: str, manifest: Manifest) -> None:
+    def reused(self, title: str, manifest: Manifest) -> None:
         """Nothing to link."""
+
+    def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
+        """Nothing to open."""
+
+    def trial_ends(self, number: int, end: TrialEnd) -> None:
+        """Nothing to close."""
+
+    def keep(self, files: Sequence[Path]) -> None:
+        """Nothing to keep them in."""
 
     def execution_id(self) -> str | None:
         return None

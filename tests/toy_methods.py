@@ -54,16 +54,18 @@ class ToyTraining(Training):
     max_length: int = 16
     step_seconds: float = 0.0
     fail: bool = False
+    level: float | None = None  # added to every loss
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        level = self.level or 0.0
         for step in range(1, self.num_steps + 1):
             time.sleep(self.step_seconds)
-            ctx.report(step, {"loss": 1.0 / step, "tokens_per_second": 100.0})
+            ctx.report(step, {"loss": level + 1.0 / step, "tokens_per_second": 100.0})
             if self.fail:
                 raise ValueError("told to fail")
         given = inputs["policy"].path / "model.txt"
         (ctx.output_dir / "model.txt").write_text(f"{given.read_text()} -> {self.learning_rate}")
-        return {"loss": 1.0 / self.num_steps, "train_seconds": 0.0}
+        return {"loss": level + 1.0 / self.num_steps, "train_seconds": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)

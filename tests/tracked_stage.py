@@ -43,5 +43,5 @@ def attempt(tracker, store, start, error, *steps):
         stage = tracker.stage(start)
         stage.run_ids()
         report(start, *steps)
-        stage.failed(str(error), stopped=not isinstance(error, ValueError))
+        stage.failed(error)
         raise error

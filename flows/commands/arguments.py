@@ -10,6 +10,22 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
 
 
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """What makes a sweep of a run, and what makes a run of the best trial of a sweep."""
+    parser.add_argument("--multirun", action="store_true", help="try every value, such as a.b=1,2; see sweep=")
+    parser.add_argument("--overrides-from", type=Path, metavar="FILE", help="a sweep's best.yaml: its overrides first")
+
+
+def read_overrides(options: argparse.Namespace) -> None:
+    """Puts the overrides of ``--overrides-from`` before those of the command line."""
+    if options.overrides_from:
+        from flows.sweep.best import read_best
+
+        overrides, config_dir = read_best(options.overrides_from)
+        options.overrides = [*overrides, *options.overrides]
+        options.config_dir = options.config_dir or config_dir
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -2,23 +2,35 @@
 
 import argparse
 import json
+from dataclasses import replace
 
-from flows.commands.arguments import add_json, add_overrides
+from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
+    add_sweep(parser)
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    read_overrides(options)
+    if options.multirun:
+        from flows.reports.sweep import union_dict, union_text
+        from flows.sweep.stated import read_sweep
+
+        sweep = read_sweep(options.overrides, options.config_dir)
+        print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
+        return 0
     from flows.config import load_pipeline
     from flows.declared import adopt_view
     from flows.plan import make_plan
     from flows.reports.run import plan_table
+    from flows.retrain import pending
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
+    plan = replace(plan, notes=[*plan.notes, *pending(plan)])
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
     return 0

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from flows.reports.printable import printable
-from lineage.artifact import SOURCE
+from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.below import MODELS
 from lineage.graph.impact import Impact
 from lineage.graph.index_queries import Indexed
@@ -105,7 +105,22 @@ def _retraining(found: Impact, each: Retraining) -> Iterator[str]:
     if found.meant.rows and not any(one.kind in MODELS for one in each.again):
         yield "    no model that stands now was trained on it: only data and measurements change"
         yield "    (deleting it gives the data another identity all the same: a run would train again what reads it)"
+    slots = _filled_by_alias(found, each)
+    if slots:
+        yield "    first fill these with something else (base, or nothing), since what the alias names may have met it:"
+        yield f"      {', '.join(slots)}"
     yield f"    to do: {_to_do(found, each)}"
+
+
+def _filled_by_alias(found: Impact, each: Retraining) -> list[str]:
+    """The slots through which a champion, or the data that it was made from, goes into what is made again."""
+    slots = set()
+    for one in each.again:
+        for parent, slot in found.index.parents(one.id):
+            named = [record.source.revision or "" for record in found.index.records(parent) if record.source]
+            if one.kind not in (Kind.REPORT, Kind.VERDICT) and any(name.startswith(ALIAS) for name in named):
+                slots.add(f"stages.{one.stage}.inputs.{slot}")
+    return sorted(slots)
 
 
 def _to_do(found: Impact, each: Retraining) -> str:

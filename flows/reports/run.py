@@ -1,14 +1,12 @@
 """What the commands print: the plan, and at the end of a run what came of it."""
 
-import io
 import shlex
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from flows.plan import Plan, PlannedStage
+from flows.reports.tables import empty_table, plain_text
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
@@ -17,12 +15,11 @@ from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Training
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output
-_WIDTH = 160  # of a table that goes to a file or a pipe
 
 
 def plan_table(plan: Plan) -> str:
     """A line per stage: what happens to it, and why."""
-    table = _table("stage", "state", "fingerprint", "reason")
+    table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
         table.add_row(planned.name, planned.state, short(planned.fingerprint), Text(planned.reason))
     count = len(plan.stale)
@@ -32,7 +29,7 @@ def plan_table(plan: Plan) -> str:
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
-    return "\n".join([*head, _text(table), verdict])
+    return "\n".join([*head, plain_text(table), verdict])
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:
@@ -53,12 +50,12 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[
     shown = [(plan.entry(planned).output, _TABLES.get(planned.stage.method.produces)) for planned in plan.stages]
     tables = [output / name for output, name in shown if name]
     parts = [path.read_text() for path in tables if path.exists()]
-    table = _table("stage", "seconds", "tokens/s", "output")
+    table = empty_table("stage", "seconds", "tokens/s", "output", numbers=("seconds", "tokens/s"))
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
         took = f"{seconds[planned.name]:.1f}" if planned.name in seconds else "reused"
         table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", str(plan.entry(planned).output))
-    parts.append(_text(table))
+    parts.append(plain_text(table))
     if not plan.stale:
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:
@@ -81,17 +78,3 @@ def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:
     manifest = plan.entry(planned).manifest()
     assert manifest is not None
     return manifest
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("seconds", "tokens/s") else "left", overflow="fold")
-    return table
-
-
-def _text(table: Table) -> str:
-    """The table as plain text, as wide as it needs."""
-    stream = io.StringIO()
-    Console(file=stream, width=_WIDTH, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

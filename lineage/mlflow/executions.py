@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
 from lineage.mlflow.lookup import Recorded, is_dead, running
@@ -14,6 +15,7 @@ from lineage.mlflow.shelf import Shelf
 from lineage.run_file import RunFile
 
 _UNRECORDED = "unrecorded"  # stages whose manifests name no execution
+_ROWS = 50  # of a description: MLflow takes 8,000 characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +27,20 @@ class Row:
     run_id: str
 
 
-def description(words: Iterable[str], store: object, rows: Mapping[str, Row]) -> str:
-    """Markdown: what was called, and a line per stage that links to its run."""
-    lines = [f"`{' '.join(['posttrain run', shlex.join(words)]).strip()}`", f"store `{store}`", ""]
-    lines += ["| stage | state | run |", "| --- | --- | --- |"]
-    for stage, row in rows.items():
+def description(words: Iterable[str] | None, store: object, rows: Mapping[str, Row]) -> str:
+    """Markdown: what was called, and a line per stage that links to its run.
+
+    Args:
+        words: of the command; None: it is told elsewhere.
+    """
+    called = [] if words is None else [f"`{' '.join(['posttrain run', shlex.join(words)]).strip()}`", ""]
+    lines = ["| stage | state | run |", "| --- | --- | --- |"]
+    for stage, row in list(rows.items())[:_ROWS]:
         link = f"#/experiments/{row.experiment_id}/runs/{row.run_id}"
         lines.append(f"| {stage} | {row.state} | [{row.run_id[:8]}]({link}) |")
-    return "\n".join([lines[0], "", *lines[1:]])
+    if len(rows) > _ROWS:
+        lines.append(f"| {len(rows) - _ROWS} more | | |")
+    return "\n".join([*called, f"store `{store}`", "", *lines])
 
 
 def run_name(pipeline: str, start: float) -> str:
@@ -113,9 +121,14 @@ class RebuiltExecutions:
         if execution is None:  # one that was not lost
             return
         execution.end = max(execution.end, manifest.provenance.end)
+        known = {row.run_id for row in execution.rows.values()}
         for stage, parent in parents.items():
-            execution.rows.setdefault(stage, _row("reused", parent))
-        execution.rows[manifest.stage] = _row("finished", recorded)
+            if parent.run_id not in known:
+                execution.rows.setdefault(stage, _row("reused", parent))
+        title = manifest.stage  # a sweep makes a stage more than once
+        if title in execution.rows:
+            title = f"{title}@{short(manifest.fingerprint)}"
+        execution.rows[title] = _row("finished", recorded)
 
     def close(self) -> None:
         """Describes and ends what was opened."""

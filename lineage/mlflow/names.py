@@ -9,6 +9,7 @@ from pathlib import Path
 from lineage.artifact import SOURCE, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
+from lineage.remote_files import is_url
 from lineage.sources import QUICKSTART
 
 FINGERPRINT = "posttrain.fingerprint"
@@ -23,6 +24,8 @@ CAUSE = "posttrain.cause"
 HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
 RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: what the manifest calls it
 REUSED = "posttrain.reused."  # + stage: the run that made what this execution reused
+TRIAL, TRIAL_STATE = "posttrain.trial", "posttrain.trial_state"  # its number; complete, pruned or failed
+STAGE_RUN = "posttrain.stage_run."  # + stage: the run that made what a trial is made of
 INPUT = "posttrain.input."  # + slot: what fills it, NAME@FINGERPRINT
 
 # MLflow's own.
@@ -118,6 +121,8 @@ def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
     """Type and place of a source, as MLflow's own classes write them."""
     if source.path.startswith(QUICKSTART):
         return "quickstart", {"uri": source.path, "revision": source.revision}
+    if is_url(source.path):
+        return source.path.partition("://")[0], {"uri": source.path}
     if source.revision:
         return "hugging_face", {"path": source.path, "revision": source.revision, "split": source.split}
     return "local", {"uri": source.path}

@@ -59,7 +59,9 @@ class Record:
             FINGERPRINT: start.fingerprint, STAGE: start.stage, METHOD: start.method,
             OUTPUT: (start.directory.absolute() / "output").as_uri(), PARENT_RUN: execution_id,
         }  # fmt: skip
-        run_id = self.runs.create_run(pipeline, start.stage, {**about, **input_tags(start.inputs), **tags}, began)
+        run_id = self.runs.create_run(
+            pipeline, start.title or start.stage, {**about, **input_tags(start.inputs), **tags}, began
+        )
         self.client.log_batch(run_id, params=[Param(name, value) for name, value in parameters(start.recipe)])
         parents = {slot: start.parents.get(record.artifact) for slot, record in start.inputs.items()}
         models = [self.recorded(parent).model_id for parent in parents.values() if parent and is_model(parent)]

@@ -1,17 +1,18 @@
 """Records a run in MLflow beside it: no stage waits for MLflow, and none fails with it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.errors import StoppedError
+from lineage.errors import PrunedError, StoppedError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.open_records import OpenRecord
 from lineage.mlflow.worker import Task, Worker
-from lineage.tracker import Execution, RunIds, StageStart
+from lineage.tracker import Execution, RunIds, StageStart, TrialEnd
 
 if TYPE_CHECKING:
     from lineage.mlflow.live import LiveRecord
@@ -53,12 +54,21 @@ class MlflowTracker:
 
     def stage(self, start: StageStart) -> "MlflowStageTracker":
         """Begins the record of a stage; from any thread."""
-        tracked = MlflowStageTracker(self, start.stage)
+        tracked = MlflowStageTracker(self, start)
         self.do(partial(self._open_stage, start, tracked.opened))
         return tracked
 
-    def reused(self, stage: str, manifest: Manifest) -> None:
-        self.do(lambda: self.live().reuse(stage, manifest))
+    def reused(self, title: str, manifest: Manifest) -> None:
+        self.do(lambda: self.live().reuse(title, manifest))
+
+    def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
+        self.do(lambda: self.live().open_trial(number, params))
+
+    def trial_ends(self, number: int, end: TrialEnd) -> None:
+        self.do(lambda: self.live().close_trial(number, end))
+
+    def keep(self, files: Sequence[Path]) -> None:
+        self.do(lambda: self.live().keep(files))
 
     def execution_id(self) -> str | None:
         return self._live.run_id or None if self._live else None
@@ -107,9 +117,9 @@ class MlflowTracker:
 class MlflowStageTracker:
     """The record of one running stage."""
 
-    def __init__(self, tracker: MlflowTracker, stage: str) -> None:
+    def __init__(self, tracker: MlflowTracker, start: StageStart) -> None:
         self._tracker = tracker
-        self._stage = stage
+        self._start = start
         self.opened: Future[RunIds] = Future()
 
     def run_ids(self) -> RunIds:
@@ -122,7 +132,10 @@ class MlflowStageTracker:
     def finished(self, manifest: Manifest) -> None:
         self._tracker.do(lambda: self._tracker.live().close_stage(manifest))
 
-    def failed(self, cause: str, *, stopped: bool) -> None:
+    def failed(self, error: BaseException) -> None:
+        stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
         if stopped:
             self._tracker.stopping()
-        self._tracker.do(lambda: self._tracker.live().end_stage(self._stage, cause, stopped=stopped))
+        killed = stopped or isinstance(error, PrunedError)
+        artifact = self._start.stage, self._start.fingerprint
+        self._tracker.do(lambda: self._tracker.live().end_stage(artifact, str(error), killed=killed))

@@ -18,6 +18,7 @@ from flows.plan import make_plan
 from flows.verdicts import may_ask
 from lineage.promotions import read_events
 from tests.command import CONF, Command, alive, family, wait_until
+from tests.prefect_api import PrefectApi
 
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
 REQUIRED = "gate.approval=required"
@@ -135,11 +136,13 @@ def test_a_stop_while_it_waits_decides_nothing(toy, ask, number):
     assert "Traceback" not in asking.errors()
 
 
-def test_a_refused_model_is_not_asked_about(toy):
+def test_a_refused_model_is_not_asked_about_and_its_flow_run_is_none_that_completed(toy, prefect_url):
     result = toy("run", REQUIRED, "stages.evaluate.method.wins.left=10")
     assert result.returncode == 3
     assert "flow-run cancel" not in result.stderr
     assert decisions(toy) == []
+    (last,) = PrefectApi(prefect_url).post("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert (last["state"]["type"], last["state"]["name"]) == ("FAILED", "Refused")
 
 
 def test_the_embedded_server_shows_its_pages_while_it_asks_and_ends_with_the_run(toy, ask):

@@ -161,6 +161,22 @@ def test_progress_is_reported_once_per_policy(tmp_path: Path, inputs: dict[str, 
     assert seen[-1][1] == metrics
 
 
+def test_a_policy_with_other_tokens_is_not_compared(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    """As a champion has whose base, and so its tokenizer, was made from scratch on an earlier corpus."""
+    champion = write_policy(tmp_path / "champion", seed=3)
+    file = champion / "tokenizer.json"
+    document = json.loads(file.read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(document))
+    given = Input(name="source:champion", kind=Kind.CHECKPOINT, fingerprint="c", path=champion)
+    with pytest.raises(ConfigError, match=r"champion \(source:champion\) and reference have different tokenizers"):
+        evaluate(tmp_path, {**inputs, "champion": given})
+    write_tokenizer(champion)
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))  # other bytes, the same tokens
+    assert "champion/answer_perplexity" in evaluate(tmp_path, {**inputs, "champion": given})
+
+
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
     given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
     with pytest.raises(ConfigError, match="evaluate has no policy to measure; give it inputs of any other name"):

@@ -8,6 +8,8 @@ import pytest
 
 from flows.__main__ import _parser
 from flows.config import load_pipeline
+from flows.pipeline import Pipeline
+from flows.sweep.space import split_words
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -25,6 +27,14 @@ def commands() -> list[str]:
     return [line[line.index("posttrain ") :] for line in lines if "posttrain " in line]
 
 
+def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipeline]:
+    """The pipeline; of a sweep those of its first and last values, where they are listed."""
+    fixed, swept = split_words(overrides)
+    listed = {field: values for field, values in swept.items() if "(" not in values}
+    ends = ([f"{field}={values.split(',')[end]}" for field, values in listed.items()] for end in (0, -1))
+    return [load_pipeline([*fixed, *end], config_dir) for end in ends]
+
+
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the example files of the README."""
@@ -40,14 +50,14 @@ def test_a_command_of_the_readme_composes(reader: Path, command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
     options = _parser(words).parse_args(words)
     if "config_dir" in options:
-        assert load_pipeline(options.overrides, options.config_dir).order()
+        assert loaded(options.overrides, options.config_dir)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_override_of_a_page_composes(page: Path) -> None:
     for override in OVERRIDE.findall(page.read_text()):
         if "simpo" not in override:  # docs/add_a_method.md adds that stage; test_docs.py runs it
-            assert load_pipeline([override]).order(), override
+            assert loaded([override]), override
 
 
 def test_the_example_groups_of_the_readme_take_effect(reader: Path) -> None:

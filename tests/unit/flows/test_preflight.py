@@ -5,8 +5,8 @@ import pytest
 
 from flows.admission import require_gpus
 from flows.config import load_pipeline
-from flows.execute import needs
-from flows.open_run import _check_machine
+from flows.needs import needs
+from flows.open_run import check_machine
 from flows.plan import make_plan
 from flows.preflight import check_models
 from lineage.errors import ConfigError
@@ -72,4 +72,4 @@ def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     plan = make_plan(load_pipeline(["resources=cluster", "resources.num_nodes=2"]))
     with pytest.raises(ConfigError, match="num_nodes=2: a cluster started here has one node; set RAY_ADDRESS"):
-        _check_machine(plan.stale)
+        check_machine(plan.stale)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, stacks
+from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, stacks, taken_back
 
 
 def promote(store: Path, fingerprint: str, alias: str = "champion") -> None:
@@ -86,3 +86,17 @@ def test_writers_at_once_lose_no_event(tmp_path):
     assert len(events) == 24
     for name in "abc":
         assert [each for each in events if each.startswith(name)] == [f"{name}{index}" for index in range(8)]
+
+
+def test_a_model_that_was_rolled_back_is_taken_back_until_it_is_promoted_again(tmp_path):
+    def taken() -> set[str]:
+        return {fingerprint for _, fingerprint in taken_back(read_events(tmp_path), "champion")}
+
+    promote(tmp_path, "a")
+    promote(tmp_path, "b")
+    promote(tmp_path, "b", "production")
+    assert taken() == set()
+    roll_back(tmp_path)
+    assert taken() == {"b"}
+    promote(tmp_path, "b")
+    assert taken() == set()

@@ -1,0 +1,90 @@
+"""``posttrain serve``."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from flows.commands.arguments import add_overrides, words_of
+from lineage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flows.deploy.pipelines import Declared
+    from flows.deploy.preset import Preset
+    from flows.pipeline import Pipeline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
+    parser.add_argument("--limit", type=int, help="runs under way at once, over all deployments (default: no limit)")
+    parser.add_argument(
+        "--watch-only", action="store_true", help="only watch the triggers of deployments that others serve"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.deploy.preset import Preset
+    from flows.prefect_server import configured_api_url, embedded_server
+    from flows.store_root import store_root
+
+    if options.config_dir:
+        options.config_dir = options.config_dir.absolute()
+    preset = Preset.of(words_of(options))
+    if options.watch_only and configured_api_url() is None:
+        raise ConfigError("--watch-only: whose deployments? set PREFECT_API_URL to the Prefect server that has them")
+    # What is said of a run belongs on its page; the server's own log stays on this screen.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "true")
+    log = store_root([word for word in preset.overrides if word.startswith("store=")]) / "logs" / "prefect-server.log"
+    with embedded_server(log, ui=True) as server:
+        if server:
+            server.wait_until_ready()
+            print(f"Prefect: {server.url.removesuffix('/api')} (it ends with this command)", flush=True)
+        pipelines = _pipelines(preset)
+        deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
+        if options.watch_only:
+            from flows.watch.watching import watch_until_stopped
+
+            watch_until_stopped(deployed)
+        else:
+            _serve(preset, pipelines, deployed, options)
+    return 0
+
+
+def _pipelines(preset: "Preset") -> "list[Declared]":
+    """What can be deployed; says on stderr what cannot."""
+    from flows.deploy.pipelines import Declared, declared_pipelines
+
+    pipelines = []
+    for found in declared_pipelines(preset):
+        if isinstance(found, Declared):
+            pipelines.append(found)
+        else:
+            print(f"posttrain: not served: {found}", file=sys.stderr)
+    if not pipelines:
+        raise ConfigError("there is no pipeline to serve; see conf/pipeline/, and pipeline/ of --config-dir")
+    return pipelines
+
+
+def _serve(
+    preset: "Preset", pipelines: "Sequence[Declared]", deployed: "Mapping[str, Pipeline]", options: argparse.Namespace
+) -> None:
+    from flows.deploy.keys import override_pattern
+    from flows.deploy.serve import deployment_of, register, serve
+    from flows.watch.watching import watching
+
+    os.environ.update(preset.environment)  # for the processes of the runs
+    pattern = override_pattern(preset)
+    runner = register([deployment_of(each, preset, pattern, options.name) for each in pipelines], options.limit)
+    for each in pipelines:
+        alone = f"  does not stand without overrides: {each.problem}" if each.problem else ""
+        print(f"{each.name}/{options.name}{alone}", flush=True)
+    api = os.environ.get("PREFECT_API_URL")
+    where = f"PREFECT_API_URL={api} " if api else ""
+    example = f"{pipelines[0].name}/{options.name}"
+    print(f"run one: {where}prefect deployment run {example} -p overrides='[\"KEY=VALUE\"]'", flush=True)
+    with watching(deployed):
+        serve(runner)

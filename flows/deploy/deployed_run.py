@@ -1,0 +1,153 @@
+"""One run of a deployment: what `posttrain run` does, inside a flow run that Prefect has made."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
+from prefect.states import Cancelled, Completed, Failed, State
+
+from flows.config import load_pipeline
+from flows.declared import adopt_view, show_declared, split_words
+from flows.deploy.code import deployed_code
+from flows.deploy.owner import sign
+from flows.deploy.page import RunPage, show_plan, show_record, show_tables
+from flows.deploy.preset import Preset
+from flows.notify import require_block
+from flows.open_run import note_before, open_run
+from flows.pipeline import Pipeline
+from flows.plan import Plan, make_plan
+from flows.prefect_flow import approved, run_stages
+from flows.retrain import follow_up, promotion_due
+from flows.verdicts import may_ask, require_passed
+from lineage.errors import ConfigError, GateError, PipelineError, StoppedError
+from lineage.lease import Lease, acquire_or
+
+_LOOK_SECONDS = 1.0  # between two looks whether the process that started this one still lives
+_END_SECONDS = 30.0
+
+
+def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_code: bool) -> State[None]:
+    """Runs what is not finished of a pipeline; every end that is ours to tell is a state with one paragraph."""
+    _live_with_parent()
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None
+    sign(context.flow_run.id)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a method of the user's own may lie
+    words = preset.words(option, overrides)
+    try:
+        if not any_code:
+            _require_planned_code(context.flow_run.deployment_version, deployed_code(option, preset))
+        pipeline = load_pipeline(*split_words(words))
+        with _turn(pipeline):
+            adopt_view(pipeline)
+            return _run(make_plan(pipeline), words)
+    except GateError as refusal:
+        return Failed(name="Refused", message=str(refusal))
+    except PipelineError as error:
+        return Failed(message=str(error))
+
+
+@contextlib.contextmanager
+def _turn(pipeline: Pipeline) -> Iterator[None]:
+    """One run of a pipeline in a store at a time; the next makes its plan when this one is over, of what is new then.
+
+    Not a concurrency limit of Prefect's deployment: a run gives that up while it waits for a person, and is ended when
+    the server that counts it is away for some minutes.
+    """
+    lease = Lease(pipeline.store / "runs" / f"{pipeline.name}.turn")
+    said: list[str] = []
+
+    def waiting() -> None:
+        if not said:
+            said.append(f"waits for another run of {pipeline.name}")
+            get_run_logger().info(said[0])
+
+    acquire_or(lease, lambda: False, waiting)
+    with lease.holding():
+        yield
+
+
+def _run(plan: Plan, words: Sequence[str]) -> State[None]:
+    """The end of a run whose plan is made.
+
+    Raises:
+        GateError: a gate, or a person, refused.
+        PipelineError: a stage failed.
+    """
+    start = time.perf_counter()
+    show_plan(plan)
+    note_before(plan)
+    said, rejected = None, False
+    if plan.stale or may_ask(plan) or promotion_due(plan):
+        try:
+            rejected = not _execute(plan, words)
+        except (ConfigError, StoppedError):  # before anything ran, and for whoever did it
+            raise
+        except PipelineError as error:
+            follow_up(plan, words, error)
+            raise
+        said = follow_up(plan, words)
+    show_declared(plan, words)
+    if rejected:
+        return Cancelled(message="rejected")
+    try:
+        require_passed(plan)
+    except GateError:
+        if plan.pipeline.operation.retrain is None:
+            raise
+        return Completed(name="ChampionKept", message=said or "nothing to do: the gate has refused this model before")
+    return Completed(message=said or _summary(plan, time.perf_counter() - start))
+
+
+def _execute(plan: Plan, words: Sequence[str]) -> bool:
+    """Runs what is stale and shows what came of it; whether every approval that was asked for was given."""
+    if plan.pipeline.operation.notify:
+        require_block(plan.pipeline.operation.notify)
+    with RunPage() as page, open_run(plan, words, page, plan.stale) as run:
+        run_stages(run)
+        show_tables(plan)
+        show_record(plan, run.tracker.execution_id())
+        return approved(run)
+
+
+def _summary(plan: Plan, seconds: float) -> str:
+    count = len(plan.stages)
+    if not plan.stale:
+        return f"nothing to do: all {count} stages are finished"
+    return f"{len(plan.stale)} of {count} stages run in {seconds:.1f} s"
+
+
+def _require_planned_code(planned: str | None, found: str) -> None:
+    """Compares the code for which this run was made with that which would run it.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if planned and planned != found:
+        raise ConfigError(
+            f"this run was planned with the code {planned}, and the code here is {found}; deploy the new code "
+            "(start `posttrain serve` again, or `prefect deploy --all`) and make a new run, "
+            "or give this one any_code=true"
+        )
+
+
+def _live_with_parent() -> None:
+    """Ends this run as stopped when the server or worker that started it dies: nobody else could cancel it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the server, which passes it on as a cancellation
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_SECONDS)  # to end the stages and to tell Prefect, which may be gone too
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()

@@ -1,0 +1,18 @@
+"""Where Prefect looks a flow up: ``flows.deploy.entry.<pipeline>``. No other public name may stand here."""
+
+from typing import TYPE_CHECKING
+
+from flows.deploy.flow import flow_of as _flow_of
+
+if TYPE_CHECKING:
+    from prefect import Flow as _Flow
+
+
+def __getattr__(option: str) -> "_Flow[..., None]":
+    found = None if option.startswith("_") else _flow_of(option)
+    if found is None:
+        raise AttributeError(
+            f"module {__name__} has no attribute {option}: there is no pipeline/{option}.yaml here, "
+            f"nor where POSTTRAIN_WORDS='--config-dir DIR' says"
+        )
+    return found

@@ -1,0 +1,56 @@
+"""Which process runs a flow run, as a label of it: so that a run whose process died unheard can be told."""
+
+import socket
+import time
+from collections.abc import Iterable
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled, Crashed
+
+from lineage.lease import Holder
+
+_LABEL = "posttrain.process"
+_STARTING_SECONDS = 300.0  # by then a run that was handed to a process has said who it is
+_OPEN = ["PENDING", "RUNNING", "CANCELLING", "PAUSED"]
+
+
+def sign(flow_run_id: UUID) -> None:
+    """Writes on a flow run that this process runs it."""
+    me = Holder.here()
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(flow_run_id, {_LABEL: f"{me.host} {me.pid} {me.started}"})
+
+
+def close_dead_runs(deployments: Iterable[UUID]) -> list[str]:
+    """Ends in Prefect the open runs of these deployments whose process was of this host and is gone; their names."""
+    names = []
+    with get_client(sync_client=True) as client:
+        for run in _open_runs(client, deployments):
+            if not _is_dead(run):
+                continue
+            was_cancelling = run.state.is_cancelling()
+            said = "its process is gone, and so is the one that would have said so; run it again to go on"
+            state = Cancelled(message=said) if was_cancelling else Crashed(message=said)
+            client.set_flow_run_state(run.id, state, force=True)
+            names.append(run.name)
+    return names
+
+
+def _open_runs(client: SyncPrefectClient, deployments: Iterable[UUID]) -> list[FlowRun]:
+    filters = FlowRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
+    of_ours = DeploymentFilter.model_validate({"id": {"any_": list(deployments)}})
+    return list(client.read_flow_runs(flow_run_filter=filters, deployment_filter=of_ours))
+
+
+def _is_dead(run: FlowRun) -> bool:
+    signed = str(run.labels.get(_LABEL, "")).split()
+    if len(signed) == 3:
+        host, pid, started = signed
+        here = host == socket.gethostname()
+        return here and Holder(host=host, pid=int(pid), started=float(started), token="").is_dead(0.0)
+    unclaimed = bool(run.state.is_pending() or run.state.is_cancelling())
+    silent_seconds = time.time() - float(run.state.timestamp.timestamp())
+    return unclaimed and silent_seconds > _STARTING_SECONDS

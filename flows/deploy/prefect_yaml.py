@@ -1,0 +1,77 @@
+"""Renders ``prefect.yaml``: the pipelines as deployments of a work pool, for a team whose runs go to workers.
+
+``python -m flows.deploy.prefect_yaml [--config-dir DIR] [OVERRIDE ...]`` writes it where it is called.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import yaml
+
+from flows.commands.arguments import add_overrides, words_of
+from flows.deploy.pipelines import Declared, declared_pipelines
+from flows.deploy.preset import VARIABLE, Preset
+from flows.watch.schedule import schedule_entries
+from lineage.errors import PipelineError
+
+FILE = "prefect.yaml"
+POOL = "posttrain"
+ENTRY = "flows.deploy.entry"  # the module whose attributes are the flows
+
+_HEAD = """\
+# Written by `python -m flows.deploy.prefect_yaml{words}`. To use it:
+#   prefect work-pool create {pool} --type process
+#   {setting}prefect deploy --all
+#   prefect worker start --pool {pool}
+# On a worker that has not this folder, replace the pull step, by git_clone for example.
+"""
+
+
+def render(preset: Preset) -> str:
+    """The file's text.
+
+    Raises:
+        ConfigError: nothing can be told of a pipeline, not even its name.
+    """
+    pipelines = [each for each in declared_pipelines(preset) if isinstance(each, Declared)]
+    document = {
+        "name": POOL,
+        "pull": [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
+        "deployments": [_deployment(each, preset) for each in pipelines],
+    }
+    words = preset.environment.get(VARIABLE, "")
+    setting = f"{VARIABLE}={shlex.quote(words)} " if words else ""
+    head = _HEAD.format(words=f" {words}" if words else "", setting=setting, pool=POOL)
+    return head + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+
+
+def _deployment(pipeline: Declared, preset: Preset) -> dict[str, object]:
+    operation = pipeline.pipeline.operation if pipeline.pipeline else None
+    environment = {"job_variables": {"env": preset.environment}} if preset.environment else {}
+    return {
+        "name": "team",
+        "entrypoint": f"{ENTRY}.{pipeline.option}",
+        "version_type": "prefect:simple",  # the flow's own: the digest of the code
+        "tags": pipeline.tags,
+        "schedules": schedule_entries(operation.schedule if operation else None),
+        "work_pool": {"name": POOL, **environment},
+    }
+
+
+def main() -> int:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(prog="python -m flows.deploy.prefect_yaml", description=__doc__)
+    add_overrides(parser)
+    try:
+        Path(FILE).write_text(render(Preset.of(words_of(parser.parse_intermixed_args()))))
+    except PipelineError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{Path(FILE).absolute()} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

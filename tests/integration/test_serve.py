@@ -1,0 +1,246 @@
+"""Deployments as a team runs them: a real Prefect server, a real `posttrain serve`, a real worker."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.command import CONF, REPOSITORY, alive, family, wait_until
+from tests.prefect_api import PrefectApi
+
+pytestmark = pytest.mark.integration
+
+WORDS = ["model=none", "tracking=none", "sources.rows.path=rows.txt"]
+SLOW = ["stages.data.method.seconds=300"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the command is called: data, and groups of the user's own, two of them no good."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "rows.txt").write_text("rows")
+    shutil.copytree(CONF, folder / "groups")
+    (folder / "groups/pipeline/unreadable.yaml").write_text("stages: {")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(prefect_url, folder) -> dict[str, str]:
+    return {
+        **os.environ, "PREFECT_API_URL": prefect_url, "PREFECT_HOME": str(folder / "home"),
+        "PYTHONPATH": str(REPOSITORY), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PWD": str(folder), "PREFECT_WORKER_QUERY_SECONDS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def api(prefect_url) -> PrefectApi:
+    return PrefectApi(prefect_url)
+
+
+def serve(folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+    with (folder / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows", "serve", "--config-dir", "groups", *WORDS],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
+        )  # fmt: skip
+    wait_until(lambda: process.poll() is not None or "run one:" in (folder / "serve.log").read_text(), "served")
+    assert process.poll() is None, (folder / "serve.log").read_text()
+    return process
+
+
+@pytest.fixture(scope="module")
+def served(folder, environment):
+    process = serve(folder, environment)
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def running(api: PrefectApi, served: subprocess.Popen, *overrides: str) -> tuple[str, list[psutil.Process]]:
+    """A run whose first stage has begun, and its processes."""
+    before = {process.pid for process in family(served)}
+    run = api.start("toy/local", *(overrides or SLOW))
+
+    def new() -> list[psutil.Process]:
+        return [process for process in family(served) if process.pid not in before]
+
+    wait_until(lambda: "RUNNING" in api.stages(run).values() and len(new()) >= 2, "a stage runs")
+    return run, new()
+
+
+def test_every_pipeline_is_registered_and_what_cannot_be_read_is_named(served, api, folder):
+    names = {each["name"] for each in api.post("/flows/filter", {})}
+    assert {"toy", "toy-gated", "cpt-sft-dpo", "cpt-sft-dpo-gated"} <= names
+    log = (folder / "serve.log").read_text()
+    assert "posttrain: not served" in log and "unreadable.yaml" in log
+    assert "cpt-sft-dpo/local  does not stand without overrides: " in log
+
+
+def test_a_key_that_no_pipeline_has_is_refused_when_the_run_is_made(served, api):
+    with pytest.raises(urllib.error.HTTPError, match=r"stages\.left\.method\.learning_rat=1") as refused:
+        api.start("toy/local", "stages.left.method.learning_rat=1")
+    assert refused.value.code in (409, 422)
+    with pytest.raises(urllib.error.HTTPError):
+        api.start("toy/local", "hydra.run.dir=x")
+
+
+def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
+    run = api.start("toy/local")
+    assert api.end(run)["message"].startswith("4 of 4 stages run in")
+    assert api.stages(run) == dict.fromkeys(["data", "left", "model", "right"], "COMPLETED")
+    page = api.artifacts(run)
+    assert "| left | run |" in page["toy-plan"]["data"]
+    assert page["progress-left"]["data"] == 100.0 and "loss 0.333" in page["progress-left"]["description"]
+    made = api.run(run)
+    assert made["tags"] == ["pipeline:toy"] and made["name"].startswith("toy ")
+
+    run = api.start("toy/local")
+    state = api.end(run)
+    assert (state["type"], state["message"]) == ("COMPLETED", "nothing to do: all 4 stages are finished")
+    assert api.stages(run) == {}
+
+
+def test_a_wrong_value_fails_before_any_stage(served, api):
+    run = api.start("toy/local", "stages.left.method.num_steps=many")
+    state = api.end(run)
+    assert state["type"] == "FAILED"
+    assert state["message"] == 'stages.left.method.num_steps="many": input should be a valid integer'
+    assert api.stages(run) == {}
+
+
+def test_a_refused_gate_is_no_completed_run(served, api):
+    run = api.start("toy-gated/local", "stages.evaluate.method.wins.left=0", "tracking.mlflow=true")
+    state = api.end(run)
+    assert (state["type"], state["name"]) == ("FAILED", "Refused")
+    assert "beats_parent" in state["message"]
+    page = api.artifacts(run)
+    assert "beats_parent" in page["toy-gated-gate"]["data"]
+    assert "| gate | `" in page["toy-gated-mlflow"]["data"] and "mlflow.db" in page["toy-gated-mlflow"]["description"]
+
+
+def test_a_person_rejects_by_cancelling_the_run_that_asks(served, api, folder):
+    run = api.start("toy-gated/local", "stages.evaluate.method.wins.left=40", "gate.approval=required")
+    api.wait(run, lambda run: run["state_type"] == "PAUSED")
+    api.set_state(run, "CANCELLING")
+    assert api.end(run)["type"] == "CANCELLED"
+    promotions = folder / "artifacts/promotions.jsonl"
+    wait_until(
+        lambda: promotions.exists() and json.loads(promotions.read_text())["action"] == "reject", "it is recorded"
+    )
+
+
+def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
+    pipeline = folder / "groups/pipeline/toy.yaml"
+    declared = pipeline.read_text()
+    try:
+        pipeline.write_text(declared + "# changed\n")
+        planned = api.deployment("toy/local")["version"]
+        state = api.end(api.start("toy/local"))
+        assert (
+            state["type"] == "FAILED" and f"planned with the code {planned}, and the code here is" in state["message"]
+        )
+        assert api.end(api.start("toy/local", any_code=True))["type"] == "COMPLETED"
+    finally:
+        pipeline.write_text(declared)
+
+
+def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
+    wants = ["resources.gpu_pool=a100", "stages.left.method.num_steps=1000", "stages.left.method.step_seconds=0.3"]
+    state = api.end(api.start("toy/local", *wants))
+    assert state["type"] == "FAILED" and "prefect gcl create a100 --limit" in state["message"]
+    api.post("/v2/concurrency_limits/", {"name": "a100", "limit": 1})
+    run, processes = running(api, served, *wants)
+    wait_until(lambda: api.get("/v2/concurrency_limits/a100")["active_slots"] == 1, "it holds a slot")
+    api.set_state(run, "CANCELLING")
+    assert api.end(run)["type"] == "CANCELLED"
+    wait_until(lambda: not alive(processes), "all processes end")
+    assert api.get("/v2/concurrency_limits/a100")["active_slots"] == 0
+
+
+def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(served, api):
+    run, processes = running(api, served)
+    other = api.start("toy/local")
+    wait_until(lambda: "waits for another run of toy" in api.log(other), "the second waits")
+    api.set_state(run, "CANCELLING")
+    assert api.end(run)["type"] == "CANCELLED"
+    wait_until(lambda: not alive(processes), "all processes end")
+    assert api.end(other)["message"].startswith("nothing to do")
+
+
+def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environment):
+    run, processes = running(api, served)
+    words = [sys.executable, "-m", "flows", "cancel", "latest"]
+    cancelled = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    assert " is stopped; " in cancelled.stdout
+    assert not alive(processes)
+    assert api.end(run)["type"] == "CANCELLED"
+
+
+def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api):
+    run, processes = running(api, served)
+    driver = next(each for each in processes if "prefect.engine" in " ".join(each.cmdline()))
+    driver.kill()
+    assert api.end(run)["type"] == "CRASHED"
+    wait_until(lambda: not alive(processes), "all processes end")
+
+
+def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_unheard(
+    served, api, folder, environment
+):
+    run, processes = running(api, served)
+    served.kill()
+    served.wait()
+    assert api.end(run)["type"] == "CRASHED"  # its own process has said so
+    wait_until(lambda: not alive(processes), "all processes end")
+
+    unheard = api.start("toy/local")
+    api.set_state(unheard, "RUNNING")
+    gone = subprocess.run(
+        [sys.executable, "-c", f"from uuid import UUID; from flows.deploy.owner import sign; sign(UUID('{unheard}'))"],
+        env=environment, check=False,
+    )  # fmt: skip
+    assert gone.returncode == 0
+    process = serve(folder, environment)
+    try:
+        assert api.end(unheard)["type"] == "CRASHED"
+        assert api.end(api.start("toy/local"))["message"].startswith("nothing to do")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):
+    words = ["--config-dir", "groups", "pipeline=toy", *WORDS, "store=team"]
+    team = {**environment, "POSTTRAIN_WORDS": " ".join(words)}
+    for command in (
+        [sys.executable, "-m", "flows.deploy.prefect_yaml", *words],
+        ["prefect", "work-pool", "create", "posttrain", "--type", "process"],
+        ["prefect", "--no-prompt", "deploy", "--all"],
+    ):
+        done = subprocess.run(command, cwd=folder, env=team, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.raises(urllib.error.HTTPError):
+        api.start("toy/team", "stages.left.method.learning_rat=1")
+    with (folder / "worker.log").open("w") as log:
+        worker = subprocess.Popen(
+            ["prefect", "worker", "start", "--pool", "posttrain"], cwd=folder.parent, env=environment,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        state = api.end(api.start("toy/team"))
+        assert state["type"] == "COMPLETED", state
+        assert (folder / "team/left").is_dir()
+    finally:
+        for process in reversed(family(worker)):
+            if psutil.pid_exists(process.pid):
+                process.kill()
+        worker.wait()

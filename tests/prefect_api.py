@@ -1,0 +1,77 @@
+"""Prefect's API as anybody calls it."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+
+class PrefectApi:
+    """Asks one server.
+
+    Args:
+        url: with its ``/api``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def post(self, path: str, body: dict, method: str = "POST") -> dict | list:
+        """Raises ``urllib.error.HTTPError`` with the answer in its message where it is refused."""
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            error.msg = error.read().decode()
+            raise
+
+    def get(self, path: str) -> dict:
+        with urllib.request.urlopen(self._url + path, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def deployment(self, name: str) -> dict:
+        return self.get(f"/deployments/name/{name}")
+
+    def start(self, deployment: str, *overrides: str, **parameters: object) -> str:
+        """Creates a run and returns its id."""
+        body = {"parameters": {"overrides": list(overrides), **parameters}, "state": {"type": "SCHEDULED"}}
+        return self.post(f"/deployments/{self.deployment(deployment)['id']}/create_flow_run", body)["id"]
+
+    def run(self, run_id: str) -> dict:
+        return self.get(f"/flow_runs/{run_id}")
+
+    def set_state(self, run_id: str, kind: str) -> None:
+        self.post(f"/flow_runs/{run_id}/set_state", {"state": {"type": kind}, "force": True})
+
+    def wait(self, run_id: str, reached: Callable[[dict], bool], seconds: float = 120) -> dict:
+        """The run, once it is as wanted."""
+        deadline = time.monotonic() + seconds
+        while True:
+            run = self.run(run_id)
+            if reached(run):
+                return run
+            assert time.monotonic() < deadline, f"not within {seconds} s: {run['state']}"
+            time.sleep(0.2)
+
+    def end(self, run_id: str) -> dict:
+        """The final state of a run."""
+        final = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
+        return self.wait(run_id, lambda run: run["state_type"] in final)["state"]
+
+    def artifacts(self, run_id: str) -> dict[str, dict]:
+        """By key."""
+        found = self.post("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run_id]}}})
+        return {each["key"]: each for each in found}
+
+    def stages(self, run_id: str) -> dict[str, str]:
+        """Type of the state of each task run, by name."""
+        found = self.post("/task_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}})
+        return {each["name"]: each["state_type"] for each in found}
+
+    def log(self, run_id: str) -> str:
+        found = self.post("/logs/filter", {"logs": {"flow_run_id": {"any_": [run_id]}}})
+        return "\n".join(each["message"] for each in found)

@@ -1,0 +1,55 @@
+import shlex
+
+import pytest
+
+from flows.deploy.pipelines import Declared, declared, declared_pipelines
+from flows.deploy.preset import VARIABLE, Preset
+from lineage.errors import ConfigError
+from tests.command import CONF
+
+TOY = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking=none"]
+
+
+def test_words_reach_the_process_of_a_run_as_they_were_given():
+    preset = Preset.of([*TOY, "store=a folder"])
+    assert Preset.of(shlex.split(preset.environment[VARIABLE])) == preset
+    assert Preset().environment == {}
+
+
+def test_what_a_run_states_itself_wins():
+    words = Preset.of(TOY).words("toy", ["model=tiny", "stages.left.method.num_steps=2"])
+    assert words == [
+        "--config-dir", str(CONF), "pipeline=toy", "sources.rows.path=rows.txt", "tracking=none",
+        "model=tiny", "stages.left.method.num_steps=2",
+    ]  # fmt: skip
+
+
+def test_a_pipeline_that_is_named_is_the_only_one():
+    assert list(Preset.of(TOY).files()) == ["toy"]
+    assert {"cpt-sft-dpo", "toy"} <= Preset(config_dir=CONF).files().keys()
+
+
+def test_a_pipeline_has_its_tags_and_its_name(tmp_path):
+    found = declared("toy", Preset.of([*TOY, "tags=[nightly]"]))
+    assert (found.name, found.tags, found.problem) == ("toy", ["nightly", "pipeline:toy"], "")
+
+
+def test_one_that_lacks_a_value_is_known_by_name_and_says_what_it_lacks():
+    found = declared("toy", Preset(config_dir=CONF, overrides=("model=none",)))
+    assert (found.name, found.pipeline) == ("toy", None)
+    assert found.problem == "sources.rows.path: has no value; state sources.rows.path=..."
+
+
+@pytest.mark.parametrize(("name", "text"), [("broken", "name: ["), ("nameless", "stages: {a: 1}"), ("a.b", "name: x")])
+def test_one_of_which_nothing_can_be_told_does_not_keep_the_others_away(tmp_path, name, text):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / f"{name}.yaml").write_text("# @package _global_\n" + text)
+    found = list(declared_pipelines(Preset(config_dir=tmp_path)))
+    problems = [each for each in found if isinstance(each, str)]
+    assert len(problems) == 1 and f"{name}.yaml" in problems[0]
+    assert "cpt-sft-dpo" in [each.name for each in found if isinstance(each, Declared)]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such directory"):
+        declared("cpt-sft-dpo", Preset(config_dir=tmp_path / "nowhere"))
