@@ -20,8 +20,8 @@ check: $(READY)  ## what to run before a commit
 
 bench: $(READY)  ## beside plain TRL scripts; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials
 	$(BIN)/python bench/run.py
-	$(BIN)/python bench/lineage.py
-	$(BIN)/python bench/dvc.py
+	$(BIN)/python bench/record.py
+	$(BIN)/python bench/dvc_status.py
 	$(BIN)/python bench/sweep.py
 
 test-gpu: $(READY)

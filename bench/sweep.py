@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # before bench/, whose lineage.py is not the package
+sys.path.insert(0, str(HERE.parent))
 
 from run import recipes  # noqa: E402
 

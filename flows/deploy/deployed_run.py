@@ -110,7 +110,7 @@ def _execute(plan: Plan, words: Sequence[str]) -> bool:
     """Runs what is stale and shows what came of it; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    with RunPage() as page, open_run(plan, words, page, plan.stale) as run:
+    with RunPage(plan.pipeline.name) as page, open_run(plan, words, page, plan.stale) as run:
         run_stages(run)
         show_tables(plan)
         show_record(plan, run.tracker.execution_id())

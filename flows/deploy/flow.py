@@ -68,9 +68,9 @@ def flow_of(option: str) -> Flow[..., None] | None:
 
 
 def _run_name() -> str:
-    """The pipeline, when, and what differs from the declaration: ``cpt-sft-dpo 11-21 03:00 beta=0.2``."""
+    """The pipeline, when, and what differs from the declaration: ``cpt-sft-dpo 11-21 03:00 dpo.beta=0.2``."""
     overrides = runtime.flow_run.parameters.get("overrides") or []
-    short = [f"{key.rpartition('.')[2]}={value}" for key, _, value in (word.partition("=") for word in overrides)]
+    short = [word.removeprefix("stages.").replace(".method.", ".", 1) for word in overrides]
     return " ".join([runtime.flow_run.flow_name, f"{datetime.now():%m-%d %H:%M}", *short[:3]])
 
 

@@ -45,7 +45,8 @@ def show_tables(plan: Plan) -> None:
         name = _TABLES.get(planned.stage.method.produces)
         table = plan.entry(planned).output / name if name else None
         if table and table.exists():
-            _show(f"{plan.pipeline.name}-{planned.name}", table.read_text(encoding="utf-8"), f"{planned.name}: {table}")
+            of = f"{planned.name}@{short(planned.fingerprint)}"
+            _show(f"{plan.pipeline.name}-{planned.name}", table.read_text(encoding="utf-8"), f"output/{name} of {of}")
 
 
 def show_record(plan: Plan, execution_id: str | None) -> None:
@@ -65,7 +66,8 @@ def show_record(plan: Plan, execution_id: str | None) -> None:
 class RunPage:
     """An observer that logs what becomes of each stage and moves a progress bar for each that trains."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: str) -> None:
+        self._pipeline = pipeline
         self._bars: dict[str, tuple[UUID, Progress]] = {}
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -86,7 +88,8 @@ class RunPage:
     def running(self, title: str, metrics: Path, total: int | None) -> None:
         _say(f"{title}: started{f' ({total} steps)' if total else ''}")
         with _told():
-            bar = create_progress_artifact(0.0, key=_key(f"progress-{title}"), description=f"{title}: started")
+            key = _key(f"{self._pipeline}-{title}-progress")
+            bar = create_progress_artifact(0.0, key=key, description=f"{title}: started")
             with self._lock:
                 self._bars[title] = bar, Progress(path=metrics, total=total)
 

@@ -38,6 +38,7 @@ class SweepFiles:
         self._shared = [*(word for word in overrides if not _is_of_sweep(word)), *fixed_words(sweep)]
         self._ledger = Ledger(folder)
         self._lock = threading.Lock()
+        self._written: list[Row] = []
 
     def add(self, trial: Trial, outcome: Outcome) -> None:
         """Notes the end of a trial, before the proposer hears of it, and writes every file anew, each atomically.
@@ -48,6 +49,9 @@ class SweepFiles:
         with self._lock:
             self._ledger.add(row_of(trial, outcome))
             rows = self._ledger.rows()
+            if rows == self._written:  # one more trial of which nothing is new
+                return
+            self._written = rows
             self._write("trials.csv", _csv(rows, list(self._space), list(self._sweep.objectives)))
             if self._sweep.by_step:
                 table = self._by_step(rows)

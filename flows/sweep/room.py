@@ -99,7 +99,9 @@ def _cluster() -> tuple[float, float]:
         held = json.loads(answer.splitlines()[-1])
         return float(held["CPU"]), float(held["GPU"])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        cause = [type(error).__name__, *(said or "").strip().splitlines()][-1]
         raise ConfigError(
-            f"RAY_ADDRESS={address}: the cluster does not say what it holds ({type(error).__name__}); "
+            f"RAY_ADDRESS={address}: the cluster does not say what it holds ({cause}); "
             "start it, mend the address, or state sweep.parallel, how many trials may be under way at once"
         ) from error

@@ -99,7 +99,7 @@ def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
     assert api.stages(run) == dict.fromkeys(["data", "left", "model", "right"], "COMPLETED")
     page = api.artifacts(run)
     assert "| left | run |" in page["toy-plan"]["data"]
-    assert page["progress-left"]["data"] == 100.0 and "loss 0.333" in page["progress-left"]["description"]
+    assert page["toy-left-progress"]["data"] == 100.0 and "loss 0.333" in page["toy-left-progress"]["description"]
     made = api.run(run)
     assert made["tags"] == ["pipeline:toy"] and made["name"].startswith("toy ")
 
@@ -118,13 +118,17 @@ def test_a_wrong_value_fails_before_any_stage(served, api):
 
 
 def test_a_refused_gate_is_no_completed_run(served, api):
-    run = api.start("toy-gated/local", "stages.evaluate.method.wins.left=0", "tracking.mlflow=true")
+    worse = ["stages.evaluate.method.wins.left=0", "tracking.mlflow=true"]
+    run = api.start("toy-gated/local", *worse)
     state = api.end(run)
     assert (state["type"], state["name"]) == ("FAILED", "Refused")
     assert "beats_parent" in state["message"]
     page = api.artifacts(run)
     assert "beats_parent" in page["toy-gated-gate"]["data"]
     assert "| gate | `" in page["toy-gated-mlflow"]["data"] and "mlflow.db" in page["toy-gated-mlflow"]["description"]
+
+    state = api.end(api.start("toy-gated/local", *worse, "retrain.promote=left"))
+    assert (state["type"], state["name"]) == ("COMPLETED", "ChampionKept")  # what such a pipeline is for
 
 
 def test_a_person_rejects_by_cancelling_the_run_that_asks(served, api, folder):

@@ -1,6 +1,6 @@
 """What DVC costs: `dvc status` of a large store with nothing to do, and the disk that a run takes with DVC and without.
 
-    python bench/dvc.py [--gigabytes 20] [--files 100]
+    python bench/dvc_status.py [--gigabytes 20] [--files 100]
 
 The store's files are sparse, each with a head of its own: DVC hashes and links them as it does full ones, and the
 disk stays free. Everything lies in a temporary directory.

@@ -1,6 +1,6 @@
 """The record at scale: 100,000 manifests; the index built from scratch, then lineage, impact and diff as commands.
 
-    make bench    # or: python bench/lineage.py [--manifests 100000] [--keep DIRECTORY]
+    make bench    # or: python bench/record.py [--manifests 100000] [--keep DIRECTORY]
 
 Each command is timed as a whole process, the interpreter's start included: the median of five, after one that is not
 counted.
