@@ -72,6 +72,9 @@ class Board:
     def failed(self, name: str, cause: str) -> None:
         self._end(name, f"FAILED: {cause.partition(chr(10))[0]}")
 
+    def pruned(self, name: str, cause: str) -> None:
+        self._end(name, cause)
+
     def announce(self, text: str) -> None:
         """Prints lines that belong to no single stage."""
         with self._lock, contextlib.suppress(OSError):

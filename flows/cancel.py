@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.run_notes import RunNote, latest, note_path, read_note, run_ids
+from flows.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
 from lineage.errors import ConfigError, PipelineError
 
 LATEST = "latest"
@@ -47,9 +47,9 @@ def cancel(note: RunNote, store: Path) -> str:
     if note.outcome:
         return f"{note.id} is over: {note.outcome}"
     if note.is_dead(store):
-        return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone, nothing is left"
+        return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone; {_clear(note)}"
     is_here = note.driver.host == socket.gethostname()
-    family = _family(note.driver.pid) if is_here else []
+    family = _family(note)
     if note.links.deployed and note.links.flow_run:
         _cancel_flow_run(note)
     elif is_here:
@@ -67,13 +67,30 @@ def cancel(note: RunNote, store: Path) -> str:
     return f"{note.id} is stopped; what was finished is kept, run the same command again to go on"
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """A process and all that it has started."""
-    try:
-        driver = psutil.Process(pid)
-        return [driver, *driver.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def _family(note: RunNote) -> list[psutil.Process]:
+    """The processes of a run on this host: its driver, whatever bears its mark, and what these have started."""
+    found: dict[int, psutil.Process] = {}
+    is_here = note.driver.host == socket.gethostname() and not note.driver.is_dead(0.0)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
+            is_driver = is_here and process.pid == note.driver.pid
+            if is_driver or process.environ().get(RUN_VARIABLE) == note.id:
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def _clear(note: RunNote) -> str:
+    """Ends what a driver that died has left, such as a fork server that still imports; says what that was."""
+    if note.driver.host != socket.gethostname():
+        return f"call posttrain cancel {note.id} there to end what it may have left"
+    left = [each for each in _family(note) if _is_alive(each)]
+    for each in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(left, timeout=_WAIT_SECONDS)
+    pids = ", ".join(str(each.pid) for each in left)
+    return f"what it left is ended (processes {pids})" if left else "nothing is left"
 
 
 def _cancel_flow_run(note: RunNote) -> None:

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from flows.admission import admitted
-from flows.given import input_records, intact_parents, job_inputs, require_unchanged_sources
+from flows.given import given_as_planned, input_records, job_inputs, require_unchanged_sources
 from flows.job import Job
 from flows.launch import StageProcesses
 from flows.needs import needs, pool_of
 from flows.observer import Observer
 from flows.plan import Plan, PlannedStage
+from flows.wording import counted
 from lineage.digest import digest_files, digest_of
-from lineage.errors import PipelineError, StageError, StoppedError
+from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import Manifest, provenance
 from lineage.store import Entry
@@ -58,6 +59,9 @@ def execute(run: Run, planned: PlannedStage) -> Result:
         return _execute(run, planned)
     except StoppedError:
         raise
+    except PrunedError as error:
+        run.observer.pruned(run.title(planned), str(error))
+        raise
     except PipelineError as error:
         run.observer.failed(run.title(planned), str(error))
         raise
@@ -75,8 +79,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     with lease.holding():
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
-        parents = intact_parents(run.plan, planned)
-        require_unchanged_sources(run.plan, planned)
+        parents = given_as_planned(run.plan, planned)
         entry.begin()
         manifest, seconds = _tracked(run, planned, entry, parents, lease)
     run.observer.done(run.title(planned), seconds, manifest.metrics)
@@ -116,7 +119,7 @@ def _tracked(
 def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
     cpus, gpus = needs(planned)
-    room = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+    room = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with _in_pool(run, planned), admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
         yield visible_gpus
 

@@ -4,11 +4,26 @@ from collections.abc import Mapping
 
 from flows.job import JobInput
 from flows.plan import Plan, PlannedInput, PlannedStage
-from lineage.artifact import SOURCE
+from lineage.artifact import MODELS, SOURCE, Kind
+from lineage.code import code_digest_now
 from lineage.digest import DigestCache
-from lineage.errors import ArtifactError, PipelineError, StageError
+from lineage.errors import ArtifactError, DataError, PipelineError, StageError
 from lineage.manifest import InputRecord, Manifest
 from lineage.sources import pin
+
+
+def given_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The records of what a stage reads, once all that it depends on is seen to be what the plan took it for.
+
+    Raises:
+        StageError: an input, a source or the code is not.
+        DataError: it would learn nothing new.
+    """
+    parents = intact_parents(plan, planned)
+    require_unchanged_sources(plan, planned)
+    require_unchanged_code(plan, planned)
+    require_new_rows(plan, planned)
+    return parents
 
 
 def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
@@ -50,6 +65,40 @@ def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
                 "let it rest, and run again: the new bytes get a name of their own",
                 str(plan.entry(planned).logs),
             )
+
+
+def require_unchanged_code(plan: Plan, planned: PlannedStage) -> None:
+    """That the code which would make it is still that of the plan: the manifest names it.
+
+    Raises:
+        StageError: it was changed while the stages before ran.
+    """
+    module = type(planned.stage.method).__module__
+    if code_digest_now(module) != planned.code_digest:
+        raise StageError(
+            planned.name,
+            f"the code of {module} has changed since the plan was made; run again: what is finished is kept, and the "
+            "rest is made by the new code",
+            str(plan.entry(planned).logs),
+        )
+
+
+def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
+    """That a model which is renewed, to be promoted, meets a row that its data stages had not met before.
+
+    Raises:
+        DataError: each of them found nothing new: it would learn the old rows once more.
+    """
+    if plan.pipeline.operation.retrain is None or planned.stage.method.produces not in MODELS:
+        return
+    reading = [other for other in plan.stages if Kind.ROWS in other.stage.method.consumes.values()]
+    manifests = {other.name: plan.entry(other).manifest() for other in reading}
+    # Where one does not count, or is not finished, it may have something new.
+    if {manifest.metrics.get("new_rows") if manifest else None for manifest in manifests.values()} == {0}:
+        raise DataError(
+            f"nothing is new: {', '.join(manifests)} found no row that was not there before, so {planned.name} would "
+            "learn the old ones once more; give new rows, state retrain=null to train all the same, or start from base"
+        )
 
 
 def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:

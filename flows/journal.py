@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flows.needs import asks
 from flows.plan import Plan, PlannedStage
-from flows.run_notes import Links, Outcome, RunNote, StageNote, StageState, new_id, note_path
+from flows.run_notes import Links, Outcome, RunNote, StageNote, StageState, SweepNote, new_id, note_path
 from flows.verdicts import judgements
 from lineage.errors import PipelineError, StoppedError
 from lineage.lease import HEARTBEAT_SECONDS, Holder
@@ -21,7 +21,6 @@ from tasks.context import Metrics
 
 _BURST_SECONDS = 0.1  # changes that come together are one write
 _TEXT_LENGTH = 4000
-_PRUNED = "pruned"  # how the cause begins of a trial that was ended because others do better
 
 
 class Journal:
@@ -29,10 +28,15 @@ class Journal:
 
     Args:
         words: the options and overrides of the command.
-        stages: those that the run is to make, which it shows before they begin.
+        stages: those that the run is to make, which it shows before they begin, but for those that trials own.
+        sweep: None: it is none.
+        in_flow: whether Prefect orders them.
     """
 
-    def __init__(self, plan: Plan, words: Sequence[str], tracker: Tracker, stages: Sequence[PlannedStage]) -> None:
+    def __init__(
+        self, plan: Plan, words: Sequence[str], tracker: Tracker, stages: Sequence[PlannedStage],
+        sweep: SweepNote | None = None, *, in_flow: bool = True,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._stages = stages
         self._tracker = tracker
@@ -46,8 +50,13 @@ class Journal:
         now = time.time()
         self._note = RunNote(
             id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Holder.here(), started=now,
-            stages=self._expected(stages, now), links=Links(mlflow=mlflow),
+            stages=self._expected(stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
+            sweep=sweep, in_flow=in_flow,
         )  # fmt: skip
+
+    @property
+    def run_id(self) -> str:
+        return self._note.id
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -89,18 +98,21 @@ class Journal:
     def failed(self, title: str, cause: str) -> None:
         self._set(title, "failed", reason=cause[:_TEXT_LENGTH])
 
+    def pruned(self, title: str, cause: str) -> None:
+        self._set(title, "pruned", reason=cause[:_TEXT_LENGTH])
+
     def announce(self, text: str) -> None:
         with self._lock:
             self._note = replace(self._note, said=text.strip()[:_TEXT_LENGTH])
         self._changed.set()
 
-    def _expected(self, stages: Sequence[PlannedStage], now: float) -> dict[str, StageNote]:
-        names = {planned.name for planned in stages}
+    def _expected(self, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageNote]:
+        names = list(dict.fromkeys(planned.name for planned in stages))
+        shared = [planned for planned in stages if planned.name not in own]
+        before = {planned.name: self._plan.waits(planned) for planned in shared}
         return {
-            planned.name: replace(
-                self._blank(planned.name, now), reason=", ".join(name for name in planned.upstream if name in names)
-            )
-            for planned in stages
+            name: replace(self._blank(name, now), after=[other for other in names if other in waits])
+            for name, waits in before.items()
         }
 
     def _blank(self, title: str, now: float) -> StageNote:
@@ -172,9 +184,11 @@ class Journal:
     def _verdict(self) -> tuple[Outcome, str]:
         """A run that came to its end may hold trials that failed, or a model that its gate refused."""
         stages = self._note.stages.items()
-        failed = [title for title, stage in stages if stage.state == "failed" and not stage.reason.startswith(_PRUNED)]
+        failed = [title for title, stage in stages if stage.state == "failed"]
         if failed:
             return "failed", f"{', '.join(failed)} failed; see posttrain logs {failed[0]}"
+        if self._note.sweep:
+            return "done", ""  # a gate judges each trial, and none of them the sweep
         made = replace(self._plan, stages=list(self._stages) or self._plan.stages)
         try:
             refusals = [refusal for refusal in (each.refusal() for each in judgements(made)) if refusal]

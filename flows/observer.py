@@ -27,6 +27,9 @@ class Observer(Protocol):
     def failed(self, title: str, cause: str) -> None:
         """It raised, or was stopped."""
 
+    def pruned(self, title: str, cause: str) -> None:
+        """It was ended because other trials do better, which is no failure."""
+
     def announce(self, text: str) -> None:
         """Lines that belong to no single stage."""
 
@@ -56,6 +59,10 @@ class Observers:
     def failed(self, title: str, cause: str) -> None:
         for observer in self._each:
             observer.failed(title, cause)
+
+    def pruned(self, title: str, cause: str) -> None:
+        for observer in self._each:
+            observer.pruned(title, cause)
 
     def announce(self, text: str) -> None:
         for observer in self._each:

@@ -15,6 +15,7 @@ from flows.launch import StageProcesses
 from flows.needs import needs
 from flows.observer import Observer, Observers
 from flows.plan import Plan, PlannedStage
+from flows.run_notes import RUN_VARIABLE, SweepNote
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError
@@ -30,10 +31,12 @@ class Trials:
     Args:
         folder: of the sweep.
         own: names of the stages that may differ from trial to trial.
+        count: how many trials there are to be; None: that shows at the end.
     """
 
     folder: Path
     own: frozenset[str]
+    count: int | None = None
 
 
 def note_before(plan: Plan) -> None:
@@ -45,13 +48,14 @@ def note_before(plan: Plan) -> None:
 @contextlib.contextmanager
 def open_run(
     plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage],
-    trials: Trials | None = None,
+    trials: Trials | None = None, *, in_flow: bool = True,
 ) -> Iterator[Run]:  # fmt: skip
     """A run of some stages of a plan; with the context its processes end and its record closes.
 
     Args:
         words: the options and overrides that state the pipeline, for the record.
         trials: of a sweep; then the plan is that of one of them, and the stages are those of all.
+        in_flow: whether Prefect orders the stages.
 
     Raises:
         ConfigError: this machine has not what they ask for, or MLflow does not answer.
@@ -60,15 +64,28 @@ def open_run(
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    own = trials.own if trials else ()
-    journal = Journal(plan, words, tracker, [planned for planned in stages if planned.name not in own])
-    with journal.open(), tracker.execution(_execution(plan, words, trials)):
+    journal = Journal(plan, words, tracker, stages, _sweep_note(plan, trials) if trials else None, in_flow=in_flow)
+    with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
         if not foreground and any(_needs_torch(planned) for planned in stages):
             processes.warm_up()
         try:
             yield Run(plan=plan, processes=processes, observer=Observers(observer, journal), tracker=tracker)
         finally:
             processes.stop()
+
+
+@contextlib.contextmanager
+def _marked(run_id: str) -> Iterator[None]:
+    """Every process that is started meanwhile bears the run's id: by it what a killed run left is found and ended."""
+    before = os.environ.get(RUN_VARIABLE)
+    os.environ[RUN_VARIABLE] = run_id
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[RUN_VARIABLE]
+        else:
+            os.environ[RUN_VARIABLE] = before
 
 
 @contextlib.contextmanager
@@ -93,6 +110,11 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _sweep_note(plan: Plan, trials: Trials) -> SweepNote:
+    own = [planned.name for planned in plan.stages if planned.name in trials.own]
+    return SweepNote(folder=str(trials.folder), own=own, trials=trials.count)
 
 
 def _stated(plan: Plan) -> list[Statement]:

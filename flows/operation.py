@@ -71,7 +71,7 @@ class Schedule:
         if self.cron is not None and not is_cron(self.cron):
             raise ConfigError(
                 f"schedule.cron={self.cron!r}: is no cron expression, or one whose time never comes; give minute, "
-                'hour, day of month, month and day of week, such as "0 3 * * mon-fri"'
+                'hour, day of month, month and day of week, such as "0 3 * * mon-fri", or @daily and its kind'
             )
         try:
             ZoneInfo(self.timezone or "UTC")

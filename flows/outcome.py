@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from flows.plan import Plan
 from flows.verdicts import Judgement, judgements
-from lineage.artifact import Kind
+from lineage.artifact import MODELS, Kind
 from lineage.errors import PipelineError
 from lineage.graph.places import node_key
 from lineage.verdict import interval_text
 
 _DATA = (Kind.TEXT, Kind.CONVERSATIONS, Kind.PREFERENCES)
-_MODELS = (Kind.CHECKPOINT, Kind.REWARD_MODEL)
 
 
 def outcome(
@@ -64,7 +63,7 @@ def _replayed(count: float) -> str:
 
 def _models(plan: Plan) -> Iterator[str]:
     """``New models: cpt, sft, dpo, from dpo@0123456789abcdef.``"""
-    made = [each for each in plan.stale if each.stage.method.produces in _MODELS and plan.entry(each).is_finished()]
+    made = [each for each in plan.stale if each.stage.method.produces in MODELS and plan.entry(each).is_finished()]
     starts = {
         node_key(given.entry.path.parent.name, given.fingerprint)
         for planned in made

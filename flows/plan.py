@@ -8,12 +8,11 @@ from flows.champion import Champion, resolve_champions
 from flows.gate_check import check_gates
 from flows.pipeline import CodeDrift, Pipeline, Stage
 from flows.placed import check_fallbacks
-from flows.preflight import check_models, check_replay
-from flows.staleness import State, judge
+from flows.preflight import check_models, check_replay, check_same_split
+from flows.staleness import State, drifted, judge
 from lineage.artifact import SOURCE, Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError
 from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
 from lineage.store import Entry, Store
@@ -83,6 +82,11 @@ class Plan:
     def stage(self, name: str) -> PlannedStage:
         return next(planned for planned in self.stages if planned.name == name)
 
+    def waits(self, planned: PlannedStage) -> set[str]:
+        """What comes before a stage: all that it reads, and then all data too, so that a bad row is found first."""
+        data = {other.name for other in self.stages if not other.upstream}
+        return {*planned.upstream, *data} if planned.upstream else set()
+
     def path_of(self, given: PlannedInput) -> Path:
         """Where an input lies: a stage's output, or the path of a source (of a hub id: its id)."""
         if given.entry:
@@ -128,7 +132,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
 
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
-            judged, or ``code_drift=refuse`` and a reused stage's code changed.
+            judged, old rows were split otherwise, or ``code_drift=refuse`` and a reused stage's code changed.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -141,6 +145,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     resolved = champions.pipeline
     if resolved != pipeline:
         check_models(resolved)
+    check_same_split(resolved, champions.found)
     known = {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
     unknown = [name for name in resolved.used_sources() if SOURCE + name not in known]
     known |= {SOURCE + name: _pinned(name, resolved, digests, memo) for name in unknown}
@@ -178,21 +183,10 @@ def _plan_stage(
         state, reason = judge(name, entry, recipe, inputs, store)
         manifest = entry.manifest()
         if state == "reuse" and manifest and manifest.provenance.code_digest != code:
-            state, reason = _drifted(name, drift, reason)
+            state, reason = drifted(name, drift, reason)
         memo.stages[name, identity] = state, reason, code
     state, reason, code = memo.stages[name, identity]
     return PlannedStage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
         code_digest=code, rerun_drifted=drift == "rerun",
     )  # fmt: skip
-
-
-def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
-    if drift == "refuse":
-        raise ConfigError(
-            f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
-            "run with code_drift=rerun to make it again, or code_drift=warn to reuse it"
-        )
-    if drift == "rerun":
-        return "run", "its code changed since (code_drift=rerun)"
-    return "reuse", f"{reason}; its code changed since (code_drift=warn)"

@@ -13,7 +13,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.execute import Result, Run, execute
 from flows.gpu_pool import require_pools
 from flows.needs import pool_of
-from flows.plan import Plan, PlannedStage
+from flows.plan import PlannedStage
 from flows.prefect_approval import ask
 from flows.verdicts import judgements, record_decision, require_passed
 from lineage.errors import GateError, PipelineError
@@ -61,7 +61,8 @@ def run_stages(run: Run) -> dict[str, Result]:
     runs: dict[str, PrefectFuture[None] | State[None]] = {}
     try:
         for planned in plan.stale:
-            waits = _waits(plan, planned.name, runs)
+            before = plan.waits(planned)
+            waits = [run for other, run in runs.items() if other in before]
             if planned.stage.resources.launcher == Launcher.FOREGROUND:
                 # In this thread, where a debugger and Ctrl-C reach it.
                 runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
@@ -101,17 +102,6 @@ def verdict_state(run: Run) -> State[None] | None:
 def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
     drawn = [each for each in map(pool_of, stages) if each]
     return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
-
-
-def _waits(
-    plan: Plan, name: str, runs: dict[str, PrefectFuture[None] | State[None]]
-) -> list[PrefectFuture[None] | State[None]]:
-    """A stage waits for what it reads; one that trains waits for all data too, so that a bad row is found first."""
-    planned = plan.stage(name)
-    needs = set(planned.upstream)
-    if planned.upstream:
-        needs |= {other.name for other in plan.stages if not other.upstream}
-    return [run for other, run in runs.items() if other in needs]
 
 
 def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:

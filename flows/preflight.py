@@ -4,11 +4,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from flows.champion import Champion
 from flows.pipeline import Pipeline, nearest
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import QUICKSTART, local_paths
+from lineage.store import Entry
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
+
+_SPLIT = ("held_out", "seed")  # what decides the side of a row
 
 
 def check_models(pipeline: Pipeline) -> None:
@@ -62,6 +66,47 @@ def check_replay(pipeline: Pipeline) -> None:
                 f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; state "
                 f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
             )
+
+
+def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> None:
+    """That old rows were split as the new ones would be: else rows of one prompt or group could lie on both sides.
+
+    Args:
+        pipeline: with only such aliases as name something.
+
+    Raises:
+        ConfigError: they were not, or nothing says how.
+    """
+    for name, stage in pipeline.stages.items():
+        given = stage.inputs.get("replay")
+        if given is None:
+            continue
+        old, new = _recipe_behind(name, given, pipeline, champions), stage.method.recipe()
+        if any(old.get(field) != new.get(field) for field in _SPLIT):
+            before, now = (" and ".join(f"{field}={recipe.get(field)}" for field in _SPLIT) for recipe in (old, new))
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: the old rows were split with {before}, the new ones would be "
+                f"with {now}: rows of one prompt or group could be trained on and measured; state the old values as "
+                f"stages.{name}.method.{_SPLIT[0]} and {_SPLIT[1]}, or start from base with the whole data"
+            )
+
+
+def _recipe_behind(
+    name: str, given: str, pipeline: Pipeline, champions: Mapping[str, Champion]
+) -> Mapping[str, object]:
+    """What made the old rows that fill a stage's slot."""
+    if not pipeline.is_source(given):
+        return pipeline.stages[given].method.recipe()
+    source = given.removeprefix(SOURCE)
+    path = pipeline.sources[source].path
+    entry = champions[source].entry if source in champions else Entry(Path(path).expanduser().parent)
+    manifest = entry.manifest()
+    if manifest is None:
+        raise ConfigError(
+            f"stages.{name}.inputs.replay={given}: nothing says how the rows in {path} were split; "
+            f"give alias:NAME/{name}, or the output/ of a data stage in its place in a store"
+        )
+    return manifest.recipe
 
 
 def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:

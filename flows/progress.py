@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flows.wording import clock
+
 _TAIL_BYTES = 256 * 1024  # where a long file is read for the first time; the latest reports are what counts
 
 
@@ -77,10 +79,3 @@ class Progress:
         if left is not None:
             parts.append(f"ETA {clock(left)}")
         return "  ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """``0:21``, ``12:05``, ``3:04:05``"""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

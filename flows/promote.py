@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flows.pipeline import Pipeline
 from flows.standing import require_verdict
-from lineage.artifact import Kind
+from lineage.artifact import MODELS
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import ancestry
@@ -21,7 +21,6 @@ from lineage.promotions import Event, append, locked, read_events, stacks
 from lineage.store import Entry, Store
 
 _ALIAS = re.compile(r"(?!latest$|v\d+$)[A-Za-z0-9_-]+")  # what MLflow accepts too
-_MODELS = (Kind.CHECKPOINT, Kind.REWARD_MODEL, None)  # None: recorded before manifests said what they are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
         if found.entry is None:
             raise ConfigError(f"{ref} is the source {found.node}; an alias names a model that a stage made")
         manifest = found.entry.require_intact()
-        if manifest.produces not in _MODELS:
+        if manifest.produces not in (*MODELS, None):  # None: recorded before manifests said what they are of
             raise ConfigError(f"{ref} is {found.node}, which is {manifest.produces}; an alias names a model")
         with locked(pipeline.store):
             events = read_events(pipeline.store)

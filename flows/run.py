@@ -53,7 +53,7 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
-    with stoppable(), _board([planned]) as board, open_run(plan, words, board, [planned]) as run:
+    with stoppable(), _board([planned]) as board, open_run(plan, words, board, [planned], in_flow=False) as run:
         execute(run, planned)
 
 

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,9 @@ from typing import Literal
 from lineage.lease import EXPIRY_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
-StageState = Literal["pending", "waiting", "running", "done", "reused", "failed"]
+StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
+
+RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 
 _FOLDER = "runs"
 _LOOKED_AT = 50  # notes that are read beside those that were touched just now
@@ -22,7 +24,8 @@ class StageNote:
     """What a run says of one of its stages.
 
     Args:
-        reason: for what it waits, or why it failed.
+        reason: for what it waits, or why it failed or was pruned.
+        after: names of the stages of this run that come before it.
         since: when this state began, in seconds since the epoch.
         directory: of the stage in the store.
         total: its optimizer steps; None: it counts none.
@@ -33,6 +36,7 @@ class StageNote:
     since: float
     directory: str
     reason: str = ""
+    after: Sequence[str] = ()
     total: int | None = None
     workers: int = 1
     cpus: int = 0
@@ -62,6 +66,21 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepNote:
+    """What makes a run a sweep.
+
+    Args:
+        folder: of the sweep.
+        own: names of the stages that differ from trial to trial; those of trial 3 go by ``NAME#3``.
+        trials: how many there are to be, with those that ended in earlier runs; None: that shows at the end.
+    """
+
+    folder: str
+    own: Sequence[str]
+    trials: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunNote:
     """One run.
 
@@ -71,6 +90,8 @@ class RunNote:
         stages: title -> what it is doing.
         outcome: None: it has not ended, or died before it could say so.
         cause: of a failure, or of a gate's refusal.
+        sweep: None: it is none.
+        in_flow: whether a flow run of Prefect is to order its stages.
         said: what it last told whoever looks on: whom it waits for, a trial that failed.
     """
 
@@ -84,6 +105,8 @@ class RunNote:
     ended: float | None = None
     outcome: Outcome | None = None
     cause: str = ""
+    sweep: SweepNote | None = None
+    in_flow: bool = True
     said: str = ""
 
     def write(self, store: Path) -> None:
@@ -121,7 +144,8 @@ def read_note(path: Path) -> RunNote | None:
         fields = json.loads(path.read_text())
         stages = {title: StageNote(**stage) for title, stage in fields.pop("stages").items()}
         driver, links = Holder(**fields.pop("driver")), Links(**fields.pop("links"))
-        return RunNote(**fields, stages=stages, driver=driver, links=links)
+        sweep = fields.pop("sweep", None)
+        return RunNote(**fields, stages=stages, driver=driver, links=links, sweep=SweepNote(**sweep) if sweep else None)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

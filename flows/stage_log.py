@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.run_notes import StageNote, latest
+from flows.run_notes import RunNote, latest
+from flows.waits import is_to_begin, waits_for
 from lineage.errors import ArtifactError, ConfigError
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key
@@ -33,21 +34,47 @@ def stage_entry(ref: str, store: Path) -> Entry:
     return _noted(ref, store) or _stored(ref, store) or _recorded(ref, store)
 
 
-def _noted(ref: str, store: Path) -> Entry | None:
-    """By the notes of the runs, the last one first; one that has not begun counts if no other bears the name."""
-    pipeline, _, title = ref.rpartition("/")
-    waiting: StageNote | None = None
+def begun_entry(ref: str, store: Path) -> Entry:
+    """The same, once the last run that has the stage has begun it; at once where that run is over.
+
+    Raises:
+        ConfigError, ArtifactError: as above.
+    """
+    while True:
+        run = next(_bearers(ref, store), None)
+        if run is None or not (is_to_begin(_title(ref), run) and run.is_live(store)):
+            return stage_entry(ref, store)
+        time.sleep(_POLL_SECONDS)
+
+
+def _title(ref: str) -> str:
+    return ref.rpartition("/")[2]
+
+
+def _bearers(ref: str, store: Path) -> Iterator[RunNote]:
+    """The runs that have a stage of this title or are still to make it, the last one first."""
+    pipeline, title = ref.rpartition("/")[0], _title(ref)
     for note in latest(store):
-        stage = note.stages.get(title)
-        if stage is None or pipeline not in ("", note.pipeline):
-            continue
-        if stage.directory and Path(stage.directory, "logs").is_dir():
-            return Entry(Path(stage.directory))
-        waiting = waiting or stage
-    if waiting:
-        reason = f": it waits for {waiting.reason}" if waiting.reason else ""
-        raise ArtifactError(f"{ref} has not begun{reason}, and so has no log; see posttrain status")
-    return None
+        if pipeline in ("", note.pipeline) and (title in note.stages or is_to_begin(title, note)):
+            yield note
+
+
+def _noted(ref: str, store: Path) -> Entry | None:
+    """By the notes of the runs; one that has not begun it counts if no other bears the name."""
+    first: RunNote | None = None
+    for note in _bearers(ref, store):
+        stage = note.stages.get(_title(ref))
+        directory = stage.directory if stage else ""
+        if directory and Path(directory, "logs").is_dir():
+            return Entry(Path(directory))
+        first = first or note
+    if first is None:
+        return None
+    if not first.is_live(store):
+        raise ArtifactError(f"{ref} has no log: the run {first.id} was over before it began; see posttrain status")
+    reason = waits_for(_title(ref), first)
+    waits = f": it waits for {reason}" if reason else ""
+    raise ArtifactError(f"{ref} has not begun{waits}, and so has no log; --follow waits for one")
 
 
 def _stored(ref: str, store: Path) -> Entry | None:

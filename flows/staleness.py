@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
+from flows.pipeline import CodeDrift
+from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
 from lineage.lease import living_holder
 from lineage.manifest import Manifest
@@ -34,6 +36,22 @@ def judge(
     if entry.metrics.exists():
         return "run", f"an earlier attempt stopped at step {_last_step(entry)}; starts again"
     return "run", _why_stale(recipe, inputs, store.finished(name))
+
+
+def drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
+    """What is to be done about a finished stage whose code changed.
+
+    Raises:
+        ConfigError: ``code_drift=refuse``.
+    """
+    if drift == "refuse":
+        raise ConfigError(
+            f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
+            "run with code_drift=rerun to make it again, or code_drift=warn to reuse it"
+        )
+    if drift == "rerun":
+        return "run", "its code changed since (code_drift=rerun)"
+    return "reuse", f"{reason}; its code changed since (code_drift=warn)"
 
 
 def _last_step(entry: Entry) -> int:

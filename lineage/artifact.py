@@ -21,6 +21,9 @@ class Kind(StrEnum):
     VERDICT = "verdict"  # what a gate said of a checkpoint
 
 
+MODELS = (Kind.CHECKPOINT, Kind.REWARD_MODEL)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A root of the graph: rows or a model that no stage of ours made.

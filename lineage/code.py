@@ -17,6 +17,13 @@ def code_digest(module: str) -> str:
     return digest_of({name: digest_file(path) for name, path in sorted(files.items())})
 
 
+def code_digest_now(module: str) -> str:
+    """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
+    for cached in (_source_file, _imports):
+        cached.cache_clear()
+    return code_digest(module)
+
+
 def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
     path = _source_file(module)
     if path is None or module in files:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from glob import has_magic
 from typing import IO, TYPE_CHECKING
 
@@ -37,18 +37,22 @@ def remote_versions(name: str, url: str) -> dict[str, str]:
     try:
         with _file_system(url) as (files, path):
             files.invalidate_cache()
-            found = files.glob(path, detail=True) if has_magic(path) else files.find(path, detail=True)
+            found = _listed(files, path)
+            told = {place: _told(files, place, found[place]) for place in sorted(found)}
             versions = {
-                files.unstrip_protocol(place): _version(name, place, dict(found[place]))
-                for place in sorted(found)
-                if found[place]["type"] == "file"
+                files.unstrip_protocol(place): _version(name, place, each)
+                for place, each in told.items()
+                if each["type"] == "file"
             }
     except ConfigError:
         raise
     except Exception as error:  # of a file system's own library: no common base
         raise _unreachable(name, url, error) from error
     if not versions:
-        raise ConfigError(f"sources.{name}.path={url}: no file there; give the URL of a file, a directory or a glob")
+        raise ConfigError(
+            f"sources.{name}.path={url}: no file there, or its server does not answer; "
+            "give the URL of a file, a directory or a glob"
+        )
     return versions
 
 
@@ -77,7 +81,26 @@ def _file_system(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
             files.close()
 
 
-def _version(name: str, place: str, told: dict[str, object]) -> str:
+def _listed(files: "AbstractFileSystem", path: str) -> Mapping[str, Mapping[str, object]]:
+    """Path -> what is told of it, of all that a path names."""
+    if has_magic(path):
+        return dict(files.glob(path, detail=True))
+    # HTTP takes each page for a file, and would read a file as a page to find what it lists.
+    with contextlib.suppress(FileNotFoundError):
+        itself = files.info(path)
+        if itself["type"] == "file" and not path.endswith("/"):
+            return {path: itself}
+    return dict(files.find(path, detail=True))
+
+
+def _told(files: "AbstractFileSystem", place: str, listed: Mapping[str, object]) -> Mapping[str, object]:
+    """What is known of one: a listing may say less, that of HTTP names alone."""
+    if listed["type"] == "file" and not any(listed.get(key) for key in (*_OF_CONTENT, *_OF_TIME)):
+        return {**listed, **files.info(place)}
+    return listed
+
+
+def _version(name: str, place: str, told: Mapping[str, object]) -> str:
     for keys in (_OF_CONTENT, _OF_TIME):
         version = {key: str(told[key]) for key in keys if told.get(key)}
         if version:

@@ -12,7 +12,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
 from tasks.method import Inputs, Method
-from tasks.replay import REPORT, OldRows
+from tasks.replay import OldRows
 from tasks.row_checks import BadRowError, Fields, check_conversation, check_group, check_preference, check_text
 from tasks.row_split import HELD_OUT, TRAIN, RowSplit, canonical
 from tasks.sources import read_rows
@@ -95,7 +95,7 @@ def _prepare(
     import pyarrow as pa
 
     rows, share = inputs["rows"], method.replay_share
-    old = OldRows.read(inputs["replay"], method.held_out, method.seed) if "replay" in inputs else None
+    old = OldRows.read(inputs["replay"]) if "replay" in inputs else None
     split = RowSplit(
         directory=ctx.output_dir, schema=pa.schema([("row_id", pa.string()), *columns]), held_out=method.held_out,
         seed=method.seed, old=old.sides if old else {},
@@ -117,9 +117,8 @@ def _prepare(
         "duplicates": split.duplicates,
     }
     _require_both(split, counts)
-    how = {"held_out": method.held_out, "seed": method.seed} if share else {}
-    report = {**counts, **how, "ignored_columns": dict(sorted(ignored.items()))}
-    (split.directory / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    report = {**counts, "ignored_columns": dict(sorted(ignored.items()))}
+    (split.directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     return {name: float(count) for name, count in counts.items()}
 
 

@@ -5,16 +5,13 @@ arXiv:2205.12393, where 1 % is enough.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.errors import DataError
 from tasks.method import Input
 from tasks.row_split import HELD_OUT, RESTING, TRAIN, RowSplit
 
-REPORT = "report.json"
 _ROWS_PER_READ = 10_000
 
 
@@ -32,13 +29,8 @@ class OldRows:
     sides: dict[str, str]
 
     @staticmethod
-    def read(given: Input, held_out: float, seed: int) -> "OldRows":
-        """The names of the old rows; their contents stay on disk.
-
-        Raises:
-            DataError: they were split in another way.
-        """
-        _require_same_split(given, {"held_out": held_out, "seed": seed})
+    def read(given: Input) -> "OldRows":
+        """The names of the old rows; their contents stay on disk. The plan has seen that they were split alike."""
         sides = {
             str(row["row_id"]): HELD_OUT if side == HELD_OUT else TRAIN
             for side, row in _read(given.path, columns=["row_id"])
@@ -73,15 +65,3 @@ def _read(directory: Path, columns: list[str] | None = None) -> Iterator[tuple[s
 
 def _lot(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-def _require_same_split(given: Input, stated: dict[str, float]) -> None:
-    """Else rows of one prompt could lie on both sides."""
-    report = json.loads((given.path / REPORT).read_text())
-    found = {name: report.get(name, value) for name, value in stated.items()}
-    if found != stated:
-        raise DataError(
-            f"the old rows of {given.name} were split with held_out={found['held_out']} and seed={found['seed']}, the "
-            f"new ones would be with held_out={stated['held_out']} and seed={stated['seed']}: rows of one prompt or "
-            "group could be trained on and measured; state the old values, or start from base with the whole data"
-        )

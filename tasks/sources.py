@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
@@ -51,7 +52,9 @@ def _rows(source: Source) -> Iterator[Row]:
         yield from (Row(fields=fields, where=f"{source.path}[{index}]") for index, fields in enumerate(rows))
         return
     if is_url(source.path):
-        for url in remote_versions("rows", source.path):
+        urls = list(remote_versions("rows", source.path))
+        # As in a directory of this machine, what is no data is passed over; alone, it is refused.
+        for url in [url for url in urls if _place(url).suffix in _DATA] or urls:
             yield from _read_url(url)
         return
     paths = local_paths(source.path)
@@ -82,9 +85,14 @@ def _read_directory(directory: Path, source: Source) -> Iterator[Row]:
         yield from _read_lines(file, str(file))
 
 
+def _place(url: str) -> PurePosixPath:
+    """Of a web page without its query; a bucket's names may hold question marks."""
+    return PurePosixPath(urlsplit(url).path if url.startswith(("http://", "https://")) else url)
+
+
 def _read_url(url: str) -> Iterator[Row]:
     with TemporaryDirectory() as scratch:
-        copy = Path(scratch, PurePosixPath(url).name)
+        copy = Path(scratch, _place(url).name)
         with open_remote(url) as remote, copy.open("wb") as file:
             shutil.copyfileobj(remote, file)
         yield from _read_file(copy, url, cache_dir=scratch)

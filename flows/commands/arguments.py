@@ -1,6 +1,7 @@
 """Arguments that several commands share."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -19,11 +20,23 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def read_overrides(options: argparse.Namespace) -> None:
     """Puts the overrides of ``--overrides-from`` before those of the command line."""
     if options.overrides_from:
-        from flows.sweep.best import read_best
+        from flows.sweep.files import read_best
 
         overrides, config_dir = read_best(options.overrides_from)
         options.overrides = [*overrides, *options.overrides]
         options.config_dir = options.config_dir or config_dir
+
+
+def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """What a command is about, wherever it stands among the overrides; and these.
+
+    Args:
+        word: the first, which argparse took for the name.
+    """
+    words = [word, *overrides]
+    name = next((each for each in words if "=" not in each), word)
+    words.remove(name)
+    return name, words
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

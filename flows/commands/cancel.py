@@ -2,7 +2,7 @@
 
 import argparse
 
-from flows.commands.arguments import add_overrides
+from flows.commands.arguments import add_overrides, name_among
 from flows.store_root import store_root
 
 
@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from flows.cancel import cancel, find_run
 
-    store = store_root(options.overrides, options.config_dir)
-    print(cancel(find_run(options.run, store), store))
+    run_id, overrides = name_among(options.run, options.overrides)
+    store = store_root(overrides, options.config_dir)
+    print(cancel(find_run(run_id, store), store))
     return 0

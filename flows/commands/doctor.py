@@ -2,14 +2,33 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides
+from flows.doctor.facts import Facts, Finding
+from flows.doctor.machine import check_gpus, check_open_files, check_shared_memory, check_store, check_tmp
+from flows.doctor.packages import check_floors, check_known_bad, check_lock, check_python, check_requirements
+from flows.doctor.services import check_credentials, check_exposed, check_mlflow, check_prefect, check_ray
+from flows.wording import counted
 
-if TYPE_CHECKING:
-    from flows.doctor.facts import Finding
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    check_python,
+    check_requirements,
+    check_lock,
+    check_known_bad,
+    check_floors,
+    check_store,
+    check_tmp,
+    check_shared_memory,
+    check_open_files,
+    check_gpus,
+    check_exposed,
+    check_prefect,
+    check_mlflow,
+    check_ray,
+    check_credentials,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: fit to run, with or without warnings; 1: an error was found."""
-    from flows.doctor.checks import CHECKS
     from flows.doctor.gather import gather
 
     facts = gather(options.overrides, options.config_dir)
@@ -32,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if fit else 1
 
 
-def _text(findings: Sequence["Finding"]) -> str:
+def _text(findings: Sequence[Finding]) -> str:
     width = max(len(each.check) for each in findings)
     lines = []
     for each in findings:
@@ -40,4 +58,4 @@ def _text(findings: Sequence["Finding"]) -> str:
         if each.remedy:
             lines.append(f"{'':<{7 + width}}  -> {each.remedy}")
     errors, warnings = (sum(each.level == level for each in findings) for level in ("error", "warn"))
-    return "\n".join([*lines, f"{errors} errors, {warnings} warnings"])
+    return "\n".join([*lines, f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"])

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 
-from flows.commands.arguments import add_overrides
+from flows.commands.arguments import add_overrides, name_among
 from flows.store_root import store_root
 from lineage.errors import StoppedError
 
@@ -12,19 +12,20 @@ from lineage.errors import StoppedError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="such as dpo, cpt-sft-dpo/dpo, or digits of a fingerprint")
     add_overrides(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the stage ends")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the stage ends, from before it begins")
     parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="the last so many lines; without: all")
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.stage_log import follow_log, read_log, stage_entry
+    from flows.stage_log import begun_entry, follow_log, read_log, stage_entry
 
-    entry = stage_entry(options.ref, store_root(options.overrides, options.config_dir))
+    ref, overrides = name_among(options.ref, options.overrides)
+    store = store_root(overrides, options.config_dir)
     if not options.follow:
-        sys.stdout.writelines(read_log(entry, options.lines))
+        sys.stdout.writelines(read_log(stage_entry(ref, store), options.lines))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
-        for line in follow_log(entry, options.lines):
+        for line in follow_log(begun_entry(ref, store), options.lines):
             sys.stdout.write(line)
             sys.stdout.flush()
         return 0

@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"Prefect: {server.url.removesuffix('/api')} (it ends with this command)", flush=True)
         pipelines = _pipelines(preset)
         deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
+        _close_dead(pipelines, options.name)
         if options.watch_only:
             from flows.watch.watching import watch_until_stopped
 
@@ -67,6 +68,14 @@ def _pipelines(preset: "Preset") -> "list[Declared]":
     if not pipelines:
         raise ConfigError("there is no pipeline to serve; see conf/pipeline/, and pipeline/ of --config-dir")
     return pipelines
+
+
+def _close_dead(pipelines: "Sequence[Declared]", name: str) -> None:
+    """Of the runs that died unheard: one that never ends would hold up every trigger."""
+    from flows.deploy.owner import close_dead_runs
+
+    for run in close_dead_runs({f"{each.name}/{name}": each.pipeline for each in pipelines}):
+        print(f"{run}: its process died unheard; marked as crashed", file=sys.stderr)
 
 
 def _serve(

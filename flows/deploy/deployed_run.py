@@ -1,15 +1,14 @@
 """One run of a deployment: what `posttrain run` does, inside a flow run that Prefect has made."""
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Completed, Failed, State
 
 from flows.config import load_pipeline
@@ -18,6 +17,8 @@ from flows.deploy.code import deployed_code
 from flows.deploy.owner import sign
 from flows.deploy.page import RunPage, show_plan, show_record, show_tables
 from flows.deploy.preset import Preset
+from flows.deploy.telling import tell
+from flows.deploy.turn import turn
 from flows.notify import require_block
 from flows.open_run import note_before, open_run
 from flows.pipeline import Pipeline
@@ -25,8 +26,7 @@ from flows.plan import Plan, make_plan
 from flows.prefect_flow import approved, run_stages
 from flows.retrain import follow_up, promotion_due
 from flows.verdicts import may_ask, require_passed
-from lineage.errors import ConfigError, GateError, PipelineError, StoppedError
-from lineage.lease import Lease, acquire_or
+from lineage.errors import ConfigError, GateError, PipelineError
 
 _LOOK_SECONDS = 1.0  # between two looks whether the process that started this one still lives
 _END_SECONDS = 30.0
@@ -40,38 +40,27 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
     sign(context.flow_run.id)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a method of the user's own may lie
-    words = preset.words(option, overrides)
+    try:
+        pipeline = load_pipeline(*split_words(preset.words(option, overrides)))
+    except ConfigError as error:
+        return Failed(message=str(error))
     try:
         if not any_code:
             _require_planned_code(context.flow_run.deployment_version, deployed_code(option, preset))
-        pipeline = load_pipeline(*split_words(words))
-        with _turn(pipeline):
-            adopt_view(pipeline)
-            return _run(make_plan(pipeline), words)
+        return _run_in_turn(pipeline, context.flow_run, preset.words(option, overrides), may_leave=not overrides)
     except GateError as refusal:
         return Failed(name="Refused", message=str(refusal))
     except PipelineError as error:
+        tell(pipeline, context.flow_run.name, "failed", str(error))
         return Failed(message=str(error))
 
 
-@contextlib.contextmanager
-def _turn(pipeline: Pipeline) -> Iterator[None]:
-    """One run of a pipeline in a store at a time; the next makes its plan when this one is over, of what is new then.
-
-    Not a concurrency limit of Prefect's deployment: a run gives that up while it waits for a person, and is ended when
-    the server that counts it is away for some minutes.
-    """
-    lease = Lease(pipeline.store / "runs" / f"{pipeline.name}.turn")
-    said: list[str] = []
-
-    def waiting() -> None:
-        if not said:
-            said.append(f"waits for another run of {pipeline.name}")
-            get_run_logger().info(said[0])
-
-    acquire_or(lease, lambda: False, waiting)
-    with lease.holding():
-        yield
+def _run_in_turn(pipeline: Pipeline, flow_run: FlowRun, words: Sequence[str], *, may_leave: bool) -> State[None]:
+    with turn(pipeline, words, flow_run.name, may_leave=may_leave) as other:
+        if other:
+            return Completed(message=f"left to the run {other}, which waits for its turn and is stated alike")
+        adopt_view(pipeline)
+        return _run(make_plan(pipeline), words)
 
 
 def _run(plan: Plan, words: Sequence[str]) -> State[None]:
@@ -79,7 +68,7 @@ def _run(plan: Plan, words: Sequence[str]) -> State[None]:
 
     Raises:
         GateError: a gate, or a person, refused.
-        PipelineError: a stage failed.
+        PipelineError: the run failed, and nobody was told.
     """
     start = time.perf_counter()
     show_plan(plan)
@@ -88,11 +77,10 @@ def _run(plan: Plan, words: Sequence[str]) -> State[None]:
     if plan.stale or may_ask(plan) or promotion_due(plan):
         try:
             rejected = not _execute(plan, words)
-        except (ConfigError, StoppedError):  # before anything ran, and for whoever did it
-            raise
         except PipelineError as error:
-            follow_up(plan, words, error)
-            raise
+            if follow_up(plan, words, error) is None:
+                raise
+            return Failed(message=str(error))
         said = follow_up(plan, words)
     show_declared(plan, words)
     if rejected:

@@ -15,6 +15,7 @@ from flows.deploy.deployed_run import run_deployed
 from flows.deploy.keys import override_pattern
 from flows.deploy.pipelines import Declared, declared
 from flows.deploy.preset import Preset
+from flows.deploy.telling import end_hook
 from flows.prefect_flow import task_runner
 from lineage.errors import PipelineError
 
@@ -38,6 +39,8 @@ def pipeline_flow(pipeline: Declared, preset: Preset, pattern: str | None = None
         title="Any code", description="run although the code has changed since the pipeline was deployed"
     )
 
+    tell_of_end = end_hook(pipeline.option, preset)
+
     @flow(
         name=pipeline.name,
         version=deployed_code(pipeline.option, preset),
@@ -45,6 +48,8 @@ def pipeline_flow(pipeline: Declared, preset: Preset, pattern: str | None = None
         flow_run_name=_run_name,
         task_runner=task_runner(),
         persist_result=False,
+        on_cancellation=[tell_of_end],
+        on_crashed=[tell_of_end],
     )
     def run_pipeline(
         overrides: Annotated[list[str], overrides_field] = _NO_OVERRIDES,

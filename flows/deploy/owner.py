@@ -2,14 +2,16 @@
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Crashed
 
+from flows.deploy.telling import tell
+from flows.pipeline import Pipeline
 from lineage.lease import Holder
 
 _LABEL = "posttrain.process"
@@ -24,25 +26,30 @@ def sign(flow_run_id: UUID) -> None:
         client.update_flow_run_labels(flow_run_id, {_LABEL: f"{me.host} {me.pid} {me.started}"})
 
 
-def close_dead_runs(deployments: Iterable[UUID]) -> list[str]:
-    """Ends in Prefect the open runs of these deployments whose process was of this host and is gone; their names."""
-    names = []
+def close_dead_runs(deployments: Mapping[str, Pipeline | None]) -> Iterator[str]:
+    """Ends in Prefect the open runs whose process was of this host and is gone, tells of them, and yields their names.
+
+    Args:
+        deployments: ``FLOW/DEPLOYMENT`` -> its pipeline, where that stands.
+    """
     with get_client(sync_client=True) as client:
-        for run in _open_runs(client, deployments):
-            if not _is_dead(run):
-                continue
-            was_cancelling = run.state.is_cancelling()
-            said = "its process is gone, and so is the one that would have said so; run it again to go on"
-            state = Cancelled(message=said) if was_cancelling else Crashed(message=said)
-            client.set_flow_run_state(run.id, state, force=True)
-            names.append(run.name)
-    return names
+        for name, pipeline in deployments.items():
+            for run in filter(_is_dead, _open_runs(client, name)):
+                said = "its process is gone, and so is the one that would have said so; run it again to go on"
+                state = Cancelled(message=said) if run.state.is_cancelling() else Crashed(message=said)
+                client.set_flow_run_state(run.id, state, force=True)
+                if pipeline:
+                    tell(pipeline, run.name, "crashed", said)
+                yield run.name
 
 
-def _open_runs(client: SyncPrefectClient, deployments: Iterable[UUID]) -> list[FlowRun]:
+def _open_runs(client: SyncPrefectClient, name: str) -> list[FlowRun]:
+    flow, _, deployment = name.partition("/")
     filters = FlowRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
-    of_ours = DeploymentFilter.model_validate({"id": {"any_": list(deployments)}})
-    return list(client.read_flow_runs(flow_run_filter=filters, deployment_filter=of_ours))
+    of_flow = FlowFilter.model_validate({"name": {"any_": [flow]}})
+    of_deployment = DeploymentFilter.model_validate({"name": {"any_": [deployment]}})
+    found = client.read_flow_runs(flow_filter=of_flow, flow_run_filter=filters, deployment_filter=of_deployment)
+    return list(found)
 
 
 def _is_dead(run: FlowRun) -> bool:

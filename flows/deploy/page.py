@@ -103,6 +103,9 @@ class RunPage:
     def failed(self, title: str, cause: str) -> None:
         self._end(title, f"FAILED: {cause}", None)
 
+    def pruned(self, title: str, cause: str) -> None:
+        self._end(title, cause, None)
+
     def announce(self, text: str) -> None:
         _say(text)
 

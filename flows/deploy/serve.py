@@ -1,9 +1,7 @@
 """Registers deployments with Prefect, and runs what is asked of them until it is stopped."""
 
 import signal
-import sys
 from collections.abc import Sequence
-from uuid import UUID
 
 import anyio
 from prefect.deployments.runner import RunnerDeployment
@@ -11,7 +9,6 @@ from prefect.runner import Runner
 from prefect.types.entrypoint import EntrypointType
 
 from flows.deploy.flow import pipeline_flow
-from flows.deploy.owner import close_dead_runs
 from flows.deploy.pipelines import Declared
 from flows.deploy.prefect_yaml import ENTRY
 from flows.deploy.preset import Preset
@@ -35,15 +32,14 @@ def deployment_of(pipeline: Declared, preset: Preset, pattern: str, name: str) -
 
 
 def register(deployments: Sequence[RunnerDeployment], limit: int | None) -> Runner:
-    """Tells Prefect of the deployments, and of their runs that died unheard.
+    """Tells Prefect of the deployments.
 
     Args:
         limit: runs under way at once; None: no limit.
     """
     runner = Runner(limit=limit, query_seconds=_LOOK_SECONDS)
-    registered: list[UUID] = [runner.add_deployment(each) for each in deployments]
-    for name in close_dead_runs(registered):
-        print(f"{name}: its process died unheard; marked as crashed", file=sys.stderr)
+    for each in deployments:
+        runner.add_deployment(each)
     return runner
 
 
@@ -61,4 +57,6 @@ async def _serve(runner: Runner) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
                 await runner.astop()
-                return
+                break
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the stop is under way; a second one would only break it

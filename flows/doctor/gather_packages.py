@@ -6,12 +6,13 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flows.doctor.facts import Packages
 
 _CHECKOUT = Path(__file__).parents[2]
-_LOCKED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?==([^\s;#]+)", re.MULTILINE)
+_LOCKED = re.compile(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", re.MULTILINE)
 
 
 def gather_packages() -> Packages:
@@ -30,8 +31,10 @@ def gather_packages() -> Packages:
 
 
 def locked(text: str) -> dict[str, str]:
-    """Name -> version, of a file as ``uv pip compile`` writes it."""
-    return {canonicalize_name(name): version for name, version in _LOCKED.findall(text)}
+    """Name -> version, of a file as ``uv pip compile`` writes it; without what is for other systems."""
+    stated = [Requirement(line) for line in _LOCKED.findall(text)]
+    here = [each for each in stated if each.marker is None or each.marker.evaluate()]
+    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in here}
 
 
 def _wanted() -> tuple[str, list[str]]:

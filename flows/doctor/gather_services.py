@@ -21,7 +21,10 @@ from lineage.mlflow.address import is_server, shown
 
 _SECONDS = 2.0  # a service that takes longer is none to rely on
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a default
-_RAY_PROCESSES = ("raylet", "gcs_server", "ray::")
+_VALUED = ("-W", "-X")  # options of Python that take the next word
+_APPLICATION = re.compile(r"\[?(prefect|mlflow)(\.\w+)*:\w")  # what a server of applications is told to serve
+_RAY_PROGRAM = re.compile(r"(ray|raylet|gcs_server)$|ray(::|\.)")
+_RAY_SCRIPT = "-packages/ray/"
 
 Kind = Literal["prefect", "mlflow", "ray"]
 
@@ -49,13 +52,31 @@ def exposed_servers() -> list[Server]:
 
 
 def kind_of(words: Sequence[str]) -> Kind | None:
-    """Whose server a command line is, if any's."""
-    text = " ".join(words)
-    if "/ray/" in text or any(word.rpartition("/")[2].startswith(_RAY_PROCESSES) for word in words[:1]):
-        return "ray"
-    if "prefect" in text:
+    """Whose server a command line is, if any's: by what it runs, not by what else it names."""
+    path = _program(words)
+    program = path.rpartition("/")[2]
+    served = next((found[1] for found in map(_APPLICATION.match, words) if found), program.partition(".")[0])
+    if served == "prefect" or program == "flows.prefect_server":
         return "prefect"
-    return "mlflow" if "mlflow" in text else None
+    if served == "mlflow":
+        return "mlflow"
+    return "ray" if _RAY_PROGRAM.match(program) or _RAY_SCRIPT in path else None
+
+
+def _program(words: Sequence[str]) -> str:
+    """The path of a program or a script, or the name of the module that Python runs."""
+    rest = iter(words)
+    first = next(rest, "")
+    if not first.rpartition("/")[2].startswith("python"):
+        return first
+    for word in rest:
+        if word == "-m":
+            return next(rest, "")
+        if word in _VALUED:
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word
+    return first
 
 
 def is_loopback(address: str) -> bool:

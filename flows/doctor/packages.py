@@ -36,6 +36,11 @@ KNOWN_BAD = (
         remedy='pip install "fastapi<0.151"',
     ),
     KnownBad(
+        together=("prefect>=3.8,<=3.8.8", "sqlalchemy>=2.1"),
+        why="Prefect states no upper bound on SQLAlchemy, and no schedule of its server makes a run with a newer one",
+        remedy='pip install "sqlalchemy<2.1"',
+    ),
+    KnownBad(
         together=("hqq",), without="termcolor",
         why="hqq imports termcolor without requiring it, and transformers imports hqq",
         remedy="pip install termcolor, or pip uninstall hqq",
@@ -95,9 +100,9 @@ def check_lock(facts: Facts) -> Iterator[Finding]:
         yield Finding(check="lock", level="ok", found="no requirements.lock beside the code to compare with")
         return
     other = [
-        f"{name} {installed[name]} (lock: {version})"
+        f"{name} {installed.get(name, 'is absent')} (lock: {version})"
         for name, version in sorted(locked.items())
-        if name in installed and Version(installed[name]).public != Version(version).public
+        if name not in installed or Version(installed[name]).public != Version(version).public
     ]
     if other:
         yield Finding(
@@ -132,7 +137,8 @@ def check_floors(facts: Facts) -> Iterator[Finding]:
             remedy="pip install --requirement requirements.lock",
         )  # fmt: skip
     else:
-        yield Finding(check="security", level="ok", found=", ".join(f"{name} {found[name]}" for name in found))
+        versions = ", ".join(f"{name} {version}" for name, version in found.items())
+        yield Finding(check="security", level="ok", found=versions or f"none of {', '.join(FLOORS)} is installed")
 
 
 def _holds(pair: KnownBad, facts: Facts) -> bool:

@@ -1,98 +1,15 @@
-"""What ``posttrain status`` says: the runs that are under way, and the last ones, by their notes."""
+"""What ``posttrain status`` says: the runs that are under way, and the last ones."""
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-from flows.progress import Progress, clock
-from flows.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
-from lineage.lease import HEARTBEAT_SECONDS
+from flows.reports.run_views import RunView, StageView
+from flows.run_notes import RunNote
+from flows.wording import clock, counted
 
-_LAST = 5
 _MOST_ROWS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageView:
-    """One stage of a run, and how far it is.
-
-    Args:
-        progress: of one that runs, or ran when its run ended.
-        dashboard: address of Ray's, where it has one.
-    """
-
-    title: str
-    note: StageNote
-    progress: Progress | None
-    dashboard: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunView:
-    """One run.
-
-    Args:
-        state: ``running``, how it ended, or ``died``: its driver was killed.
-        ended: None: it runs. Of one that died: when it was last heard.
-    """
-
-    note: RunNote
-    state: str
-    ended: float | None
-    stages: Sequence[StageView]
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["posttrain", "run", *self.note.words])
-
-    @property
-    def seconds(self) -> float:
-        return (self.ended or time.time()) - self.note.started
-
-    def reached(self) -> str:
-        """How far its stages were that were cut off."""
-        cut = [(each.title, each.progress) for each in self.stages if each.progress]
-        return ", ".join(f"at step {at.step} of {title}" if at.step else f"in {title}" for title, at in cut)
-
-
-def views(store: Path) -> tuple[list[RunView], list[RunView]]:
-    """The runs that are under way, oldest first; and the last ones that ended, newest first."""
-    notes = list(latest(store))
-    live = [note for note in notes if note.is_live(store)]
-    over = [note for note in notes if note not in live]
-    return [_view(note, store, "running") for note in reversed(live)], [
-        _view(note, store, note.outcome or "died") for note in islice(over, _LAST)
-    ]
-
-
-def _view(note: RunNote, store: Path, state: str) -> RunView:
-    ended = note.ended
-    if state == "died":
-        path = note_path(store, note.id)
-        ended = path.stat().st_mtime if path.exists() else note.started
-    return RunView(
-        note=note, state=state, ended=ended,
-        stages=[_stage_view(title, stage, ended) for title, stage in note.stages.items()],
-    )  # fmt: skip
-
-
-def _stage_view(title: str, note: StageNote, ended: float | None) -> StageView:
-    if note.state != "running":
-        return StageView(title=title, note=note, progress=None, dashboard=None)
-    directory = Path(note.directory)
-    progress = Progress(path=directory / "metrics.jsonl", total=note.total, started=note.since)
-    progress.refresh()
-    if ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS:  # of a later run, which began the stage again
-        progress = Progress(path=progress.path, total=note.total, started=note.since)
-    try:
-        dashboard = dashboard_file(directory).read_text().strip() or None
-    except OSError:
-        dashboard = None
-    return StageView(title=title, note=note, progress=progress, dashboard=dashboard)
 
 
 def status_dict(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -> dict[str, object]:
@@ -105,7 +22,7 @@ def _run_dict(run: RunView) -> dict[str, object]:
     return {
         "id": note.id, "pipeline": note.pipeline, "state": run.state, "cause": note.cause, "said": note.said,
         "started": note.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
-        "driver": {"host": note.driver.host, "pid": note.driver.pid},
+        "driver": {"host": note.driver.host, "pid": note.driver.pid}, "sweep": _sweep_dict(run),
         "links": dict(_links(run)), "prefect_flow_run": note.links.flow_run, "mlflow_run_id": note.links.mlflow_run,
         "stages": [_stage_dict(stage) for stage in run.stages],
     }  # fmt: skip
@@ -116,8 +33,7 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
     metrics = progress.metrics if progress else {}
     return {
         "stage": stage.title, "state": note.state, "since": note.since, "seconds": note.seconds,
-        "waits_for": note.reason if note.state in ("pending", "waiting") else "",
-        "cause": note.reason if note.state == "failed" else "",
+        "waits_for": stage.waits_for, "cause": note.reason if note.state in ("failed", "pruned") else "",
         "step": progress.step if progress else None, "total": note.total,
         "loss": metrics.get("loss"), "tokens_per_second": metrics.get("tokens_per_second"),
         "eta_seconds": progress.seconds_left() if progress else None,
@@ -139,16 +55,36 @@ def _live_lines(run: RunView) -> Iterator[str]:
     note = run.note
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
     driver = f"{note.driver.host}:{note.driver.pid}"
-    yield f"{note.id}  {note.pipeline}  runs since {since} ({clock(run.seconds)})  on {driver}"
-    rows = [*_stage_rows(run.stages), *_links(run)]
+    yield f"{note.id}  {_what(note)}  runs since {since} ({clock(run.seconds)})  on {driver}"
+    rows = [*_trial_rows(run), *_stage_rows(run.stages), *_links(run)]
     width = max((len(name) for name, _ in rows), default=0)
     yield from (f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
     yield from (f"  | {line}" for line in note.said.splitlines())
 
 
+def _what(note: RunNote) -> str:
+    return f"{note.pipeline}  sweep {Path(note.sweep.folder).name}" if note.sweep else note.pipeline
+
+
+def _trial_rows(run: RunView) -> Iterator[tuple[str, str]]:
+    """How many trials of a sweep ended, and which stages each has of its own: they are listed as they begin."""
+    if run.note.sweep:
+        ended, own = sum(run.trials.values()), ", ".join(run.note.sweep.own)
+        counts = ", ".join(f"{count} {state}" for state, count in run.trials.items())
+        of = f" of {run.note.sweep.trials}" if run.note.sweep.trials else ""
+        yield "trials", f"{ended}{of} ended{f' ({counts})' if counts else ''}; each makes {own}"
+
+
+def _sweep_dict(run: RunView) -> dict[str, object] | None:
+    sweep = run.note.sweep
+    if sweep is None:
+        return None
+    return {"folder": sweep.folder, "stages": sweep.own, "trials": sweep.trials, "ended": dict(run.trials)}
+
+
 def _stage_rows(stages: Sequence[StageView]) -> Iterator[tuple[str, str]]:
     """Each stage; of a sweep, which has many, those that rest only by number."""
-    quiet = [stage for stage in stages if stage.note.state in ("done", "reused", "pending")]
+    quiet = [stage for stage in stages if stage.note.state in ("done", "reused", "pending", "pruned")]
     shown = [stage for stage in stages if stage not in quiet] if len(stages) > _MOST_ROWS else stages
     yield from ((stage.title, _doing(stage)) for stage in shown)
     if len(shown) < len(stages):
@@ -159,12 +95,12 @@ def _stage_rows(stages: Sequence[StageView]) -> Iterator[tuple[str, str]]:
 def _doing(stage: StageView) -> str:
     note = stage.note
     if stage.progress:
-        room = [_count(note.workers, "worker"), _count(note.cpus, "CPU")]
-        return "  ".join([stage.progress.describe(), *room, *([_count(note.gpus, "GPU")] if note.gpus else [])])
+        room = [counted(note.workers, "worker"), counted(note.cpus, "CPU")]
+        return "  ".join([stage.progress.describe(), *room, *([counted(note.gpus, "GPU")] if note.gpus else [])])
     if note.state in ("pending", "waiting"):
-        return f"waits for {note.reason}" if note.reason else "not begun"
-    if note.state == "failed":
-        return f"FAILED: {note.reason.partition(chr(10))[0]}"
+        return f"waits for {stage.waits_for}"
+    if note.state in ("failed", "pruned"):
+        return ("FAILED: " if note.state == "failed" else "") + note.reason.partition("\n")[0]
     return f"done in {note.seconds:.1f} s" if note.state == "done" else "reused: another run made it"
 
 
@@ -183,16 +119,12 @@ def _links(run: RunView) -> Iterator[tuple[str, str]]:
 def _last_lines(run: RunView) -> Iterator[str]:
     note = run.note
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
-    yield f"  {note.id}  {note.pipeline}  {when}  {run.state} after {clock(run.seconds)}"
+    yield f"  {note.id}  {_what(note)}  {when}  {run.state} after {clock(run.seconds)}"
     reached = run.reached()
     if run.state == "died":
         yield f"      its process was killed{f' {reached}' if reached else ''}; run the same command again to go on:"
         yield f"      {run.command}"
-    elif run.state == "stopped" and reached:
-        yield f"      {reached}; go on with: {run.command}"
+    elif run.state == "stopped":
+        yield f"      {f'{reached}; ' if reached else ''}go on with: {run.command}"
     elif note.cause:
         yield from (f"      {line}" for line in note.cause.splitlines()[:3])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

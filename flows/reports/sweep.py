@@ -2,14 +2,14 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from rich.text import Text
 
 from flows.reports.tables import empty_table, plain_text
-from flows.sweep.ledger import Row
+from flows.sweep.files import SweepFiles
+from flows.sweep.folder import Row
 from flows.sweep.planner import PlannedTrial, count_stages, key_of
 from flows.sweep.stated import Stated
 
@@ -69,12 +69,12 @@ def union_dict(stated: Stated) -> dict[str, object]:
             for each in stated.known or []
         ],
         "counts": dict(count_stages(stated.trials)),
-        "num_trials": len(stated.known) if stated.known is not None else stated.sweep.num_trials,
+        "num_trials": stated.num_trials,
     }
 
 
 def sweep_dict(
-    stated: Stated, folder: Path, rows: Sequence[Row], seconds: float, mlflow_run_id: str | None
+    stated: Stated, folder: Path, files: SweepFiles, seconds: float, mlflow_run_id: str | None
 ) -> dict[str, object]:
     """The object that ``run --multirun --json`` prints."""
     plan = stated.sample.plan
@@ -88,20 +88,17 @@ def sweep_dict(
                 "seconds": row.seconds, "values": dict(row.values), "metrics": dict(row.metrics),
                 "stages": dict(row.fingerprints),
             }
-            for row in rows
+            for row in files.rows()
         ],
-        "best": _best(folder),
+        "best": [{**told, "file": str(path)} for path, told in files.best().items()],
         "seconds": seconds,
         "mlflow_run_id": mlflow_run_id,
     }  # fmt: skip
 
 
-def sweep_summary(stated: Stated, folder: Path, rows: Sequence[Row], files: Sequence[str], seconds: float) -> str:
-    """The end of a sweep for people: a line per trial, what is best, where it is written, what to do next.
-
-    Args:
-        files: what is said of the files of the sweep.
-    """
+def sweep_summary(stated: Stated, folder: Path, files: SweepFiles, seconds: float) -> str:
+    """The end of a sweep for people: a line per trial, what is best, where it is written, what to do next."""
+    rows = files.rows()
     columns = list(stated.sweep.objectives) or _telling_metrics(rows, stated)
     table = empty_table("trial", *columns, "state", "seconds", "parameters", numbers=("trial", *columns, "seconds"))
     for row in rows:
@@ -111,7 +108,10 @@ def sweep_summary(stated: Stated, folder: Path, rows: Sequence[Row], files: Sequ
         table.add_row(str(row.number), *found, row.state, f"{row.seconds:.1f}", words)
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    lines = [plain_text(table), "\n".join(files), f"{folder.name}: {counts} ({seconds:.1f} s)", *_next(folder)]
+    best = next(iter(files.best()), None)
+    lines = [plain_text(table), "\n".join(files.lines()), f"{folder.name}: {counts} ({seconds:.1f} s)"]
+    if best:
+        lines.append(f"next: posttrain run --overrides-from {shlex.quote(str(best))}")
     return "\n\n".join(line for line in lines if line)
 
 
@@ -128,14 +128,3 @@ def _telling_metrics(rows: Sequence[Row], stated: Stated) -> list[str]:
         if telling:
             return telling[:_MOST_COLUMNS]
     return []
-
-
-def _best(folder: Path) -> list[Mapping[str, object]]:
-    """What the files of the best trials hold; of several objectives, the front."""
-    found = [yaml.safe_load(path.read_text()) | {"file": str(path)} for path in sorted(folder.glob("best*.yaml"))]
-    return sorted(found, key=lambda best: int(best["trial"]))
-
-
-def _next(folder: Path) -> list[str]:
-    files = sorted(folder.glob("best*.yaml"))
-    return [f"next: posttrain run --overrides-from {shlex.quote(str(files[0]))}"] if files else []

@@ -1,13 +1,12 @@
 """What is told of a sweep's trials, to people, to its files and to MLflow, in the order of their ends."""
 
-import math
 from collections.abc import Collection
 
 from flows.observer import Observer
 from flows.sweep.files import SweepFiles
 from flows.sweep.objective import judged
 from flows.sweep.settings import Sweep
-from flows.sweep.trial import Outcome, Trial, TrialState
+from flows.sweep.trial import Outcome, Trial
 from lineage.tracker import Tracker, TrialEnd
 
 
@@ -24,7 +23,6 @@ class Book:
         self._tracker, self._observer = tracker, observer
         self._sweep, self._files, self._own = sweep, files, own
         self._begun: set[int] = set()
-        self._states: dict[int, TrialState] = {}
 
     def begins(self, trial: Trial) -> None:
         """The first stage that it does not share has begun."""
@@ -36,35 +34,28 @@ class Book:
         if trial.number not in self._begun:
             self.begins(trial)
         outcome = judged(self._sweep, outcome)
-        self._states[trial.number] = outcome.state
         self._files.add(trial, outcome)
         if outcome.state != "complete":
             cause = outcome.cause.strip().partition("\n")[0]
             self._observer.announce(f"trial {trial.number} {outcome.state}: {' '.join(trial.overrides)}: {cause}")
-        metrics = _own_metrics(outcome, self._own) | dict(outcome.values)
+        own = {name: value for name, value in outcome.metrics.items() if name.partition("/")[0] in self._own}
         self._tracker.trial_ends(
             trial.number,
-            TrialEnd(state=outcome.state, manifests=outcome.manifests, metrics=metrics, cause=outcome.cause),
-        )
+            TrialEnd(
+                state=outcome.state, manifests=outcome.manifests, metrics=own | dict(outcome.values),
+                cause=outcome.cause,
+            ),
+        )  # fmt: skip
         return outcome
 
     def failure(self) -> str | None:
-        """Which trials failed; None: none has."""
-        failed = sorted(number for number, state in self._states.items() if state == "failed")
+        """Which trials failed, in this run of the sweep or before; None: none has."""
+        rows = self._files.rows()
+        failed = [str(row.number) for row in rows if row.state == "failed"]
         if not failed:
             return None
+        once = ", each once more at most" if self._sweep.sampler else ""
         return (
-            f"{len(failed)} of {len(self._states)} trials failed: {', '.join(map(str, failed))}; each said why when it "
-            "failed; the same command again tries these, and only these"
+            f"{len(failed)} of {len(rows)} trials failed: {', '.join(failed)}; each said why when it failed; "
+            f"the same command again tries these, and only these{once}"
         )
-
-
-def _own_metrics(outcome: Outcome, own: Collection[str]) -> dict[str, float]:
-    """``STAGE/METRIC`` -> number, of the stages that this trial does not share with all others."""
-    return {
-        f"{stage}/{name}": value
-        for stage, manifest in outcome.manifests.items()
-        if stage in own
-        for name, value in manifest.metrics.items()
-        if math.isfinite(value)
-    }

@@ -1,10 +1,10 @@
 """One metric that trials report while they run, step by step and side by side: the learning-rate experiment."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flows.sweep.ledger import Row
+from flows.report_file import ReportFile
+from flows.sweep.folder import Row
 from flows.sweep.space import short_names
 from lineage.store import Store
 
@@ -37,14 +37,6 @@ def thinned(table: Table) -> Table:
     return [header, *reversed(steps[::-1][::every])]
 
 
-def as_csv(table: Table) -> str:
-    """With quotes where a cell has a comma or a quote."""
-    quoted = [
-        ['"' + cell.replace('"', '""') + '"' if set(cell) & set(',"\n') else cell for cell in row] for row in table
-    ]
-    return "".join(",".join(row) + "\n" for row in quoted)
-
-
 def as_markdown(table: Table) -> str:
     """Columns aligned, so that it reads as well in a terminal."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in table]
@@ -62,6 +54,5 @@ def _title(row: Row) -> str:
 
 
 def _reports(store: Path, stage: str, fingerprint: str, metric: str) -> Mapping[int, float]:
-    path = Store(store).entry(stage, fingerprint).metrics
-    reports = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {report["step"]: report["metrics"][metric] for report in reports if metric in report["metrics"]}
+    reports = ReportFile(Store(store).entry(stage, fingerprint).metrics).read()
+    return {report.step: report.metrics[metric] for report in reports if metric in report.metrics}

@@ -1,7 +1,7 @@
 """The values of one field that varies, read in Hydra's grammar."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -57,6 +57,11 @@ def parse(word: str) -> Override:
             f"{word}: is no override ({cause}); write key=value, or several values: a,b  choice(a,b)  range(1,5)  "
             "interval(0.1,0.5)  int(interval(1,9))  tag(log,interval(1e-6,1e-4)); quote odd ones"
         ) from error
+
+
+def dimensions(params: Mapping[str, str]) -> dict[str, Dimension]:
+    """Field -> what its values are."""
+    return {field: dimension(field, values) for field, values in params.items()}
 
 
 def dimension(field: str, values: str) -> Dimension:

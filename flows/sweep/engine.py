@@ -99,11 +99,8 @@ class Engine:
             except ConfigError as error:  # a sampler may propose what a method refuses
                 self._tell(trial, Outcome(state="failed", manifests={}, seconds=0.0, cause=str(error)))
                 continue
-            opened, failure = self._graph.add(planned)
-            if failure is not None:
-                self._end(opened, "failed", str(failure))
-            elif not opened.left:
-                self._end(self._graph.open.pop(opened.number), "complete")
+            for ended in map(_ended, self._graph.add(planned)):
+                self._end(*ended)
 
     def _start_ready(self, submit: Submit) -> None:
         for node in self._graph.ready():
@@ -116,13 +113,16 @@ class Engine:
     def _finish(self, title: str) -> list[Ended]:
         """A stage has ended, and with it these trials."""
         error = self._errors.get(title, PipelineError(f"stage {title}: Prefect ended it before it began"))
-        self._room.give_back(self._graph.nodes[title].planned)
+        node = self._graph.nodes[title]
+        self._room.give_back(node.planned)
         if error is None:
-            return [(opened, "complete", "") for opened in self._graph.finish(title)]
+            return [_ended(opened) for opened in self._graph.finish(title)]
         if isinstance(error, StoppedError):
             raise error
+        if node.planned.name not in node.of.own and not node.is_ending:
+            self._is_exhausted = True  # whatever trial came next would need it too
         cause = error if isinstance(error, PipelineError) else PipelineError(f"stage {title}: {error!r}")
-        return [(opened, "failed", str(cause)) for opened in self._graph.fail(title, cause)]
+        return [_ended(opened) for opened in self._graph.fail(title, cause)]
 
     def _judge(self, report: Report) -> list[Ended]:
         """Lets the proposer say of each trial that a stage is part of whether it is to be pruned."""
@@ -140,13 +140,18 @@ class Engine:
                 ended.append((opened, "pruned", cause))
         return ended
 
-    def _end(self, opened: Open, state: TrialState, cause: str = "") -> None:
+    def _end(self, opened: Open, state: TrialState, cause: str) -> None:
         plan = opened.planned.plan
         found = {planned.name: planned for planned in plan.stages if key_of(planned) not in opened.left}
         manifests = {name: plan.entry(planned).manifest() for name, planned in found.items()}
         kept = {name: manifest for name, manifest in manifests.items() if manifest}
-        outcome = Outcome(state=state, manifests=kept, seconds=opened.seconds(), cause=cause)
-        self._tell(opened.planned.trial, outcome)
+        times = [each.provenance for name, each in kept.items() if name in opened.planned.own]
+        seconds = sum((each.end - each.start for each in times), start=0.0)
+        self._tell(opened.planned.trial, Outcome(state=state, manifests=kept, seconds=seconds, cause=cause))
 
     def _tell(self, trial: Trial, outcome: Outcome) -> None:
         self._proposer.tell(trial, self._book.ends(trial, outcome))
+
+
+def _ended(opened: Open) -> Ended:
+    return (opened, "complete", "") if opened.error is None else (opened, "failed", str(opened.error))

@@ -10,34 +10,35 @@
 
 import csv
 import io
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 from flows.declared import split_words
-from flows.sweep.best import best_yaml
-from flows.sweep.by_step import as_csv, as_markdown, by_step, thinned
-from flows.sweep.ledger import Ledger, Row, row_of
+from flows.sweep.by_step import as_markdown, by_step, thinned
+from flows.sweep.dimension import Dimension
+from flows.sweep.folder import Ledger, Row, folder_lock, row_of
 from flows.sweep.settings import Sweep
-from flows.sweep.space import dimensions, fixed_words
+from flows.sweep.space import field_of, fixed_words
 from flows.sweep.trial import Outcome, Trial
+from lineage.errors import ConfigError
 
 
 class SweepFiles:
-    """What a sweep leaves for people; may be told of trials from any thread.
+    """What a sweep leaves for people.
 
     Args:
-        folder: of the sweep.
-        params: field -> values, of all that varies.
+        folder: of the sweep; other processes may be at it too.
         words: the options and overrides that all trials share, without those of ``sweep.fixed``.
     """
 
-    def __init__(self, folder: Path, sweep: Sweep, params: Mapping[str, str], words: Sequence[str]) -> None:
-        self._folder, self._sweep, self._space = folder, sweep, dimensions(params)
+    def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Dimension], words: Sequence[str]) -> None:
+        self._folder, self._sweep, self._space = folder, sweep, space
         overrides, self._config_dir = split_words(words)
-        self._shared = [*(word for word in overrides if not _is_of_sweep(word)), *fixed_words(sweep)]
+        own = [word for word in overrides if field_of(word).split(".")[0] != "sweep"]
+        self._shared = [*own, *fixed_words(sweep)]
         self._ledger = Ledger(folder)
-        self._lock = threading.Lock()
         self._written: list[Row] = []
 
     def add(self, trial: Trial, outcome: Outcome) -> None:
@@ -46,31 +47,41 @@ class SweepFiles:
         Args:
             outcome: with its objectives, as ``objective.judged`` gives it.
         """
-        with self._lock:
+        with folder_lock(self._folder):
             self._ledger.add(row_of(trial, outcome))
             rows = self._ledger.rows()
             if rows == self._written:  # one more trial of which nothing is new
                 return
             self._written = rows
-            self._write("trials.csv", _csv(rows, list(self._space), list(self._sweep.objectives)))
+            self._write("trials.csv", _csv(_table(rows, list(self._space), list(self._sweep.objectives))))
             if self._sweep.by_step:
                 table = self._by_step(rows)
                 self._write("by-step.md", as_markdown(table))
-                self._write("by-step.csv", as_csv(table))
+                self._write("by-step.csv", _csv(table))
             if self._sweep.objectives:
                 self._write_best(rows)
 
+    def rows(self) -> list[Row]:
+        """Every trial that ended, of this and of earlier runs of the sweep."""
+        with folder_lock(self._folder):
+            return self._ledger.rows()
+
+    def best(self) -> dict[Path, Mapping[str, object]]:
+        """The files of the best trials, in the order of these, and what they hold; of several objectives, the front."""
+        with folder_lock(self._folder):
+            found = {path: yaml.safe_load(path.read_text()) for path in self._folder.glob("best*.yaml")}
+        return dict(sorted(found.items(), key=lambda item: int(item[1]["trial"])))
+
     def lines(self) -> list[str]:
         """What the report of the command says: the table by step, the best trials, where all this lies."""
-        rows = self._ledger.rows()
-        lines = as_markdown(thinned(self._by_step(rows))).splitlines() if self._sweep.by_step else []
+        lines = as_markdown(thinned(self._by_step(self.rows()))).splitlines() if self._sweep.by_step else []
         if not self._sweep.objectives:
             return [*lines, f"{self._folder}: trials.csv (no best.yaml: state sweep.objectives to say what is best)"]
-        best = sorted(self._folder.glob("best*.yaml"))
+        best = self.best()
         if not best:
             return [*lines, f"{self._folder}: trials.csv (no best.yaml: no trial was complete)"]
-        numbers = self._best(rows)
-        for row in rows:
+        numbers = [told["trial"] for told in best.values()]
+        for row in self.rows():
             if row.number in numbers:
                 values = " ".join(f"{name}={value:.6g}" for name, value in row.values.items())
                 params = " ".join(f"{field}={value}" for field, value in row.params.items())
@@ -83,11 +94,6 @@ class SweepFiles:
         assert self._sweep.until and self._sweep.by_step
         return by_step(self._folder.parent.parent, self._sweep.until, self._sweep.by_step, rows)
 
-    def _best(self, rows: Sequence[Row]) -> list[int]:
-        from flows.sweep.plots import best_numbers, study_of  # the import of optuna
-
-        return best_numbers(study_of(self._sweep, self._space, rows, self._folder))
-
     def _write_best(self, rows: Sequence[Row]) -> None:
         from flows.sweep.plots import best_numbers, page, study_of  # the import of optuna
 
@@ -97,7 +103,7 @@ class SweepFiles:
         one = len(self._sweep.objectives) == 1
         files = {("best.yaml" if one else f"best-{row.number}.yaml"): row for row in rows if row.number in numbers}
         for name, row in files.items():
-            self._write(name, best_yaml(row, self._shared, self._config_dir))
+            self._write(name, _best_yaml(row, self._shared, self._config_dir))
         for path in self._folder.glob("best*.yaml"):
             if path.name not in files:  # off the front since
                 path.unlink()
@@ -108,21 +114,49 @@ class SweepFiles:
         draft.replace(self._folder / name)
 
 
-def _is_of_sweep(word: str) -> bool:
-    return word.lstrip("+~").partition("=")[0].split(".")[0] == "sweep"
+def read_best(path: Path) -> tuple[list[str], Path | None]:
+    """The overrides of a ``best.yaml``, and the folder of the groups that they were composed with.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        told = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--overrides-from {path}: cannot be read ({error}); give the best.yaml of a sweep"
+        ) from error
+    overrides = told.get("overrides") if isinstance(told, Mapping) else None
+    if not isinstance(overrides, list) or not all(isinstance(word, str) for word in overrides):
+        raise ConfigError(
+            f"--overrides-from {path}: holds no list of overrides; give the best.yaml of a sweep, "
+            "or YAML of the form: overrides: [key=value, ...]"
+        )
+    config_dir = told.get("config_dir")
+    return overrides, Path(str(config_dir)) if config_dir else None
 
 
-def _csv(rows: Sequence[Row], fields: Sequence[str], objectives: Sequence[str]) -> str:
-    metrics = _union(row.metrics for row in rows)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["number", "state", "seconds", *fields, *objectives, *metrics, "cause"])
+def _best_yaml(row: Row, shared: Sequence[str], config_dir: Path | None) -> str:
+    told = {
+        "trial": row.number,
+        "values": dict(row.values),
+        **({"config_dir": str(config_dir.absolute())} if config_dir else {}),
+        "overrides": [*shared, *(f"{field}={value}" for field, value in row.params.items())],
+    }
+    text: str = yaml.safe_dump(told, sort_keys=False, width=10_000)
+    return "# posttrain run --overrides-from THIS_FILE\n" + text
+
+
+def _table(rows: Sequence[Row], fields: Sequence[str], objectives: Sequence[str]) -> Iterable[Sequence[object]]:
+    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    yield ["number", "state", "seconds", *fields, *objectives, *metrics, "cause"]
     for row in rows:
         numbers = [*(row.values.get(name, "") for name in objectives), *(row.metrics.get(name, "") for name in metrics)]
         params = (row.params[field] for field in fields)
-        writer.writerow([row.number, row.state, f"{row.seconds:.1f}", *params, *numbers, row.cause])
+        yield [row.number, row.state, f"{row.seconds:.1f}", *params, *numbers, row.cause]
+
+
+def _csv(table: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
     return text.getvalue()
-
-
-def _union(each: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for names in each for name in names))

@@ -1,56 +1,127 @@
-"""The folder of a sweep, ``<store>/sweeps/<name>/``: one space, whatever is continued or run again."""
+"""The folder of a sweep, ``<store>/sweeps/<name>/``: which sweep it is of, and what is remembered of every trial."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from filelock import FileLock
 
 from flows.sweep.settings import Sweep
+from flows.sweep.trial import Outcome, Trial, TrialState
 from lineage.errors import ConfigError
 
 FOLDER = "sweeps"  # in the store
-_FILE = "sweep.json"
-# Keys of words that change how trials run, never what they try; `sweep` itself is told apart by its fields.
-_NOT_TRIED = ("sweep", "resources", "tracking", "store", "code_drift")
-_NUMBER_AND_PACE = ("name", "params", "num_trials", "parallel", "by_step")  # params: told with the command line's
+_IDENTITY = "sweep.json"
+_TRIALS = "trials.jsonl"
 
 
-def sweep_folder(store: Path, pipeline: str, sweep: Sweep, params: Mapping[str, str], words: Sequence[str]) -> Path:
+def folder_lock(folder: Path) -> FileLock:
+    """Held by whoever writes there: several processes may be at one sweep."""
+    return FileLock(folder / "lock")
+
+
+def sweep_folder(
+    store: Path, pipeline: str, sweep: Sweep, params: Mapping[str, str], stages: Iterable[tuple[str, str]]
+) -> Path:
     """Makes the folder, or finds it where this sweep was begun before.
 
     Args:
         params: field -> values of all that varies.
-        words: the overrides that all trials share.
+        stages: names and fingerprints of those of its trials, of a sampler's of some; so another sweep is one of other
+            data or other settings, wherever these are stated, and none is one that only runs otherwise.
 
     Raises:
         ConfigError: a sweep of that name tries something else.
     """
-    tried = _tried(pipeline, sweep, params, words)
+    tried = {
+        "pipeline": pipeline,
+        "params": dict(params),
+        **{key: value for key, value in asdict(sweep).items() if key in ("objectives", "sampler", "pruning")},
+        "stages": sorted(f"{name}/{fingerprint}" for name, fingerprint in set(stages)),
+    }
     digest = sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
     folder = store / FOLDER / (sweep.name or f"{pipeline}-{digest[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{_FILE}.lock"):
-        path = folder / _FILE
+    with folder_lock(folder):
+        path = folder / _IDENTITY
         if not path.exists():
             draft = path.with_suffix(".tmp")
             draft.write_text(json.dumps(tried, indent=2) + "\n")
             draft.replace(path)
         begun = json.loads(path.read_text())
-    differing = [key for key in tried if begun.get(key) != tried[key]]
-    if differing:
-        key = differing[0]
+    differing = next((key for key in tried if begun.get(key) != tried[key]), None)
+    if differing == "stages":
         raise ConfigError(
-            f"sweep.name={sweep.name}: {folder} holds a sweep with {key}={json.dumps(begun.get(key))}, "
-            f"this one has {json.dumps(tried[key])}; take another sweep.name, or remove that folder"
+            f"sweep.name={sweep.name}: {folder} holds a sweep on other data or with other settings of its stages; "
+            "take another sweep.name, or remove that folder"
+        )
+    if differing:
+        raise ConfigError(
+            f"sweep.name={sweep.name}: {folder} holds a sweep with {differing}={json.dumps(begun.get(differing))}, "
+            f"this one has {json.dumps(tried[differing])}; take another sweep.name, or remove that folder"
         )
     return folder
 
 
-def _tried(pipeline: str, sweep: Sweep, params: Mapping[str, str], words: Sequence[str]) -> dict[str, object]:
-    """All that says which trials there are and how they are judged."""
-    fields = {key: value for key, value in asdict(sweep).items() if key not in _NUMBER_AND_PACE}
-    shared = [word for word in words if word.lstrip("+~").partition("=")[0].split(".")[0] not in _NOT_TRIED]
-    return {"pipeline": pipeline, "params": dict(params), "words": shared, **fields}
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One trial that ended.
+
+    Args:
+        values: objective -> number; empty unless complete.
+        metrics: ``STAGE/METRIC`` -> number, of every stage that was finished.
+        fingerprints: stage -> fingerprint of what was finished.
+    """
+
+    number: int
+    params: Mapping[str, str]
+    state: TrialState
+    seconds: float
+    cause: str
+    values: Mapping[str, float]
+    metrics: Mapping[str, float]
+    fingerprints: Mapping[str, str]
+
+
+def row_of(trial: Trial, outcome: Outcome) -> Row:
+    """What is remembered of a trial."""
+    return Row(
+        number=trial.number, params=dict(trial.params), state=outcome.state, seconds=outcome.seconds,
+        cause=outcome.cause, values=dict(outcome.values), metrics=outcome.metrics,
+        fingerprints={stage: each.fingerprint for stage, each in outcome.manifests.items()},
+    )  # fmt: skip
+
+
+class Ledger:
+    """The rows by number; a line is appended for every trial that ends, and the last one of a number counts.
+
+    Whoever adds holds the lock of the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _TRIALS
+
+    def add(self, row: Row) -> None:
+        if row in self.rows():
+            return
+        with self._path.open("a+b") as file:
+            start = b"" if self._ends_clean() else b"\n"
+            file.write(start + json.dumps(asdict(row)).encode() + b"\n")
+
+    def rows(self) -> list[Row]:
+        """In the order of their numbers."""
+        if not self._path.exists():
+            return []
+        found = {}
+        for line in self._path.read_text().splitlines():
+            try:
+                row = Row(**json.loads(line))
+            except (ValueError, TypeError):  # cut by a kill
+                continue
+            found[row.number] = row
+        return [found[number] for number in sorted(found)]
+
+    def _ends_clean(self) -> bool:
+        return not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")

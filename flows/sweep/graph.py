@@ -1,7 +1,6 @@
 """The stages of all trials under way, each once: which are ready, and what becomes of the trials that need them."""
 
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from flows.plan import PlannedStage
@@ -37,19 +36,18 @@ class Open:
 
     Args:
         left: what it still needs.
-        began: when the first stage of its own did; None: not yet.
+        has_begun: whether the first stage of its own has.
+        error: of the first of its stages that failed; what needs none that failed is made nevertheless.
     """
 
     planned: PlannedTrial
     left: set[Key]
-    began: float | None = None
+    has_begun: bool = False
+    error: PipelineError | None = None
 
     @property
     def number(self) -> int:
         return self.planned.trial.number
-
-    def seconds(self) -> float:
-        return 0.0 if self.began is None else time.monotonic() - self.began
 
 
 @dataclass
@@ -62,18 +60,16 @@ class Graph:
     _finished: set[Key] = field(default_factory=set)
     _failed: dict[Key, PipelineError] = field(default_factory=dict)
 
-    def add(self, planned: PlannedTrial) -> tuple[Open, PipelineError | None]:
-        """Takes a trial up; the error is that of a stage which it needs and which has failed."""
+    def add(self, planned: PlannedTrial) -> list[Open]:
+        """Takes a trial up; returns it where it has ended with that: all is made, or what it needs has failed."""
         stale = {key_of(each): each for each in planned.plan.stale if key_of(each) not in self._finished}
-        trial = Open(planned=planned, left=set(stale))
-        error = next((self._failed[key] for key in stale if key in self._failed), None)
-        if error is not None:
-            return trial, error
-        self.open[trial.number] = trial
-        for place, each in enumerate(planned.plan.stages):
-            if key_of(each) in stale:
-                self._need(planned, each, place, stale)
-        return trial, None
+        trial = self.open[planned.trial.number] = Open(planned=planned, left=set(stale))
+        trial.error = next((self._failed[key] for key in stale if key in self._failed), None)
+        if trial.error is None:
+            for place, each in enumerate(planned.plan.stages):
+                if key_of(each) in stale:
+                    self._need(planned, each, place, stale)
+        return self._take_ended([trial.number])
 
     def ready(self) -> list[Node]:
         """What may begin: the earliest trial comes first, so that it ends before all the others have begun."""
@@ -86,10 +82,10 @@ class Graph:
     def begin(self, node: Node) -> list[Open]:
         """Marks it; returns the trials that begin with it."""
         node.is_running = True
-        begun = [self.open[number] for number in node.trials if self.open[number].began is None]
+        begun = [self.open[number] for number in sorted(node.trials) if not self.open[number].has_begun]
         begun = [trial for trial in begun if node.planned.name in trial.planned.own]
         for trial in begun:
-            trial.began = time.monotonic()
+            trial.has_begun = True
         return begun
 
     def finish(self, title: str) -> list[Open]:
@@ -99,20 +95,19 @@ class Graph:
         self._finished.add(key)
         for other in self.nodes.values():
             other.waits.discard(key)
-        trials = [self.open[number] for number in sorted(node.trials)]
-        for trial in trials:
-            trial.left.discard(key)
-        return [self.open.pop(trial.number) for trial in trials if not trial.left]
+        for number in node.trials:
+            self.open[number].left.discard(key)
+        return self._take_ended(node.trials)
 
     def fail(self, title: str, error: PipelineError) -> list[Open]:
-        """A stage failed; returns the trials that ended with it."""
+        """A stage failed, and what needs it is not made; returns the trials that ended with it."""
         node = self._remove(title)
         if not node.is_ending:
             self._failed[key_of(node.planned)] = error
-        ended = [self.open[number] for number in sorted(node.trials)]
-        for trial in ended:
-            self.drop(trial.number)
-        return ended
+            self._leave_out(key_of(node.planned), node.trials)
+        for number in node.trials:
+            self.open[number].error = self.open[number].error or error
+        return self._take_ended(node.trials)
 
     def drop(self, number: int) -> list[Node]:
         """A trial goes no further; returns the running stages that nobody else needs."""
@@ -131,16 +126,30 @@ class Graph:
         node.is_ending = True
         self._by_key.pop(key_of(node.planned), None)
 
-    def _need(self, planned: PlannedTrial, each: PlannedStage, place: int, stale: Mapping[Key, PlannedStage]) -> None:
+    def _take_ended(self, numbers: Iterable[int]) -> list[Open]:
+        """Of these trials, those for which nothing more will be made."""
+        busy = {number for node in self.nodes.values() for number in node.trials}
+        return [self.open.pop(number) for number in sorted(numbers) if number not in busy]
+
+    def _leave_out(self, failed: Key, trials: Collection[int]) -> None:
+        """Of these trials, all that waits for a stage that failed."""
+        lost = {failed}
+        for node in list(self.nodes.values()):  # each comes after what it waits for
+            if node.waits & lost:
+                node.waits -= lost  # a trial that needs the node, and not what is lost, has it made
+                node.trials.difference_update(trials)
+                if not node.trials:
+                    self._remove(node.title)
+                    lost.add(key_of(node.planned))
+
+    def _need(self, planned: PlannedTrial, each: PlannedStage, place: int, stale: Collection[Key]) -> None:
         key = key_of(each)
         if key not in self._by_key:
             title = planned.titles.get(each.name, each.name)
             if title in self.nodes:  # of another trial, and not the same after all
                 title = f"{each.name}#{planned.trial.number}"
-            needs = set(each.upstream)
-            if each.upstream:  # all data stages too, so that a bad row is found before anything trains
-                needs |= {other.name for other in planned.plan.stages if not other.upstream}
-            waits = {other for other in stale if other[0] in needs}
+            before = planned.plan.waits(each)
+            waits = {other for other in stale if other[0] in before}
             node = Node(of=planned, planned=each, title=title, place=place, waits=waits, trials=set())
             self.nodes[title] = self._by_key[key] = node
         self._by_key[key].trials.add(planned.trial.number)

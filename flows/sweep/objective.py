@@ -1,11 +1,12 @@
-"""The numbers that a finished trial is judged by."""
+"""The numbers that a finished trial is judged by; and what of a sweep is refused before any trial starts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 from flows.pipeline import nearest
+from flows.sweep.dimension import Dimension
 from flows.sweep.settings import Objective, Sweep
 from flows.sweep.target import dotted
 from flows.sweep.trial import Outcome
@@ -39,6 +40,37 @@ def function_of(name: str, path: str) -> Judge:
             f"{where}={path}: is no function; give one of the trial's manifests, by stage: it returns a number"
         )
     return cast(Judge, found)
+
+
+def check_sweep(sweep: Sweep, space: Mapping[str, Dimension], stages: Sequence[str]) -> None:
+    """Refuses what a sweep asks of trials that have only these stages.
+
+    Raises:
+        ConfigError: an objective or the pruning names another stage, an objective's function cannot be imported, or
+            the sampler or the pruner cannot be built or draws from no such space.
+    """
+    for name, objective in sweep.objectives.items():
+        if objective.function:
+            function_of(name, objective.function)
+        else:
+            stage, slash, _ = str(objective.metric).partition("/")
+            where = f"sweep.objectives.{name}.metric={objective.metric}"
+            if not slash:
+                raise ConfigError(f"{where}: is no metric of a stage; state STAGE/METRIC")
+            _require_stage(where, stage, stages)
+    if sweep.pruning:
+        _require_stage(f"sweep.pruning.stage={sweep.pruning.stage}", sweep.pruning.stage, stages)
+    if sweep.sampler is not None:
+        from flows.sweep.sampling import try_out  # the import of optuna
+
+        try_out(sweep, space)
+
+
+def _require_stage(where: str, stage: str, stages: Sequence[str]) -> None:
+    if stage not in stages:
+        raise ConfigError(
+            f"{where}: no trial runs a stage {stage}; they run: {', '.join(stages)}{nearest(stage, list(stages))}"
+        )
 
 
 def _value(name: str, objective: Objective, manifests: Mapping[str, Manifest]) -> float:

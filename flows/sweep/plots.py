@@ -16,11 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from flows.sweep.dimension import Dimension, Interval, Steps
 from flows.sweep.draws import distributions, drawn_from
-from flows.sweep.ledger import Row
-from flows.sweep.pruning import direction_sign
+from flows.sweep.folder import Row
+from flows.sweep.sampling import direction_sign, directions, silence
 from flows.sweep.settings import Sweep
 from flows.sweep.space import short_names
-from flows.sweep.study import load_reports, silence
+from flows.sweep.study import load_reports
 
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
 _ORDERS = 100  # high over low, from which an axis is logarithmic
@@ -38,7 +38,7 @@ class Plot:
 def study_of(sweep: Sweep, space: Mapping[str, Dimension], rows: Sequence[Row], folder: Path) -> optuna.Study:
     """The trials in memory, with their numbers; those that failed or have not ended have no parameters."""
     silence()
-    study = optuna.create_study(directions=[each.direction for each in sweep.objectives.values()])
+    study = optuna.create_study(directions=directions(sweep))
     reports = load_reports(folder) if sweep.pruning else {}
     ended = {row.number: row for row in rows if row.state in _STATES}
     for number in range(max(ended, default=-1) + 1):

@@ -1,28 +1,25 @@
 """Who proposes the trials of a sweep: every combination, or Optuna."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from flows.pipeline import nearest
-from flows.sweep.grid import Grid
-from flows.sweep.objective import function_of
+from flows.sweep.dimension import Choices, Dimension, Steps
 from flows.sweep.settings import Sweep
-from flows.sweep.space import dimensions
-from flows.sweep.trial import Proposer
+from flows.sweep.trial import Outcome, Proposer, Trial
 from lineage.errors import ConfigError
 
 
-def make_proposer(sweep: Sweep, params: Mapping[str, str], folder: Path) -> Proposer:
+def make_proposer(sweep: Sweep, space: Mapping[str, Dimension], folder: Path) -> Proposer:
     """The proposer that a sweep states.
 
     Args:
-        params: field -> values, of all that varies.
         folder: of the sweep, where Optuna keeps its study.
 
     Raises:
         ConfigError: it cannot propose from these values.
     """
-    space = dimensions(params)
     if sweep.sampler is None:
         return Grid(space)
     from flows.sweep.study import Study  # the import of optuna
@@ -30,27 +27,44 @@ def make_proposer(sweep: Sweep, params: Mapping[str, str], folder: Path) -> Prop
     return Study(sweep, space, folder)
 
 
-def check_sweep(sweep: Sweep, stages: Sequence[str]) -> None:
-    """Refuses what a sweep asks of trials that have only these stages.
+class Grid:
+    """Proposes every combination once; the last field varies fastest, and the same sweep numbers them the same.
 
     Raises:
-        ConfigError: an objective or the pruning names another stage, or an objective's function cannot be imported.
+        ConfigError: a field has values without end, or a scale that only a sampler reads.
     """
-    for name, objective in sweep.objectives.items():
-        if objective.function:
-            function_of(name, objective.function)
-        else:
-            stage, slash, _ = str(objective.metric).partition("/")
-            where = f"sweep.objectives.{name}.metric={objective.metric}"
-            if not slash:
-                raise ConfigError(f"{where}: is no metric of a stage; state STAGE/METRIC")
-            _require_stage(where, stage, stages)
-    if sweep.pruning:
-        _require_stage(f"sweep.pruning.stage={sweep.pruning.stage}", sweep.pruning.stage, stages)
+
+    def __init__(self, space: Mapping[str, Dimension]) -> None:
+        values = {field: _values(field, each) for field, each in space.items()}
+        self.trials = [
+            Trial(number=number, params=dict(zip(values, combination, strict=True)))
+            for number, combination in enumerate(itertools.product(*values.values()))
+        ]
+        self._left = iter(self.trials)
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Whoever asks is given every combination; two that make one stage wait for each other there."""
+        return nullcontext()
+
+    def ask(self) -> Trial | None:
+        return next(self._left, None)
+
+    def report(self, trial: Trial, stage: str, step: int, metrics: Mapping[str, float]) -> bool:
+        return False
+
+    def tell(self, trial: Trial, outcome: Outcome) -> None:
+        """Nothing that becomes of a trial changes what is tried next."""
 
 
-def _require_stage(where: str, stage: str, stages: Sequence[str]) -> None:
-    if stage not in stages:
+def _values(field: str, values: Dimension) -> tuple[str, ...]:
+    if not isinstance(values, Choices):
         raise ConfigError(
-            f"{where}: no trial runs a stage {stage}; they run: {', '.join(stages)}{nearest(stage, list(stages))}"
+            f"{field}: an interval has values without end, and without a sampler every combination is tried; "
+            "list values (0.1,0.2 or range(1,5)), or state a sampler: sweep=optuna"
         )
+    if isinstance(values, Steps) and values.log:
+        raise ConfigError(
+            f"{field}: log says how a sampler draws, and without one every value is tried; "
+            "leave the tag out, or state a sampler: sweep=optuna"
+        )
+    return values.values

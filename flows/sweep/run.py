@@ -20,7 +20,6 @@ from flows.sweep.book import Book
 from flows.sweep.engine import Engine, Events
 from flows.sweep.files import SweepFiles
 from flows.sweep.folder import sweep_folder
-from flows.sweep.ledger import Ledger
 from flows.sweep.planner import PlannedTrial
 from flows.sweep.proposers import make_proposer
 from flows.sweep.room import make_room
@@ -56,14 +55,11 @@ def run_sweep(overrides: Sequence[str], config_dir: Path | None, words: Sequence
     except _TrialsFailedError as error:
         failure = error
     wall = time.perf_counter() - start
-    rows = Ledger(sweep.folder).rows()
-    about = sweep.stated, sweep.folder, rows
-    print(
-        json.dumps(sweep_dict(*about, wall, sweep.execution_id), indent=2)
-        if as_json
-        else sweep_summary(*about, sweep.files.lines(), wall),
-        flush=True,
+    about = sweep.stated, sweep.folder, sweep.files
+    told = (
+        json.dumps(sweep_dict(*about, wall, sweep.execution_id), indent=2) if as_json else sweep_summary(*about, wall)
     )
+    print(told, flush=True)
     if failure:
         raise failure
     return 0
@@ -73,6 +69,12 @@ def _start_nothing(title: str) -> None:
     raise AssertionError(title)
 
 
+def _require_none_failed(book: Book) -> None:
+    failure = book.failure()
+    if failure:
+        raise _TrialsFailedError(failure)
+
+
 class _Sweep:
     """One execution of a sweep: what its parts need of each other."""
 
@@ -80,13 +82,13 @@ class _Sweep:
         self.stated, self._words = stated, words
         self._plan = plan = stated.sample.plan
         check_machine(stated.stale)
+        self._room = make_room(plan.stages, stated.sweep.parallel)
         note_before(plan)
         self.folder = sweep_folder(
-            plan.pipeline.store, plan.pipeline.name, stated.sweep, stated.params, stated.words
+            plan.pipeline.store, plan.pipeline.name, stated.sweep, stated.params, stated.stages
         )  # fmt: skip
-        self._room = make_room(plan.stages, stated.sweep.parallel)
-        self._proposer = make_proposer(stated.sweep, stated.params, self.folder)
-        self.files = SweepFiles(self.folder, stated.sweep, stated.params, stated.shared_words)
+        self._proposer = make_proposer(stated.sweep, stated.space, self.folder)
+        self.files = SweepFiles(self.folder, stated.sweep, stated.space, stated.shared_words)
         self.execution_id: str | None = None
 
     def run(self) -> None:
@@ -95,17 +97,21 @@ class _Sweep:
         Raises:
             PipelineError: trials failed.
         """
-        first = self._proposer.ask()
         is_known = self.stated.known is not None
-        with stoppable(), Board(sys.stderr, self.stated.titles) as board:
+        with stoppable(), self._proposer.at_work(), Board(sys.stderr, self.stated.titles) as board:
+            first = self._proposer.ask()
             if self.stated.stale if is_known else first:
                 self._run(board, first)
             else:  # no trial has anything to do: their records are read, and that is all
                 run = Run(plan=self._plan, processes=StageProcesses(), observer=board, tracker=NoTracker())
-                self._engine(run, self._book(run), first, queue.Queue()).drive(_start_nothing)
+                book = self._book(run)
+                self._engine(run, book, first, queue.Queue()).drive(_start_nothing)
+                _require_none_failed(book)
 
     def _run(self, board: Board, first: Trial | None) -> None:
-        trials = Trials(folder=self.folder, own=self.stated.own)
+        known = self.stated.known
+        count = self.stated.sweep.num_trials if known is None else len(known)
+        trials = Trials(folder=self.folder, own=self.stated.own, count=count)
         with open_run(self._plan, self._words, board, self.stated.stale, trials) as run:
             with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
                 print(union_text(self.stated), file=sys.stderr, flush=True)
@@ -113,9 +119,7 @@ class _Sweep:
             self._run_flow(run, book, first)
             run.tracker.keep([path for path in sorted(self.folder.iterdir()) if path.suffix in _KEPT])
             self.execution_id = run.tracker.execution_id()
-            failure = book.failure()
-            if failure:
-                raise _TrialsFailedError(failure)
+            _require_none_failed(book)
 
     def _run_flow(self, run: Run, book: Book, first: Trial | None) -> None:
         log = self._plan.pipeline.store / "logs" / "prefect-server.log"

@@ -1,5 +1,6 @@
 """What ``sweep:`` in the configuration states: which fields vary, what is to be best, who proposes the next trial."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -9,6 +10,8 @@ from annotated_types import Ge
 from lineage.errors import ConfigError
 
 Direction = Literal["maximize", "minimize"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,11 @@ class Sweep:
     by_step: str | None = None
 
     def __post_init__(self) -> None:
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"sweep.name={self.name}: names a directory of the store; letters, digits, '_', '-' and '.' are "
+                "accepted, and not one of the signs first"
+            )
         if self.sampler is None:
             for name, value in (("num_trials", self.num_trials), ("pruning", self.pruning)):
                 if value is not None:

@@ -3,18 +3,28 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from flows.sweep.dimension import Dimension, dimension, parse
+from flows.sweep.dimension import parse
 from flows.sweep.settings import Sweep
 from lineage.errors import ConfigError
 
 _UNTIL = "{until}"  # in the name of a field: the stage that trials end with
+# Keys of the root that say which pipeline runs, where, when and how, and not what its stages make.
+_THE_SAME = (
+    "name", "pipeline", "store", "tracking", "code_drift", "resources", "sweep", "aliases", "non_commercial_labels",
+    "tags", "schedule", "trigger", "retrain", "notify",
+)  # fmt: skip
 
 
-def split_words(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def field_of(word: str) -> str:
+    """What an override is of."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """What is the same in every trial, and field -> values of what varies.
 
     Raises:
-        ConfigError: an override does not parse, or a field is swept twice.
+        ConfigError: an override does not parse, or a field is swept that cannot be, or twice.
     """
     fixed: list[str] = []
     swept: dict[str, str] = {}
@@ -22,10 +32,11 @@ def split_words(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if not parse(word).is_sweep_override():
             fixed.append(word)
             continue
-        field, _, values = word.lstrip("+").partition("=")
+        field = field_of(word)
         if field in swept:
             raise ConfigError(f"{word}: {field}={swept[field]} is there too; state all values of a field in one word")
-        swept[field] = values
+        _require_variable(field)
+        swept[field] = word.partition("=")[2]
     return fixed, swept
 
 
@@ -41,7 +52,7 @@ def merged_params(sweep: Sweep, fixed: Sequence[str], swept: Mapping[str, str]) 
         fixed: the words that are the same in every trial, those of ``sweep.fixed`` among them.
 
     Raises:
-        ConfigError: nothing varies, or what varies is fixed as well.
+        ConfigError: nothing varies, or what cannot, or what varies is fixed as well.
     """
     params = {_field(sweep, field): values for field, values in sweep.params.items()} | dict(swept)
     if not params:
@@ -49,19 +60,16 @@ def merged_params(sweep: Sweep, fixed: Sequence[str], swept: Mapping[str, str]) 
             "a sweep varies a field, and none is stated; give one several values, such as "
             "stages.dpo.method.beta=0.05,0.1, or state sweep.params"
         )
+    for field in params:
+        _require_variable(field)
     for word in fixed:
-        field = word.lstrip("+~").partition("=")[0]
+        field = field_of(word)
         if field in params:
             raise ConfigError(
                 f"{word}: the sweep varies this field ({field}={params[field]}), and it is fixed as well; "
                 "leave one of the two out"
             )
     return params
-
-
-def dimensions(params: Mapping[str, str]) -> dict[str, Dimension]:
-    """Field -> what its values are."""
-    return {field: dimension(field, values) for field, values in params.items()}
 
 
 def short_names(fields: Iterable[str]) -> dict[str, str]:
@@ -75,6 +83,15 @@ def _endings(field: str) -> list[str]:
     """``c``, ``b.c`` and ``a.b.c`` of ``a.b.c``."""
     parts = field.split(".")
     return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+
+def _require_variable(field: str) -> None:
+    parts = field.split(".")
+    if parts[0] in _THE_SAME or (parts[0] == "stages" and parts[2:3] == ["resources"]):
+        raise ConfigError(
+            f"{field}: cannot vary: trials differ in what the stages of one pipeline make; vary stages.STAGE.method.*, "
+            "sources.* or a group such as model or adapter, and give this field one value"
+        )
 
 
 def _field(sweep: Sweep, field: str) -> str:

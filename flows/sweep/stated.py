@@ -1,19 +1,21 @@
 """A sweep as the words of a command and ``sweep:`` in the configuration state it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.compose import Composer
 from flows.plan import PlannedStage
-from flows.sweep.dimension import Choices, Dimension
-from flows.sweep.grid import Grid
-from flows.sweep.planner import PlannedTrial, Planner, key_of
-from flows.sweep.proposers import check_sweep
+from flows.sweep.dimension import Choices, Dimension, Steps, dimensions
+from flows.sweep.objective import check_sweep
+from flows.sweep.planner import Key, PlannedTrial, Planner, key_of
+from flows.sweep.proposers import Grid
 from flows.sweep.settings import Sweep
-from flows.sweep.space import dimensions, fixed_words, merged_params, split_words
+from flows.sweep.space import field_of, fixed_and_swept, fixed_words, merged_params
 from flows.sweep.trial import Trial
 from flows.typed import typed
+from lineage.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +24,29 @@ class Stated:
 
     Args:
         params: field -> values, of all that varies.
+        space: the same, read.
         words: the overrides of the command that are the same in every trial.
         known: every trial, planned, where they are fixed beforehand; None: a sampler proposes them.
-        sample: a plan of the kind that the trials have.
+        samples: plans of the kind that the trials have, at least one; always the same for the same sweep.
     """
 
     sweep: Sweep
     params: dict[str, str]
+    space: dict[str, Dimension]
     words: list[str]
     config_dir: Path | None
     planner: Planner
     known: list[PlannedTrial] | None
-    sample: PlannedTrial
+    samples: list[PlannedTrial]
+
+    @property
+    def sample(self) -> PlannedTrial:
+        return self.samples[0]
+
+    @property
+    def stages(self) -> set[Key]:
+        """What trials are made of, as far as it is known beforehand."""
+        return {key_of(planned) for each in self.samples for planned in each.plan.stages}
 
     @property
     def own(self) -> frozenset[str]:
@@ -51,9 +64,14 @@ class Stated:
         return list({key_of(planned): planned for each in self.trials for planned in each.plan.stale}.values())
 
     @property
+    def num_trials(self) -> int | None:
+        """How many there are; of a sampler's, how many at most."""
+        return self.sweep.num_trials if self.known is None else len(self.known)
+
+    @property
     def titles(self) -> list[str]:
         """What stages are called at most."""
-        last = (self.sweep.num_trials or len(self.trials)) - 1
+        last = (self.num_trials or 1) - 1
         return [f"{each.name}#{last}" if each.name in self.own else each.name for each in self.sample.plan.stages]
 
     @property
@@ -68,35 +86,34 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> Stat
     Raises:
         ConfigError: a word or a setting is wrong; or one of the trials is, which is named.
     """
-    words, swept = split_words(overrides)
+    words, swept = fixed_and_swept(overrides)
     sweep = _without(typed(Sweep, Composer(words, config_dir).part("sweep"), "sweep"), words)
     shared = [*fixed_words(sweep), *words]
     params = merged_params(sweep, shared, swept)
     planner = Planner(shared, sweep.until, config_dir)
     space = dimensions(params)
-    if sweep.sampler is None:
-        known = [planner.plan(trial) for trial in Grid(space).known() or []]
-        sample = known[0]
-    else:
-        known = None
-        sample = planner.plan(Trial(number=0, params={field: _any(each) for field, each in space.items()}))
-    check_sweep(sweep, [planned.name for planned in sample.plan.stages])
+    known = [planner.plan(trial) for trial in Grid(space).trials] if sweep.sampler is None else None
+    samples = known or list(_samples(planner, space))
+    check_sweep(sweep, space, [planned.name for planned in samples[0].plan.stages])
     return Stated(
-        sweep=sweep, params=params, words=words, config_dir=config_dir, planner=planner, known=known, sample=sample
-    )
+        sweep=sweep, params=params, space=space, words=words, config_dir=config_dir, planner=planner, known=known,
+        samples=samples,
+    )  # fmt: skip
+
+
+def _samples(planner: Planner, space: Mapping[str, Dimension]) -> Iterator[PlannedTrial]:
+    """One trial with the first values of all fields, and one for each further choice: other data, other groups."""
+    first = {field: each.values[0] if isinstance(each, Choices) else str(each.low) for field, each in space.items()}
+    yield planner.plan(Trial(number=0, params=first))
+    for field, each in space.items():
+        further = each.values[1:] if isinstance(each, Choices) and not isinstance(each, Steps) else ()
+        for value in further:
+            with contextlib.suppress(ConfigError):  # it may go with other values of the other fields
+                yield planner.plan(Trial(number=0, params={**first, field: value}))
 
 
 def _without(sweep: Sweep, words: Sequence[str]) -> Sweep:
     """What the command line fixes otherwise than ``sweep.fixed`` is as the command line says."""
-    stated = {_field(word) for word in words}
+    stated = {field_of(word) for word in words}
     named = zip(fixed_words(sweep), sweep.fixed.items(), strict=True)
-    return replace(sweep, fixed=dict(item for word, item in named if _field(word) not in stated))
-
-
-def _any(values: Dimension) -> str:
-    """One value, as an override states it."""
-    return values.values[0] if isinstance(values, Choices) else str(values.low)
-
-
-def _field(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+    return replace(sweep, fixed=dict(item for word, item in named if field_of(word) not in stated))

@@ -1,6 +1,8 @@
 """A trial, what became of it, and who proposes trials."""
 
+import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -32,7 +34,7 @@ class Outcome:
 
     Args:
         manifests: stage -> record of its output, of all that is finished.
-        seconds: from its first stage to its last, waits included.
+        seconds: of the stages of its own that are finished, whoever made them; no wait counts.
         cause: of a failure or a pruning; empty for a complete trial.
         values: objective -> number of a complete trial; ``objective.judged`` fills them in.
     """
@@ -43,12 +45,22 @@ class Outcome:
     cause: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``STAGE/METRIC`` -> number, of every stage that is finished."""
+        return {
+            f"{stage}/{name}": value
+            for stage, manifest in self.manifests.items()
+            for name, value in manifest.metrics.items()
+            if math.isfinite(value)
+        }
+
 
 class Proposer(Protocol):
-    """Proposes trials and hears of them; every method may be called from any thread."""
+    """Proposes trials and hears of them, from one thread."""
 
-    def known(self) -> list[Trial] | None:
-        """Every trial there will be, where that is fixed beforehand."""
+    def at_work(self) -> AbstractContextManager[None]:
+        """Around all that follows: meanwhile no other process takes up the trials that this one asked for."""
 
     def ask(self) -> Trial | None:
         """The next trial; None: there is none any more."""

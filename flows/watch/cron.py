@@ -6,17 +6,20 @@ from pathlib import Path
 from types import ModuleType
 
 _MODULE = "posttrain_croniter"
+_FIELDS = 5
 _RANDOM = {"r", "h"}  # croniter's own extensions, which Prefect refuses
 
 
 def is_cron(expression: str) -> bool:
-    """Whether Prefect takes it as a cron expression, and its time ever comes (that of 30 February does not)."""
+    """Whether it is of five fields, or a name such as ``@daily``; Prefect takes it; and its time ever comes."""
     croniter = _croniter()
+    if len(expression.split()) != (1 if expression.startswith("@") else _FIELDS):
+        return False  # croniter takes seconds and years too
     if not croniter.croniter.is_valid(expression) or _RANDOM & {part.casefold() for part in expression.split()}:
         return False
     try:
         croniter.croniter(expression).get_next()
-    except croniter.CroniterError:
+    except croniter.CroniterError:  # such as of 30 February
         return False
     return True
 

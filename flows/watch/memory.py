@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from flows.typed import typed
+from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 
 LATE = timedelta(hours=1)  # by which a sender's clock may lag, or an event be delayed, without being passed over
@@ -40,18 +42,35 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Started:
+    """A run that takes in what was seen, unless it dies on the way.
+
+    Args:
+        at: when it was started; ISO 8601, UTC.
+    """
+
+    id: str
+    at: str
+    seen: Seen
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """``<store>/watch/<pipeline>.json``.
 
     Args:
-        since: when the last run was started here, or watching began; ISO 8601, UTC.
-        digests: source -> fingerprint, as the last run took it.
+        since: when the last run that has ended was started here, or watching began; ISO 8601, UTC.
+        digests: source -> fingerprint, as the last run took it that has ended.
         followed: id -> when it occurred, of the events that a run has followed and that may be met again.
+        started: the run of which it is not known yet how it ended.
+        lost: how many runs have died, one after the other, over what is new.
     """
 
     since: str
     digests: Mapping[str, str] = field(default_factory=dict)
     followed: Mapping[str, str] = field(default_factory=dict)
+    started: Started | None = None
+    lost: int = 0
 
     @property
     def events_from(self) -> datetime:
@@ -65,7 +84,8 @@ class Memory:
 
     def key(self, seen: Seen) -> str:
         """Names the run that follows: the same for two who watch one store, and for one who was killed half-way."""
-        content = {"since": self.since, "digests": dict(seen.digests), "events": [each.id for each in seen.arrivals]}
+        events = [each.id for each in seen.arrivals]
+        content = {"since": self.since, "digests": dict(seen.digests), "events": events, "lost": self.lost}
         return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
     def taking(self, digests: Mapping[str, str]) -> "Memory":
@@ -73,11 +93,23 @@ class Memory:
         return replace(self, digests={**self.digests, **digests})
 
     def following(self, seen: Seen, now: datetime) -> "Memory":
-        """After a run was started that takes in all that was seen."""
+        """After a run that was started now has taken in all that was seen."""
         followed = {**self.followed, **{each.id: each.occurred for each in seen.arrivals}}
         after = Memory(since=_iso(now), digests={**self.digests, **seen.digests})
         recent = {key: when for key, when in followed.items() if datetime.fromisoformat(when) >= after.events_from}
         return replace(after, followed=recent)
+
+    def starting(self, run_id: str, seen: Seen, now: datetime) -> "Memory":
+        """While a run is under way that is to take in all that was seen."""
+        return replace(self, started=Started(id=run_id, at=_iso(now), seen=seen))
+
+    def ended(self) -> "Memory":
+        """After the run that was started has taken in what it was to, or as if it had."""
+        return self.following(self.started.seen, datetime.fromisoformat(self.started.at)) if self.started else self
+
+    def losing(self) -> "Memory":
+        """After the run that was started has died: what it was to take in is new once more."""
+        return replace(self, started=None, lost=self.lost + 1)
 
     @staticmethod
     def beginning(now: datetime) -> "Memory":
@@ -87,8 +119,8 @@ class Memory:
     @staticmethod
     def read(path: Path) -> "Memory | None":
         try:
-            return Memory(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or damaged: watching begins anew
+            return typed(Memory, json.loads(path.read_text()), str(path))
+        except (OSError, ValueError, ConfigError):  # none yet, or damaged: watching begins anew
             return None
 
     def write(self, path: Path) -> None:

@@ -1,6 +1,7 @@
 """The runs of deployments, and the events, by Prefect's API."""
 
 from datetime import UTC, datetime, timedelta
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -13,14 +14,17 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
 from flows.watch.memory import Arrival
+from flows.watch.watcher import Fate
 
 _UNDER_WAY = [
     StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING,
 ]  # fmt: skip
 _PAGE = 50  # of events; the most that the server gives at once
+_SHUTDOWN = "Runner is shutting down."  # what Prefect says of a run that `posttrain serve` takes along
 _AHEAD = timedelta(days=1)  # by which the clock of an event's sender may be ahead of ours
 
 
@@ -57,7 +61,7 @@ class PrefectRuns:
             for each in found
         )
 
-    def start(self, deployment: str, causes: tuple[str, ...], key: str) -> str:
+    def start(self, deployment: str, causes: tuple[str, ...], key: str) -> tuple[str, str]:
         with get_client(sync_client=True) as client:
             run = client.create_flow_run_from_deployment(
                 client.read_deployment_by_name(deployment).id,
@@ -65,4 +69,15 @@ class PrefectRuns:
                 tags=[f"trigger:{cause}" for cause in causes],
                 idempotency_key=key,
             )
-        return str(run.name)
+        return str(run.id), str(run.name)
+
+    def fate(self, run_id: str) -> tuple[Fate, str]:
+        with get_client(sync_client=True) as client:
+            try:
+                run = client.read_flow_run(UUID(run_id))
+            except ObjectNotFound:  # the server has lost its runs
+                return "lost", run_id
+        if not run.state.is_final():
+            return "open", run.name
+        stopped = run.state.is_cancelled() and run.state.message == _SHUTDOWN
+        return "lost" if stopped or run.state.is_crashed() else "over", run.name

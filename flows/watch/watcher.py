@@ -4,14 +4,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Literal, Protocol
 
 from flows.operation import Trigger
 from flows.pipeline import Pipeline
+from flows.plan import make_plan
+from flows.retrain import promotion_due
+from flows.verdicts import may_ask
 from flows.watch.digests import SourceDigests, last_taken
 from flows.watch.memory import Arrival, Memory, Rest, Seen
+from lineage.errors import PipelineError
 
 logger = logging.getLogger(__name__)
+
+Fate = Literal["open", "over", "lost"]
+_TRIES = 5  # of runs that die over the same data: what kills them may be the run itself
 
 
 class Runs(Protocol):
@@ -23,8 +30,11 @@ class Runs(Protocol):
     def arrivals(self, names: tuple[str, ...], since: datetime) -> tuple[Arrival, ...]:
         """The events of these names."""
 
-    def start(self, deployment: str, causes: tuple[str, ...], key: str) -> str:
-        """Creates a run, unless there is one of this key, and returns its name."""
+    def start(self, deployment: str, causes: tuple[str, ...], key: str) -> tuple[str, str]:
+        """Creates a run, unless there is one of this key, and returns its id and name."""
+
+    def fate(self, run_id: str) -> tuple[Fate, str]:
+        """Of a run, and its name: "lost" where it died or its server stopped, "over" where it ended otherwise."""
 
 
 class Watcher:
@@ -32,6 +42,7 @@ class Watcher:
 
     A run is due when a source is not what the last run took, or an event has arrived, and all has rested for
     ``settle`` seconds. While a run waits or is under way none is created: what changes meanwhile is taken by the next.
+    A run counts as having taken something only when it is over; one that dies is followed by another.
 
     Args:
         deployment: ``FLOW/DEPLOYMENT``.
@@ -67,43 +78,66 @@ class Watcher:
     def _look(self) -> float:
         digests = {name: self._digests.fingerprint(name) for name in self._trigger.sources}
         memory = self._memory(digests)
-        seen = Seen(digests=digests, arrivals=self._arrivals(memory))
+        taken = memory.ended()
+        seen = Seen(digests=digests, arrivals=self._arrivals(taken))
         now = self._clock()
         self._rest = self._rest.look(seen, now) if self._rest else Rest(seen=seen, since=now)
-        causes = memory.causes(seen)
+        causes = taken.causes(seen)
         if not causes:
             self._said = ""
             return self._trigger.poll
         remaining = self._rest.remaining(self._trigger.settle, now)
         if remaining:
+            self._say(logging.INFO, f"new: {', '.join(causes)}; waits until it rests")
             return min(remaining, self._trigger.poll)
-        other = self._runs.under_way(self._deployment)
-        if other:
-            self._say(logging.INFO, f"new: {', '.join(causes)}; waits for the run {other}")
-            return self._trigger.poll
-        run = self._runs.start(self._deployment, causes, memory.key(seen))
-        memory.following(seen, _now()).write(self._path)
-        self._say(logging.INFO, f"new: {', '.join(causes)}; started the run {run}")
+        self._say(logging.INFO, f"new: {', '.join(causes)}; {self._follow(memory, seen, causes)}")
         return self._trigger.poll
 
+    def _follow(self, memory: Memory, seen: Seen, causes: tuple[str, ...]) -> str:
+        """Starts a run where one is due and none is under way; says what became of it."""
+        other = self._runs.under_way(self._deployment)
+        if other or memory.started:
+            return f"waits for the run {other or 'that was started last'}"
+        if not seen.arrivals and self._is_made():
+            memory.following(seen, _now()).write(self._path)
+            return "another run has taken it"
+        run_id, name = self._runs.start(self._deployment, causes, memory.key(seen))
+        memory.starting(run_id, seen, _now()).write(self._path)
+        return f"started the run {name}"
+
+    def _is_made(self) -> bool:
+        """Whether a run would find nothing to do."""
+        try:
+            plan = make_plan(self._pipeline)
+            return not (plan.stale or may_ask(plan) or promotion_due(plan))
+        except PipelineError:  # a run says so to more people
+            return False
+
     def _memory(self, digests: Mapping[str, str]) -> Memory:
-        """What the runs so far have taken in: those that were started here, and those that others have started.
+        """What the runs so far have taken in.
 
         A source that was never watched counts as taken as the pipeline's last output has it, or without one as it is;
         events that have arrived before watching began count as followed.
         """
         stored = Memory.read(self._path)
-        before = stored or self._beginning()
-        taken = {}
-        for name, digest in digests.items():
-            if before.digests.get(name) != digest:
-                last = last_taken(self._pipeline, name)
-                if last == digest or name not in before.digests:
-                    taken[name] = last or digest
-        memory = before.taking(taken)
+        before = self._judged(stored) if stored else self._beginning()
+        unknown = digests.keys() - before.ended().digests.keys()
+        memory = before.taking({name: last_taken(self._pipeline, name) or digests[name] for name in unknown})
         if memory != stored:
             memory.write(self._path)
         return memory
+
+    def _judged(self, memory: Memory) -> Memory:
+        """With the end, if there is one by now, of the run that was started last."""
+        if memory.started is None:
+            return memory
+        fate, name = self._runs.fate(memory.started.id)
+        if fate == "lost" and memory.lost + 1 < _TRIES:
+            self._say(logging.WARNING, f"the run {name} was stopped or died; what it was to take in is new again")
+            return memory.losing()
+        if fate == "lost":
+            self._say(logging.WARNING, f"the run {name} died, as {memory.lost} before it; start the next yourself")
+        return memory if fate == "open" else memory.ended()
 
     def _beginning(self) -> Memory:
         memory = Memory.beginning(_now())

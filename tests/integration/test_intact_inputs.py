@@ -66,3 +66,21 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed_under_its_old_n
     assert process.returncode == 1
     assert "rows.txt has changed since the plan was made" in err
     assert not list(tmp_path.glob("artifacts/data/*/manifest.json"))
+
+
+def test_code_that_changes_between_plan_and_stage_is_not_recorded_as_the_old_one(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    own = tmp_path / "own.py"
+    text = "from tests.toy_methods import ToyModel\n\nclass Own(ToyModel):\n    pass\n"
+    own.write_text(text)
+    toy = Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "stages.model.method._target_=own.Own"
+    )
+    running = toy.start("run", "stages.data.method.seconds=4")
+    wait_until(lambda: list(tmp_path.glob("artifacts/data/*/output/rows.txt")), "data is being made")
+    own.write_text(text.replace("pass", "size: int = 1"))
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert "the code of own has changed since the plan was made" in err
+    again = toy.run("stages.data.method.seconds=4")
+    assert [name for name, row in again.items() if row["state"] == "run"] == ["model", "left", "right"]

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,11 +16,17 @@ import pytest
 
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi
+from tests.webhook import webhook
 
 pytestmark = pytest.mark.integration
 
 WORDS = ["model=none", "tracking=none", "sources.rows.path=rows.txt"]
 SLOW = ["stages.data.method.seconds=300"]
+NOTIFY = "notify=custom-webhook/ops"
+SAVE = (
+    "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
+    "Block(name='ops', url=sys.argv[1], json_data={'subject': '{{subject}}', 'body': '{{body}}'}).save('ops')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +53,26 @@ def api(prefect_url) -> PrefectApi:
     return PrefectApi(prefect_url)
 
 
-def serve(folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+@pytest.fixture(scope="module")
+def heard(environment) -> Iterator[list[dict[str, str]]]:
+    """What whom ``notify`` names was told so far."""
+    with webhook() as (address, heard):
+        subprocess.run([sys.executable, "-c", SAVE, address], env=environment, check=True, capture_output=True)
+        yield heard
+
+
+def said(heard: list[dict[str, str]]) -> tuple[str, str]:
+    """Subject and body of the one message since the last call."""
+    wait_until(lambda: heard, "somebody is told", 30)
+    [message] = heard
+    heard.clear()
+    return message["subject"], message["body"]
+
+
+def serve(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Popen:
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "serve", "--config-dir", "groups", *WORDS],
+            [sys.executable, "-m", "flows", "serve", "--config-dir", "groups", *WORDS, *words],
             cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
         )  # fmt: skip
     wait_until(lambda: process.poll() is not None or "run one:" in (folder / "serve.log").read_text(), "served")
@@ -174,6 +198,8 @@ def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(serv
     run, processes = running(api, served)
     other = api.start("toy/local")
     wait_until(lambda: "waits for another run of toy" in api.log(other), "the second waits")
+    state = api.end(api.start("toy/local"))
+    assert (state["type"], state["message"].split(",")[0]) == ("COMPLETED", f"left to the run {api.run(other)['name']}")
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
     wait_until(lambda: not alive(processes), "all processes end")
@@ -189,22 +215,36 @@ def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environme
     assert api.end(run)["type"] == "CANCELLED"
 
 
-def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api):
-    run, processes = running(api, served)
+def test_a_failure_before_any_stage_is_told(served, api, heard):
+    for override, why in (
+        ("sources.rows.path=gone.txt", "gone.txt: no such file"),
+        ("resources.gpu_pool=nowhere", "prefect gcl create nowhere"),
+    ):
+        state = api.end(api.start("toy/local", "stages.data.method.seconds=0.1", NOTIFY, override))
+        assert state["type"] == "FAILED" and why in state["message"]
+        subject, body = said(heard)
+        assert subject == "toy: failed" and why in body
+
+
+def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
+    run, processes = running(api, served, *SLOW, NOTIFY)
     driver = next(each for each in processes if "prefect.engine" in " ".join(each.cmdline()))
     driver.kill()
     assert api.end(run)["type"] == "CRASHED"
     wait_until(lambda: not alive(processes), "all processes end")
+    subject, body = said(heard)
+    assert subject == "toy: crashed" and f"The run {api.run(run)['name']!r} crashed: " in body
 
 
 def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_unheard(
-    served, api, folder, environment
+    served, api, folder, environment, heard
 ):
-    run, processes = running(api, served)
+    run, processes = running(api, served, *SLOW, NOTIFY)
     served.kill()
     served.wait()
     assert api.end(run)["type"] == "CRASHED"  # its own process has said so
     wait_until(lambda: not alive(processes), "all processes end")
+    assert said(heard)[0] == "toy: crashed"
 
     unheard = api.start("toy/local")
     api.set_state(unheard, "RUNNING")
@@ -213,13 +253,23 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
         env=environment, check=False,
     )  # fmt: skip
     assert gone.returncode == 0
-    process = serve(folder, environment)
+    process = serve(folder, environment, NOTIFY)
     try:
         assert api.end(unheard)["type"] == "CRASHED"
-        assert api.end(api.start("toy/local"))["message"].startswith("nothing to do")
+        assert said(heard)[0] == "toy: crashed"
+        assert api.end(api.start("toy/local"))["type"] == "COMPLETED"
+        heard.clear()
+        stopped, _ = running(api, process)
     finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # someone who has no patience
+            time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+    assert "Traceback" not in (folder / "serve.log").read_text()
+    assert api.end(stopped)["type"] == "CANCELLED"
+    subject, body = said(heard)
+    assert subject == "toy: stopped" and "Runner is shutting down." in body
 
 
 def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):

@@ -9,17 +9,22 @@ from tests.command import REPOSITORY
 _SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
+from flows.sweep.dimension import dimensions
+from flows.sweep.files import SweepFiles
 from flows.sweep.proposers import make_proposer
 from tests.sweeps import RANDOM, complete, maximize, sweep
 
 stated = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
-study = make_proposer(stated, {"lr": "interval(0,1)"}, Path(sys.argv[1]))
-for trial in iter(study.ask, None):
-    print(trial.number, trial.params["lr"], flush=True)
-    if str(trial.number) == sys.argv[2]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.05)
-    study.tell(trial, complete({"best": 1.0}))
+space, folder = dimensions({"lr": "interval(0,1)"}), Path(sys.argv[1])
+study, files = make_proposer(stated, space, folder), SweepFiles(folder, stated, space, [])
+with study.at_work():
+    for trial in iter(study.ask, None):
+        print(trial.number, trial.params["lr"], flush=True)
+        if str(trial.number) == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+        files.add(trial, complete({"best": 1.0}))
+        study.tell(trial, complete({"best": 1.0}))
 """
 
 
@@ -50,3 +55,5 @@ def test_two_processes_share_a_sweep_and_no_trial_is_run_twice(tmp_path):
     found = [line for each in both for line in lines(each)]
     assert sorted(int(line.split()[0]) for line in found) == list(range(6))
     assert all(each.returncode == 0 for each in both)
+    assert len((tmp_path / "trials.csv").read_text().splitlines()) == 7
+    assert not list(tmp_path.glob("*.tmp")) and not list((tmp_path / "processes").iterdir())

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,13 @@ def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, f
     assert (states(again), started(errors), again["trials"]) == (["complete"] * 3, [], told["trials"])
     assert prefect_runs(prefect_url, folder) == ["COMPLETED"]
 
+    (Path(told["sweep"]) / "trials.jsonl").unlink()  # as a stop leaves it between the last stage and the end of a trial
+    remembered, _ = sweep(toy, RATES)
+    assert remembered["trials"] == told["trials"] and all(trial["seconds"] > 0 for trial in told["trials"])
+    judged, errors = sweep(toy, RATES, "sweep.objectives.best={metric: left/nope, direction: minimize}", code=1)
+    assert (states(judged), started(errors)) == (["failed"] * 3, [])
+    assert "3 of 3 trials failed" in errors
+
     _, errors = sweep(toy, "stages.left.method.learning_rate=0.3,0.4", "sweep.until=left")
     assert started(errors) == ["left#1"]
     assert not (folder / "artifacts" / "pipelines").exists()  # no sweep moves the view
@@ -115,6 +123,9 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
     for arguments, said in (
         (("--multirun", "stages.left.method.num_steps=3,x"), "trial 1: stages.left.method.num_steps=x: "),
         (("--multirun",), "a sweep varies a field, and none is stated"),
+        (("--multirun", "store=a,b"), "store: cannot vary"),
+        (("--multirun", RATES, *PRUNED, "sweep.sampler.sed=3"), "sweep.sampler.sed: unknown argument"),
+        (("--multirun", RATES, *PRUNED, "sweep.pruning.pruner.uper=3"), "sweep.pruning.pruner.uper: unknown argument"),
         ((RATES,), "run --multirun tries each"),
         (("--overrides-from", "rows.txt"), "--overrides-from rows.txt: holds no list of overrides"),
     ):

@@ -1,11 +1,9 @@
 """Schedules and triggers against a real Prefect server: what is registered, what starts runs, and in which order."""
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,25 +16,19 @@ from lineage.digest import DigestCache
 from lineage.remote_files import open_remote
 from lineage.sources import pin
 from tests.command import CONF, Command, wait_until
+from tests.prefect_api import PrefectApi
 
+TOY = ["pipeline=toy", "model=none", "sources.rows.path=rows.txt"]
 TRIGGER = "trigger={sources: [rows], events: [rows.ready], poll: 0.3, settle: 0.5}"
 
 
-class Server:
-    """Prefect's API as curl would call it, and the deployment ``toy/local``."""
+class Server(PrefectApi):
+    """The runs of the deployment ``toy/local`` that are made from now on."""
 
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.url = url
-
-    def post(self, path: str, body: object) -> object:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            return json.loads(answer.read() or "null")
-
-    def get(self, path: str) -> dict:
-        with urllib.request.urlopen(self.url + path) as answer:
-            return json.loads(answer.read())
+        self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
 
     def send(self, event: str) -> None:
         body = {
@@ -47,8 +39,16 @@ class Server:
 
     def runs(self) -> list[dict]:
         """Those that a trigger has started, in order."""
+        return [run for run in self._made() if any(tag.startswith("trigger:") for tag in run["tags"])]
+
+    def _made(self) -> list[dict]:
         found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
-        return [run for run in found if any(tag.startswith("trigger:") for tag in run["tags"])]
+        return [run for run in found if run["id"] not in self._before]
+
+    def scheduled_ends(self) -> list[str]:
+        """Messages with which those that a schedule has made are completed."""
+        ended = [run["state"] for run in self._made() if run["auto_scheduled"]]
+        return [state["message"] for state in ended if state["type"] == "COMPLETED"]
 
     def triggers(self) -> list[set[str]]:
         return [{tag for tag in run["tags"] if tag.startswith("trigger:")} for run in self.runs()]
@@ -59,10 +59,7 @@ class Server:
 
 @pytest.fixture
 def server(prefect_url):
-    server = Server(prefect_url)
-    yield server
-    for run in server.post("/flow_runs/filter", {}):
-        urllib.request.urlopen(urllib.request.Request(f"{prefect_url}/flow_runs/{run['id']}", method="DELETE"))
+    return Server(prefect_url)
 
 
 @pytest.fixture
@@ -78,8 +75,7 @@ def serving(server, folder, *words: str) -> Iterator[list[str]]:
     command = Command(folder, environment={"PREFECT_API_URL": server.url})
     said = folder / "serve.log"
     process = command.start(
-        "serve", "--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt", TRIGGER,
-        "tracking=none", *words, stderr=said,
+        "serve", "--config-dir", str(CONF), *TOY, TRIGGER, "tracking=none", *words, stderr=said
     )  # fmt: skip
     try:
         wait_until(lambda: "watches" in said.read_text() or process.poll() is not None, "it watches")
@@ -116,6 +112,19 @@ def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
     [registered] = deployment["schedules"]
     assert registered["active"]
     assert (registered["schedule"]["cron"], registered["schedule"]["timezone"]) == ("0 3 1 1 *", "Europe/Berlin")
+
+
+def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, tmp_path):
+    left = tmp_path / "artifacts" / "left"
+    with serving(server, tmp_path, "stages.left.method.step_seconds=100"):
+        rows.write_text("second")
+        wait_until(lambda: list(left.glob("*/lock")), "its data is made and it trains")
+    [run] = server.runs()
+    assert (run["state_type"], run["state"]["message"]) == ("CANCELLED", "Runner is shutting down.")
+    with serving(server, tmp_path):
+        wait_until(lambda: server.ended() == 1, "another has followed")
+    assert server.triggers() == [{"trigger:rows"}] * 2
+    assert len(list(left.glob("*/manifest.json"))) == 1
 
 
 def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
@@ -168,3 +177,20 @@ def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, mo
     assert fingerprint() == before
     commit('{"text": "b"}\n')
     assert fingerprint() != before
+
+
+def test_a_schedule_makes_runs_by_itself(rows, tmp_path):
+    """On the server that the command brings along; that of the other tests keeps to no schedule."""
+    command = Command(tmp_path, environment={"PREFECT_HOME": str(tmp_path / "prefect")})
+    command.run(*TOY)
+    process = command.start(
+        "serve", "--config-dir", str(CONF), *TOY, "tracking=none", "schedule={interval: 10}",
+        stderr=tmp_path / "serve.log",
+    )  # fmt: skip
+    try:
+        server = Server(f"{process.stdout.readline().split()[1]}/api")
+        wait_until(server.scheduled_ends, "one has come and gone")
+        assert server.scheduled_ends()[0] == "nothing to do: all 4 stages are finished"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)

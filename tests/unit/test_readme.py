@@ -9,7 +9,7 @@ import pytest
 from flows.__main__ import _parser
 from flows.config import load_pipeline
 from flows.pipeline import Pipeline
-from flows.sweep.space import split_words
+from flows.sweep.space import fixed_and_swept
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -29,7 +29,7 @@ def commands() -> list[str]:
 
 def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipeline]:
     """The pipeline; of a sweep those of its first and last values, where they are listed."""
-    fixed, swept = split_words(overrides)
+    fixed, swept = fixed_and_swept(overrides)
     listed = {field: values for field, values in swept.items() if "(" not in values}
     ends = ([f"{field}={values.split(',')[end]}" for field, values in listed.items()] for end in (0, -1))
     return [load_pipeline([*fixed, *end], config_dir) for end in ends]

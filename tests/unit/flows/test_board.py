@@ -40,13 +40,15 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
     with Board(stream, ["dpo", "reward"]) as board:
         for _ in range(5):
-            board.waiting("dpo", "1 CPUs")
+            board.waiting("dpo", "1 CPU")
         board.running("dpo", tmp_path / "none", 10)
         board.failed("dpo", "stage dpo failed: no memory\nsecond line")
+        board.pruned("reward", "pruned at step 3")
     assert stream.getvalue().splitlines() == [
-        "dpo     waits for 1 CPUs",
+        "dpo     waits for 1 CPU",
         "dpo     started (10 steps)",
         "dpo     FAILED: stage dpo failed: no memory",
+        "reward  pruned at step 3",
     ]
 
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -6,8 +7,9 @@ import psutil
 import pytest
 
 from flows import cancel as module
+from flows.__main__ import main
 from flows.cancel import cancel, find_run
-from flows.run_notes import Links, RunNote
+from flows.run_notes import RUN_VARIABLE, Links, RunNote, note_path
 from lineage.errors import ConfigError, PipelineError
 from lineage.lease import Holder
 
@@ -22,6 +24,18 @@ def sleeper():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
     yield replace(Holder.here(), pid=process.pid, started=started)
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def left_behind():
+    """Of the run that ``note`` makes, and in a group and session of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
+        env={**os.environ, RUN_VARIABLE: "20260101-000000-aaaa"},
+    )  # fmt: skip
+    yield process
     process.kill()
     process.wait()
 
@@ -61,6 +75,45 @@ def test_what_is_over_is_let_be(tmp_path):
         assert psutil.pid_exists(each.driver.pid)
     assert cancel(ended, tmp_path) == f"{ended.id} is over: failed"
     assert cancel(dead, tmp_path).startswith(f"{dead.id} died before: its process ")
+
+
+def test_what_a_killed_run_left_is_ended(tmp_path, left_behind):
+    dead = note(driver=replace(Holder.here(), started=0.0))
+    dead.write(tmp_path)
+    said = cancel(dead, tmp_path)
+    assert said.startswith(f"{dead.id} died before: ")
+    assert said.endswith(f"what it left is ended (processes {left_behind.pid})")
+    assert not psutil.pid_exists(left_behind.pid)
+    assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
+
+
+def test_what_another_run_has_started_is_let_be(tmp_path, left_behind):
+    dead = note("20260101-000000-bbbb", driver=replace(Holder.here(), started=0.0))
+    dead.write(tmp_path)
+    assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
+    assert left_behind.poll() is None
+
+
+def test_what_a_run_left_on_another_host_is_ended_there(tmp_path, left_behind):
+    dead = note(driver=replace(Holder.here(), host="elsewhere"))
+    dead.write(tmp_path)
+    os.utime(note_path(tmp_path, dead.id), (0, 0))
+    assert cancel(dead, tmp_path).endswith(f"call posttrain cancel {dead.id} there to end what it may have left")
+    assert left_behind.poll() is None
+
+
+def test_a_run_has_not_ended_while_something_that_it_started_lives(tmp_path, sleeper, left_behind, monkeypatch):
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.5)
+    running = note(driver=sleeper)
+    running.write(tmp_path)
+    with pytest.raises(PipelineError, match=rf"not within 0 s \(processes {left_behind.pid}\)"):
+        cancel(running, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["20260101", "store={}"], ["store={}", "20260101"]])
+def test_a_run_is_named_before_or_after_its_store(runs, words, capsys):
+    assert main(["cancel", *(word.format(runs) for word in words)]) == 0
+    assert capsys.readouterr().out == "20260101-000000-aa01 is over: done\n"
 
 
 def test_a_run_of_this_host_is_ended(tmp_path, sleeper):

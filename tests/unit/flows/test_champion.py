@@ -168,6 +168,31 @@ def test_a_change_of_the_gate_alone_trains_nothing_again(renewed):
     assert [planned.name for planned in plan.stale] == ["gate"]
 
 
+NO_REPLAY = ("stages.data.method.replay_share=null", "~stages.data.inputs.replay")
+
+
+@pytest.mark.parametrize("first", [(), NO_REPLAY])
+@pytest.mark.parametrize("field", ["held_out=0.4", "seed=1"])
+def test_old_rows_that_were_split_otherwise_are_refused_by_the_plan(renewed, first, field):
+    made(renewed("a", *first))
+    said = r"old-data: the old rows were split with held_out=0\.1 and seed=0, the new ones would be with .*" + field
+    with pytest.raises(ConfigError, match=said):
+        renewed("b", f"stages.data.method.{field}")
+    assert "replay" in inputs_of(renewed("b"), "data")
+
+
+def test_old_rows_that_no_alias_names_need_the_record_of_how_they_were_split(renewed, tmp_path):
+    first = renewed("a")
+    finish(first)
+    output = first.entry(first.stage("data")).output
+    assert "replay" in inputs_of(renewed("b", f"sources.old-data.path={output}"), "data")
+    with pytest.raises(ConfigError, match=r"split with held_out=0\.1"):
+        renewed("b", f"sources.old-data.path={output}", "stages.data.method.held_out=0.2")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ConfigError, match=r"nothing says how the rows in .*elsewhere were split"):
+        renewed("b", f"sources.old-data.path={tmp_path}/elsewhere")
+
+
 def test_a_champion_that_was_made_without_that_stage_gives_no_data(renewed):
     made(renewed("a"))
     plan = renewed("b", "sources.old-data.path=alias:champion/elsewhere")

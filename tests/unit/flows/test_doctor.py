@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from flows.commands import doctor as command
+from flows.commands.doctor import CHECKS
 from flows.doctor import gather_machine as machine_module
 from flows.doctor import gather_services as services_module
 from flows.doctor import packages as packages_module
-from flows.doctor.checks import CHECKS
 from flows.doctor.facts import Facts, Gpus, Machine, Packages, Server, Service, StorePlace, Surroundings
 from flows.doctor.gather_machine import gather_machine
 from flows.doctor.gather_packages import gather_packages, locked
@@ -93,7 +95,9 @@ def test_a_fit_machine_has_no_complaint(facts):
         (packages(wanted=["absent>=1"]), "packages", "error", "posttrain requires absent>=1, none is installed"),
         (packages(required={"vllm": ["torch==2.9"]}), "packages", "warn", "vllm requires torch==2.9, 2.13.0+cpu is"),
         (packages(locked={"prefect": "3.8.9"}), "lock", "warn", "prefect 3.8.8 (lock: 3.8.9)"),
+        (packages(locked={"prefect": "3.8.8", "httpx": "0.28"}), "lock", "warn", "httpx is absent (lock: 0.28)"),
         (installed(fastapi="0.165.0"), "known-bad", "error", "prefect 3.8.8 and fastapi 0.165.0: Prefect states no"),
+        (installed(sqlalchemy="2.1.9"), "known-bad", "error", "prefect 3.8.8 and sqlalchemy 2.1.9: Prefect states no"),
         (installed(hqq="0.2"), "known-bad", "error", "hqq 0.2 without termcolor: hqq imports termcolor"),
         (installed(hydra_optuna_sweeper="1.2.0"), "known-bad", "error", "optuna 5.0.0 and hydra-optuna-sweeper 1.2.0"),
         (installed(gptqmodel="6.0"), "known-bad", "error", "gptqmodel 6.0 and torch 2.13.0+cpu"),
@@ -148,8 +152,25 @@ def test_every_known_bad_pair_and_floor_names_packages_that_pip_knows():
 
 
 def test_a_lock_is_read_as_uv_writes_it():
-    text = "# head\nray[train]==2.60.0\n    # via posttrain\nPy_Yaml==6.0 ; python_version < '4'\n"
-    assert locked(text) == {"ray": "2.60.0", "py-yaml": "6.0"}
+    text = "# head\nray[train]==2.60.0\n    # via posttrain==1\nPy_Yaml==6.0 ; python_version < '4'  # why\n"
+    elsewhere = "pywin32==311 ; sys_platform == 'nowhere'\n"
+    assert locked(text + elsewhere) == {"ray": "2.60.0", "py-yaml": "6.0"}
+
+
+def test_the_floors_of_what_is_not_installed_are_no_empty_line():
+    [finding] = packages_module.check_floors(packages(installed={}))
+    assert (finding.level, finding.found) == ("ok", "none of prefect, mlflow, ray, transformers is installed")
+
+
+@pytest.mark.parametrize(
+    ("facts", "last", "code"),
+    [(FIT, "0 errors, 0 warnings", 0), (store(links=False), "0 errors, 1 warning", 0),
+     (packages(python="3.12.1"), "1 error, 0 warnings", 1)],
+)  # fmt: skip
+def test_the_last_line_counts(monkeypatch, capsys, facts, last, code):
+    monkeypatch.setattr("flows.doctor.gather.gather", lambda overrides, config_dir: facts)
+    assert command.run(SimpleNamespace(overrides=[], config_dir=None, json=False)) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_a_store_is_looked_at_where_it_will_lie(tmp_path, monkeypatch):
@@ -201,7 +222,16 @@ def test_loopback_is_told_from_the_world(address, expected):
     ("line", "kind"),
     [("python -m prefect server start", "prefect"), ("python -m flows.prefect_server 3", "prefect"),
      ("uvicorn mlflow.server.fastapi_app:app", "mlflow"), ("/x/ray/core/src/ray/gcs/gcs_server --a", "ray"),
-     ("ray::IDLE", "ray"), ("python -m http.server", None), ("", None)],
+     ("ray::IDLE", "ray"), ("python -m http.server", None), ("", None),
+     ("/v/bin/python /v/bin/prefect server start", "prefect"), ("/v/bin/python -u -X dev -m mlflow server", "mlflow"),
+     ("/v/bin/python3.11 /v/bin/mlflow server", "mlflow"), ("mlflow ui", "mlflow"),
+     ("/v/bin/uvicorn --factory prefect.server.api.server:create_app", "prefect"),
+     ("gunicorn: master [mlflow.server:app]", "mlflow"), ("gunicorn mlflow.server.auth:create_app()", "mlflow"),
+     ("/home/ray/v/bin/python /home/ray/v/bin/mlflow server", "mlflow"), ("python -m ray.util.client.server", "ray"),
+     ("python -u /v/lib/python3.11/site-packages/ray/dashboard/dashboard.py --host=::", "ray"), ("ray start", "ray"),
+     ("python -m http.server --directory /x/prefect-notes", None), ("python -m http.server -d mlflow", None),
+     ("python /home/ray/serve.py", None), ("/home/ray/bin/jupyter lab", None), ("python", None),
+     ("python /x/mlflow_notes/app.py --store /x/ray/raylet", None), ("rayon", None)],
 )  # fmt: skip
 def test_a_server_is_known_by_its_command_line(line, kind):
     assert kind_of(line.split()) == kind

@@ -3,14 +3,16 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows import journal as journal_module
 from flows import run_notes
 from flows.config import load_pipeline
 from flows.journal import Journal
 from flows.plan import make_plan
-from flows.run_notes import RunNote, latest, new_id, note_path, read_note, run_ids
+from flows.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
 from lineage.errors import PipelineError, StoppedError
 from lineage.lease import Holder
 from lineage.tracker import NoTracker
@@ -51,15 +53,15 @@ def test_a_run_shows_its_stages_before_they_begin(plan, journal):
         note = the_note(plan)
     assert (note.pipeline, note.words, note.outcome) == ("toy", ["pipeline=toy"], None)
     assert note.driver.pid == os.getpid()
-    assert {title: stage.reason for title, stage in note.stages.items()} == {
-        "data": "", "model": "data", "left": "model, data", "right": "model, data",
+    assert {title: stage.after for title, stage in note.stages.items()} == {
+        "data": [], "model": ["data"], "left": ["data", "model"], "right": ["data", "model"],
     }  # fmt: skip
     assert (note.stages["right"].workers, note.stages["right"].cpus, note.stages["left"].cpus) == (2, 2, 1)
 
 
 def test_every_change_is_written(plan, journal):
     with journal.open():
-        journal.waiting("left", "1 CPUs")
+        journal.waiting("left", "1 CPU")
         wait_until(lambda: the_note(plan).stages["left"].state == "waiting", "waits", seconds=5)
         metrics = plan.entry(plan.stage("left")).metrics
         journal.running("left", metrics, 10)
@@ -83,15 +85,45 @@ def test_every_change_is_written(plan, journal):
 def test_a_run_whose_stages_are_made_is_done_and_a_pruned_trial_is_no_failure(plan, journal):
     with journal.open():
         journal.done("left", 1.5, {})
-        journal.failed("right#2", "pruned at step 3 of right#2")
+        journal.pruned("right#2", "step 3: others do better")
     assert the_note(plan).outcome == "done"
+    assert the_note(plan).stages["right#2"].state == "pruned"
+
+
+def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
+    extra = replace(plan.stage("data"), name="extra")
+    wide = replace(plan, stages=[extra, *plan.stages])
+    with Journal(wide, [], Recorded(), wide.stale).open():
+        assert the_note(plan).stages["model"].after == ["extra", "data"]
+
+
+def test_what_is_reused_is_waited_for_by_nobody(plan):
+    with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
+        assert the_note(plan).stages["model"].after == []
+
+
+def test_a_sweep_shows_which_stages_are_shared_and_is_judged_by_no_gate(plan, monkeypatch):
+    refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
+    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
+    sweep = SweepNote(folder=str(plan.pipeline.store / "sweeps" / "s"), own=["left", "right"], trials=3)
+    with Journal(plan, [], Recorded(), [*plan.stale, plan.stage("left")], sweep).open():
+        assert list(the_note(plan).stages) == ["data", "model"]
+    assert (the_note(plan).outcome, the_note(plan).sweep) == ("done", sweep)
+
+
+def test_a_run_whose_gate_refuses_says_so(plan, journal, monkeypatch):
+    refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
+    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
+    with journal.open():
+        pass
+    assert (the_note(plan).outcome, the_note(plan).cause) == ("refused", "gate refuses left")
 
 
 def test_a_wait_that_goes_on_is_no_change(journal):
     with journal.open():
-        journal.waiting("left", "1 CPUs")
+        journal.waiting("left", "1 CPU")
         before = journal._note
-        journal.waiting("left", "1 CPUs")
+        journal.waiting("left", "1 CPU")
         assert journal._note.stages is before.stages
 
 
@@ -121,7 +153,7 @@ def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
 
 def test_a_trial_of_a_sweep_goes_by_its_title(plan, journal):
     with journal.open():
-        journal.waiting("left#4", "1 CPUs")
+        journal.waiting("left#4", "1 CPU")
     note = the_note(plan).stages["left#4"]
     assert (note.state, note.cpus, note.directory) == ("waiting", 1, "")
 

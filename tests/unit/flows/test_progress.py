@@ -3,7 +3,7 @@ import json
 import pytest
 
 from flows import progress
-from flows.progress import Progress, clock
+from flows.progress import Progress
 
 
 def report(step, when=0.0, **metrics):
@@ -71,7 +71,3 @@ def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
 def test_a_stage_without_steps_shows_how_long_it_runs(path, monkeypatch):
     monkeypatch.setattr(progress.time, "time", lambda: 30.0)
     assert read(path, total=None, started=10.0).describe() == "20 s"
-
-
-def test_times_are_read_as_clocks():
-    assert [clock(seconds) for seconds in (5, 65, 3605)] == ["0:05", "1:05", "1:00:05"]

@@ -1,11 +1,14 @@
 """Whom a run tells how it ended, and when nobody is told."""
 
+import json
+
 import pytest
 
 from flows import retrain
 from flows.config import load_pipeline
+from flows.given import require_new_rows
 from flows.plan import make_plan
-from lineage.errors import StageError
+from lineage.errors import DataError, StageError
 from tests.unit.flows.test_config import CONF
 from tests.unit.flows.test_plan import finish
 
@@ -61,6 +64,43 @@ def test_nobody_is_told_where_nobody_is_named(toy, told):
     finish(plan)
     assert retrain.follow_up(plan, []) is None
     assert told == []
+
+
+@pytest.fixture
+def renewed(tmp_path):
+    """A plan that renews a model from two kinds of rows, and how many each of its data stages found new."""
+    (tmp_path / "rows.txt").write_text("rows")
+    more = "{method: {_target_: tasks.prepare_data.PrepareText}, inputs: {rows: rows}, resources: {}}"
+    base = ["pipeline=toy-retrain", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(*overrides: str, **found: float | None):
+        made = make_plan(load_pipeline([*base, f"+stages.more={more}", *overrides], CONF))
+        finish(made, *found)
+        for name, count in found.items():
+            path = made.entry(made.stage(name)).path / "manifest.json"
+            metrics = {} if count is None else {"new_rows": count}
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": metrics}))
+        return made
+
+    return plan
+
+
+def test_a_model_is_not_renewed_where_no_data_stage_found_a_new_row(renewed):
+    plan = renewed(data=0.0, more=0.0)
+    with pytest.raises(DataError, match=r"nothing is new: data, more found no row .*so learner would learn the old"):
+        require_new_rows(plan, plan.stage("learner"))
+    require_new_rows(plan, plan.stage("exam"))  # a model that is there already may be judged again
+
+
+@pytest.mark.parametrize("found", [{"data": 0.0, "more": 2.0}, {"data": 0.0, "more": None}, {"data": 0.0}])
+def test_one_data_stage_that_has_new_rows_or_may_have_them_is_enough(renewed, found):
+    plan = renewed(**found)
+    require_new_rows(plan, plan.stage("learner"))
+
+
+def test_who_promotes_nothing_may_learn_the_old_rows_once_more(renewed):
+    plan = renewed("retrain=null", data=0.0, more=0.0)
+    require_new_rows(plan, plan.stage("learner"))
 
 
 def test_without_a_prefect_api_one_line_says_that_nobody_was_told(toy, monkeypatch, capsys):

@@ -7,10 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from flows.reports.status import status_dict, status_text, views
-from flows.run_notes import Links, RunNote, StageNote, dashboard_file, new_id, note_path
+from flows.reports.run_views import views
+from flows.reports.status import status_dict, status_text
+from flows.run_notes import Links, RunNote, StageNote, SweepNote, dashboard_file, new_id, note_path
+from flows.sweep.folder import Ledger, row_of
+from flows.sweep.trial import Trial
 from lineage.lease import Holder
 from tests.command import REPOSITORY
+from tests.sweeps import complete, ended
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def live(store):
         "sft": StageNote(state="reused", since=now, directory=""),
         "dpo": StageNote(state="running", total=13, **room),
         "reward": StageNote(state="waiting", since=now, directory="", reason="2 CPUs"),
-        "evaluate": StageNote(state="pending", since=now, directory="", reason="dpo"),
+        "evaluate": StageNote(state="pending", since=now, directory="", after=["sft", "dpo"]),
         "extra": StageNote(state="failed", since=now, directory="", reason="no memory\nat all"),
     }
     note = RunNote(
@@ -134,6 +138,44 @@ def test_the_last_runs_say_how_they_ended(store, live):
     assert "      stage dpo failed: no memory (log: x)" in lines
     assert "        too bad" in lines
     assert any(line.startswith("      at step 3 of dpo; go on with: posttrain run") for line in lines)
+
+
+def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
+    replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
+    assert f"      go on with: posttrain run {live.words[0]}" in text(store)
+
+
+def test_what_has_not_begun_waits_for_nothing_once_its_run_is_over(store, live):
+    died(live).write(store)
+    [run] = status_dict(store, *views(store))["last"]
+    assert {stage["stage"]: stage["waits_for"] for stage in run["stages"]}["evaluate"] == ""
+
+
+def test_a_pruned_stage_is_no_failure(store, live):
+    pruned = StageNote(state="pruned", since=live.started, directory="", reason="pruned at step 3 of dpo#1")
+    replace(live, stages={"dpo#1": pruned}).write(store)
+    assert "  dpo#1  pruned at step 3 of dpo#1" in text(store)
+    [run] = status_dict(store, *views(store))["running"]
+    assert run["stages"][0]["cause"] == "pruned at step 3 of dpo#1"
+
+
+def test_a_sweep_says_how_many_trials_ended(store, live):
+    folder = store / "sweeps" / "toy-1234"
+    folder.mkdir(parents=True)
+    sweep = SweepNote(folder=str(folder), own=["dpo", "evaluate"], trials=8)
+    replace(live, sweep=sweep).write(store)
+    assert "cpt-sft-dpo  sweep toy-1234  runs since" in text(store)
+    assert "  trials    0 of 8 ended; each makes dpo, evaluate" in text(store)
+    ledger = Ledger(folder)
+    for number, outcome in enumerate((complete(), complete(), ended("failed"))):
+        ledger.add(row_of(Trial(number=number, params={}), outcome))
+    assert "  trials    3 of 8 ended (2 complete, 1 failed); each makes dpo, evaluate" in text(store)
+    [run] = json.loads(json.dumps(status_dict(store, *views(store))))["running"]
+    assert run["sweep"] == {
+        "folder": str(folder), "stages": ["dpo", "evaluate"], "trials": 8, "ended": {"complete": 2, "failed": 1},
+    }  # fmt: skip
+    replace(live, sweep=replace(sweep, trials=None)).write(store)
+    assert "  trials    3 ended (2 complete, 1 failed); each" in text(store)
 
 
 def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):

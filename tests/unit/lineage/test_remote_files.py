@@ -1,6 +1,8 @@
 """Files behind a URL, of a bucket in memory."""
 
 import importlib.util
+import json
+import os
 
 import fsspec
 import pytest
@@ -10,6 +12,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.remote_files import open_remote, remote_versions
 from lineage.sources import pin
+from tests.site import site
 
 
 @pytest.fixture
@@ -56,6 +59,8 @@ def test_a_checksum_is_the_version_where_there_is_one(monkeypatch, bucket):
 def test_a_file_system_that_tells_no_version_is_refused(monkeypatch, bucket):
     listed = {"/bucket/a.jsonl": {"name": "/bucket/a.jsonl", "type": "file", "size": 3}}
     monkeypatch.setattr(type(bucket), "find", lambda *_, **__: listed)
+    asked = type(bucket).info
+    monkeypatch.setattr(type(bucket), "info", lambda self, path: listed.get(path) or asked(self, path))
     with pytest.raises(ConfigError, match="neither a checksum nor a time of change"):
         remote_versions("rows", "memory://bucket")
 
@@ -69,6 +74,22 @@ def test_what_cannot_be_listed_is_told(url, message, tmp_path):
         pytest.skip("s3fs is installed here")
     with pytest.raises(ConfigError, match=message):
         fingerprint(url, tmp_path)
+
+
+def test_a_web_page_is_a_file_and_a_page_that_ends_with_a_slash_lists_them(tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with site(folder) as address:
+        for name in ("a", "b"):
+            (folder / f"{name}.jsonl").write_text(json.dumps({"text": f"see {address}/{name}.jsonl/more"}))
+        assert list(remote_versions("rows", f"{address}/a.jsonl")) == [f"{address}/a.jsonl"]
+        for url in (f"{address}/", f"{address}/*.jsonl"):
+            assert list(remote_versions("rows", url)) == [f"{address}/a.jsonl", f"{address}/b.jsonl"]
+        before = fingerprint(f"{address}/a.jsonl", tmp_path)
+        os.utime(folder / "a.jsonl", (1, 1))
+        assert fingerprint(f"{address}/a.jsonl", tmp_path) != before
+        with pytest.raises(ConfigError, match="no file there, or its server does not answer"):
+            remote_versions("rows", f"{address}/none.jsonl")
 
 
 def test_a_model_is_not_read_from_a_url(tmp_path):

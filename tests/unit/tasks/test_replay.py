@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind, Source
-from lineage.errors import DataError
 from tasks.context import TrainContext
 from tasks.method import Input
 from tasks.prepare_data import PreparePreferences, PrepareText
@@ -102,11 +101,16 @@ def test_a_copy_of_an_old_row_goes_where_that_one_is(tmp_path: Path) -> None:
     assert not contents["train"] & contents["held_out"]
 
 
-@pytest.mark.parametrize("field", [{"held_out": 0.3}, {"seed": 1}])
-def test_old_rows_that_were_split_otherwise_are_refused(tmp_path: Path, field: dict[str, float]) -> None:
-    generation(tmp_path, "a", numbered(0, 300))
-    with pytest.raises(DataError, match=r"source:old were split with held_out=0\.2 and seed=0.*state the old values"):
-        generation(tmp_path, "b", numbered(0, 400), old="a", method=replace(REPLAY, **field))
+def test_a_group_keeps_its_side_after_a_generation_that_replayed_nothing(tmp_path: Path) -> None:
+    grouped = [{**row, "group": str(index % 40)} for index, row in enumerate(numbered(0, 400))]
+    generation(tmp_path, "a", grouped[:200], method=replace(REPLAY, replay_share=None))
+    generation(tmp_path, "b", grouped, old="a")
+    group = {row["text"]: row["group"] for row in grouped}
+    sides = [
+        {group[text] for text in pq.read_table(tmp_path / "b" / f"{side}.parquet")["text"].to_pylist()}
+        for side in ("train", "held_out")
+    ]
+    assert sides[1] and not sides[0] & sides[1]
 
 
 def test_the_pairs_of_an_old_prompt_keep_their_side(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
 from tasks.sources import fetch_model, read_rows
+from tests.site import site
 
 
 def written(directory: Path, name: str, content: bytes | str) -> Path:
@@ -53,11 +54,22 @@ def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_pat
         assert texts("memory://bucket") == [
             ("b", "memory:///bucket/b.jsonl:1"), ("c", "memory:///bucket/c.parquet[0]"),
         ]  # fmt: skip
-        files.pipe("/bucket/notes.txt", b"x")
-        with pytest.raises(DataError, match=r"memory:///bucket/notes.txt: rows are not read from .txt"):
+        files.pipe({"/bucket/README.md": b"x", "/bucket/.hidden": b"x"})
+        assert [text for text, _ in texts("memory://bucket")] == ["b", "c"]
+        with pytest.raises(DataError, match=r"memory:///bucket/README.md: rows are not read from .md"):
+            texts("memory://bucket/README.md")
+        files.pipe("/bucket/old.csv.gz", b"x")
+        with pytest.raises(DataError, match=r"memory:///bucket/old.csv.gz: rows are not read from .gz"):
             texts("memory://bucket")
     finally:
         files.store.clear()
+
+
+def test_a_web_page_is_read_with_its_query_or_without(tmp_path: Path) -> None:
+    written(tmp_path, "a.jsonl", '{"text": "a"}')
+    with site(tmp_path) as address:
+        for url in (f"{address}/a.jsonl", f"{address}/a.jsonl?token=b/c.csv"):
+            assert texts(url) == [("a", f"{url}:1")]
 
 
 def test_a_saved_data_set_is_read_at_its_split(tmp_path: Path) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.sweep.best import read_best
 from flows.sweep.by_step import thinned
-from flows.sweep.files import SweepFiles
-from flows.sweep.folder import sweep_folder
-from flows.sweep.ledger import row_of
+from flows.sweep.dimension import dimensions
+from flows.sweep.files import SweepFiles, read_best
+from flows.sweep.folder import row_of, sweep_folder
 from flows.sweep.plots import best_numbers, study_of
 from flows.sweep.settings import Pruning
-from flows.sweep.space import dimensions
 from flows.sweep.trial import Outcome, Trial
 from lineage.errors import ConfigError
 from lineage.store import Store
@@ -25,7 +23,7 @@ GRID = {"a": "1,2,3", "b": "x"}
 
 def _files(folder: Path, stated, params=GRID, words=("pipeline=toy", "sweep.name=s")) -> SweepFiles:
     folder.mkdir(parents=True, exist_ok=True)
-    return SweepFiles(folder, stated, params, words)
+    return SweepFiles(folder, stated, dimensions(params), words)
 
 
 def _trial(number: int, **params: str) -> Trial:
@@ -49,14 +47,14 @@ def test_a_line_for_each_trial_that_ended(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_continued_sweep_keeps_the_lines_and_the_times_of_what_it_reuses(tmp_path):
+def test_a_continued_sweep_keeps_the_lines_of_what_it_reuses(tmp_path):
     stated = sweep(objectives={"best": maximize()})
     _files(tmp_path, stated).add(_trial(0), complete({"best": 0.5}, seconds=100.0, score=0.5))
     _files(tmp_path, stated).add(_trial(1), ended("failed"))
     with (tmp_path / "trials.jsonl").open("a") as file:
         file.write('{"number": 7, "par')  # cut by a kill
     again = _files(tmp_path, stated)
-    again.add(_trial(0), complete({"best": 0.5}, seconds=0.1, score=0.5))
+    again.add(_trial(0), complete({"best": 0.5}, seconds=100.0, score=0.5))
     again.add(_trial(1), complete({"best": 0.75}, score=0.75))
     assert [(row["state"], row["seconds"]) for row in _csv(tmp_path)] == [("complete", "100.0"), ("complete", "2.0")]
 
@@ -85,7 +83,7 @@ def test_the_direction_says_what_is_best(tmp_path):
 def test_without_objectives_there_is_no_best_and_the_report_says_why(tmp_path):
     files = _files(tmp_path, sweep())
     files.add(_trial(0), complete())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trials.csv", "trials.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["trials.csv", "trials.jsonl"]
     assert "state sweep.objectives" in files.lines()[-1]
 
 
@@ -174,7 +172,7 @@ def _with_reports(store: Path, fingerprint: str, losses: list[float]) -> Outcome
     lines = [
         json.dumps({"step": step, "time": 0, "metrics": {"loss": loss}}) for step, loss in enumerate(losses, start=1)
     ]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines) + "\n")
     return Outcome(state="complete", manifests={"left": manifest(fingerprint=fingerprint)}, seconds=1.0)
 
 
@@ -199,18 +197,18 @@ def test_a_long_table_is_thinned_to_its_last_step():
 
 
 def test_the_folder_is_named_by_what_is_tried(tmp_path):
-    def name(params=GRID, words=("pipeline=toy",), **changes) -> str:
-        return sweep_folder(tmp_path, "toy", sweep(**changes), params, words).name
+    def name(params=GRID, stages=(("left", "0a"), ("data", "1b")), **changes) -> str:
+        return sweep_folder(tmp_path, "toy", sweep(**changes), params, stages).name
 
     objectives = {"best": maximize()}
     sampled = {"sampler": RANDOM, "objectives": objectives}
     assert name().startswith("toy-") and len(name()) == len("toy-") + 8
     assert name(name="mine") == "mine"
-    assert name(words=["pipeline=toy", "store=elsewhere", "sweep.name=null"]) == name()
+    assert name(stages=(("data", "1b"), ("left", "0a"))) == name()
     assert name(num_trials=3, **sampled) == name(num_trials=9, parallel=2, **sampled)
     different = [
-        name(), name({"a": "1,2"}), name(words=["pipeline=toy", "c=1"]), name(objectives=objectives),
-        name(until="left"), name(fixed={"c": 1}), name(num_trials=3, **sampled),
+        name(), name({"a": "1,2"}), name(objectives=objectives), name(num_trials=3, **sampled),
+        name(stages=(("left", "0a"),)), name(stages=(("left", "0a"), ("data", "2b"))),
     ]  # fmt: skip
     assert len(set(different)) == len(different)
 
@@ -220,6 +218,8 @@ def test_another_space_under_the_same_name_is_refused(tmp_path):
     assert sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,2"}, []) == tmp_path / "sweeps" / "s"
     with pytest.raises(ConfigError, match=r'params=.*"1,2".*"1,3".*another sweep\.name'):
         sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,3"}, [])
+    with pytest.raises(ConfigError, match="on other data or with other settings"):
+        sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,2"}, [("data", "1b")])
 
 
 @pytest.mark.parametrize("text", ["a: 1", "overrides: a=1", "overrides: [1]", "[", "- a"])
@@ -235,7 +235,7 @@ def test_reports_are_plotted_where_trials_are_pruned(tmp_path):
     pruner = {"_target_": "optuna.pruners.MedianPruner"}
     pruning = Pruning(pruner=pruner, stage="left", metric="loss", direction="minimize")
     stated = sweep(objectives={"best": maximize()}, sampler=RANDOM, num_trials=3, pruning=pruning)
-    study, files = make_proposer(stated, GRID, tmp_path), _files(tmp_path, stated)
+    study, files = make_proposer(stated, dimensions(GRID), tmp_path), _files(tmp_path, stated)
     for state in ("complete", "pruned"):
         trial = study.ask()
         for step in (1, 2):

@@ -31,7 +31,7 @@ def chain(words):
 def graph_of(planner, *params):
     graph = Graph()
     for number, each in enumerate(params):
-        assert graph.add(planner.plan(Trial(number=number, params=each)))[1] is None
+        assert graph.add(planner.plan(Trial(number=number, params=each))) == []
     return graph
 
 
@@ -75,8 +75,35 @@ def test_a_failure_ends_those_trials_that_need_the_stage_and_no_other(planner):
     graph.begin(node)
     assert [opened.number for opened in graph.fail(node.title, PipelineError("no"))] == [0, 2]
     assert {title for title, _ in run_all(graph)} == {"model#1", "left#1", "right#1"}
-    again, error = graph.add(planner.plan(Trial(number=3, params={SIZE: "1"})))
-    assert str(error) == "no" and 3 not in graph.open and again.number == 3
+    [again] = graph.add(planner.plan(Trial(number=3, params={SIZE: "1"})))
+    assert str(again.error) == "no" and not graph.open and again.number == 3
+
+
+def test_what_needs_no_failed_stage_is_made_before_its_trial_ends(planner):
+    graph = graph_of(planner, {RATE: "0.2"}, {RATE: "0.3"})
+    run_next(graph), run_next(graph)
+    for node in graph.ready()[:2]:
+        graph.begin(node)
+    assert graph.fail("right", PipelineError("no")) == []
+    assert [opened.number for opened in graph.finish("left#0")] == [0]
+    assert run_next(graph) == ("left#1", [1])
+
+
+def test_what_all_need_takes_all_with_it(planner):
+    graph = graph_of(planner, {RATE: "0.2"}, {RATE: "0.3"})
+    graph.begin(graph.ready()[0])
+    assert [opened.number for opened in graph.fail("data", PipelineError("no"))] == [0, 1]
+    assert not graph.open and not graph.nodes
+
+
+def test_a_trial_whose_stages_all_fail_ends_once_with_the_first_error(planner):
+    graph = graph_of(planner, {RATE: "0.2"})
+    run_next(graph), run_next(graph)
+    for node in graph.ready():
+        graph.begin(node)
+    assert graph.fail("left#0", PipelineError("first")) == []
+    [opened] = graph.fail("right", PipelineError("second"))
+    assert str(opened.error) == "first" and not graph.open
 
 
 def test_a_pruned_trial_ends_its_own_stages_and_leaves_shared_ones(planner):
@@ -100,5 +127,5 @@ def test_a_trial_that_comes_later_takes_what_is_finished(chain):
     list(run_all(graph))
     graph.add(chain.plan(Trial(number=1, params={RATE: "0.3"})))
     assert [title for title, _ in run_all(graph)] == ["left#1"]
-    opened, _ = graph.add(chain.plan(Trial(number=2, params={RATE: "0.2"})))
-    assert not opened.left
+    [opened] = graph.add(chain.plan(Trial(number=2, params={RATE: "0.2"})))
+    assert not opened.left and opened.error is None

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.sweep.objective import judged
-from flows.sweep.proposers import check_sweep
+from flows.sweep.objective import check_sweep, judged
 from flows.sweep.settings import Objective, Pruning
 from lineage.errors import ConfigError
 from tests.sweeps import TPE, complete, ended, maximize, minimize, sweep
@@ -72,15 +71,17 @@ def test_other_outcomes_stay_what_they_are():
 )
 def test_an_objective_that_cannot_be_is_refused(changes, why):
     with pytest.raises(ConfigError, match=why):
-        check_sweep(sweep(**changes), ["data", "left"])
+        check_sweep(sweep(**changes), {}, ["data", "left"])
 
 
 def test_pruning_by_a_stage_that_no_trial_runs_is_refused():
-    pruning = Pruning(pruner={}, stage="right", metric="loss", direction="minimize")
+    pruning = Pruning(
+        pruner={"_target_": "optuna.pruners.NopPruner"}, stage="right", metric="loss", direction="minimize"
+    )
     stated = sweep(sampler=TPE, num_trials=2, objectives={"best": maximize()}, pruning=pruning)
-    check_sweep(stated, ["left", "right"])
+    check_sweep(stated, {}, ["left", "right"])
     with pytest.raises(ConfigError, match=r"sweep\.pruning\.stage=right"):
-        check_sweep(stated, ["left"])
+        check_sweep(stated, {}, ["left"])
 
 
 PRUNING = Pruning(pruner={}, stage="left", metric="loss", direction="minimize")
@@ -98,6 +99,7 @@ PRUNING = Pruning(pruner={}, stage="left", metric="loss", direction="minimize")
             "Optuna prunes by one objective, there are 2: a, b",
         ),
         ({"by_step": "loss"}, r"sweep\.until; state it"),
+        ({"name": "../../evil"}, r"sweep\.name=\.\./\.\./evil: names a directory"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(changes, why):

@@ -4,6 +4,7 @@ import pytest
 
 from flows.compose import Composer, compose_tree
 from flows.plan import make_plan
+from flows.sweep.folder import sweep_folder
 from flows.sweep.planner import Planner, count_stages, varying
 from flows.sweep.stated import read_sweep
 from flows.sweep.trial import Trial
@@ -51,6 +52,33 @@ def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
     assert pinned == ["rows"]
     alone = [make_plan(each.plan.pipeline) for each in sweep.known]
     assert [each.plan.stages for each in sweep.known] == [each.stages for each in alone]
+
+
+OPTUNA = [
+    "sweep=optuna", "sweep.objectives.best={metric: left/loss, direction: minimize}",
+    "stages.left.method.level=interval(0,1)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [[f"{RATE}=0.1,0.2"], OPTUNA])
+def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources_is_not(words, tmp_path, kind):
+    def folder(*more):
+        stated = read_sweep([*words, *kind, *more], CONF)
+        return sweep_folder(tmp_path, "toy", stated.sweep, stated.params, stated.stages)
+
+    first = folder()
+    assert folder() == folder("stages.left.resources.cpus_per_worker=2") == folder("code_drift=rerun") == first
+    assert folder("stages.right.method.num_steps=4") != first
+    (tmp_path / "rows.txt").write_text("other rows")
+    assert folder() != first
+
+
+def test_each_choice_of_a_sampler_tells_sweeps_apart(words, tmp_path):
+    (tmp_path / "more.txt").write_text("rows")
+    choice = [*words[:2], words[3], *OPTUNA, f"sources.rows.path={tmp_path}/rows.txt,{tmp_path}/more.txt"]
+    before = read_sweep(choice, CONF).stages
+    (tmp_path / "more.txt").write_text("other rows")
+    assert read_sweep(choice, CONF).stages != before
 
 
 def test_until_leaves_out_what_the_stage_does_not_need(words):

@@ -4,21 +4,37 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from flows.sweep.dimension import Choices, Interval, Steps, dimension
-from flows.sweep.space import fixed_words, merged_params, short_names, split_words
+from flows.sweep.space import fixed_and_swept, fixed_words, merged_params, short_names
 from lineage.errors import ConfigError
 from tests.sweeps import sweep
 
 
 def test_words_with_several_values_vary_and_the_others_are_fixed():
     words = ["pipeline=toy", "a.b=1,2", "c=[1,2]", "model=tiny,own", "~d", "e='1,2'", "+f=range(1,3)"]
-    fixed, swept = split_words(words)
+    fixed, swept = fixed_and_swept(words)
     assert fixed == ["pipeline=toy", "c=[1,2]", "~d", "e='1,2'"]
     assert swept == {"a.b": "1,2", "model": "tiny,own", "f": "range(1,3)"}
 
 
 def test_a_field_that_is_swept_twice_is_refused():
     with pytest.raises(ConfigError, match=r"a=1,2 is there too"):
-        split_words(["a=1,2", "a=3,4"])
+        fixed_and_swept(["a=1,2", "a=3,4"])
+
+
+SAME = [
+    "store=a,b", "tracking=none,local", "code_drift=warn,rerun", "sweep.num_trials=1,2", "sweep=grid,optuna",
+    "tags=[a],[b]", "schedule=null,{interval: 1}", "trigger=null,{}", "retrain=null,{}", "notify=a,b",
+    "pipeline=toy,other", "resources=local,h100", "stages.left.resources.cpus_per_worker=1,2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", SAME)
+def test_what_is_no_matter_of_the_stages_cannot_vary(word):
+    field, _, values = word.partition("=")
+    with pytest.raises(ConfigError, match=f"^{field}: cannot vary"):
+        fixed_and_swept([word])
+    with pytest.raises(ConfigError, match=f"^{field}: cannot vary"):
+        merged_params(sweep(params={field: values}), [], {})
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
+import os
 import subprocess
 import sys
+import time
 
+import optuna
 import pytest
 
+from flows.sweep.dimension import dimensions
+from flows.sweep.objective import check_sweep
 from flows.sweep.proposers import make_proposer
 from flows.sweep.settings import Pruning
 from lineage.errors import ConfigError
-from lineage.lease import Holder
 from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, sweep
 
 SPACE = {
@@ -21,7 +25,12 @@ SPACE = {
 
 def _study(folder, params=SPACE, **changes):
     stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
-    return make_proposer(sweep(**stated), params, folder)
+    return make_proposer(sweep(**stated), dimensions(params), folder)
+
+
+def _check(**changes):
+    stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
+    check_sweep(sweep(**stated), dimensions(SPACE), ["left"])
 
 
 def _asked(study, count: int) -> list:
@@ -30,12 +39,6 @@ def _asked(study, count: int) -> list:
         trials.append(study.ask())
         study.tell(trials[-1], complete({"best": 1.0}))
     return trials
-
-
-@pytest.fixture
-def _others_are_dead(monkeypatch):
-    """What an open trial of an earlier proposer looks like after its process was killed."""
-    monkeypatch.setattr(Holder, "is_dead", lambda self, silent_seconds: True)
 
 
 def test_it_draws_each_field_from_its_values(tmp_path):
@@ -70,7 +73,6 @@ def test_the_seed_changes_what_is_proposed(tmp_path):
     assert _study(tmp_path).ask().params != _study(tmp_path / "other", sampler=RANDOM | {"seed": 1}).ask().params
 
 
-@pytest.mark.usefixtures("_others_are_dead")
 @pytest.mark.parametrize("end", ["killed", "failed"])
 def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, end):
     study = _study(tmp_path, num_trials=2)
@@ -86,9 +88,34 @@ def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, 
 
 
 def test_the_trials_of_a_living_process_are_its_own(tmp_path):
-    ours = _study(tmp_path, num_trials=2)
-    assert [ours.ask().number, _study(tmp_path, num_trials=2).ask().number] == [0, 1]
-    assert _study(tmp_path, num_trials=2).ask() is None
+    ours, theirs = (_study(tmp_path, num_trials=2) for _ in range(2))
+    with ours.at_work(), theirs.at_work():
+        assert [ours.ask().number, theirs.ask().number] == [0, 1]
+        assert _study(tmp_path, num_trials=2).ask() is None
+    assert _study(tmp_path, num_trials=2).ask().number == 0
+
+
+@pytest.mark.parametrize(("silent_seconds", "number"), [(0, 1), (3600, 0)])
+def test_of_another_host_the_heartbeat_says_whether_it_is_at_work(tmp_path, monkeypatch, silent_seconds, number):
+    theirs = _study(tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    with theirs.at_work():
+        assert theirs.ask().number == 0
+        monkeypatch.undo()
+        (lock,) = (tmp_path / "processes").glob("*/lock")
+        os.utime(lock, (time.time() - silent_seconds,) * 2)
+        assert _study(tmp_path).ask().number == number
+
+
+def test_of_a_trial_that_fails_twice_optuna_is_told(tmp_path):
+    for _ in range(2):
+        study = _study(tmp_path, num_trials=2)
+        trial = study.ask()
+        assert trial.number == 0
+        study.tell(trial, ended("failed"))
+    assert _study(tmp_path, num_trials=2).ask().number == 1
+    stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert stored.trials[0].state == optuna.trial.TrialState.FAIL
 
 
 def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
@@ -118,10 +145,9 @@ def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
         ({}, "cannot be imported"),
     ],
 )
-def test_a_sampler_that_cannot_be_is_refused_before_anything_starts(tmp_path, sampler, why):
+def test_a_sampler_that_cannot_be_is_refused_before_anything_starts(sampler, why):
     with pytest.raises(ConfigError, match=why):
-        _study(tmp_path, sampler=sampler)
-    assert not (tmp_path / "study.db").exists()
+        _check(sampler=sampler)
 
 
 def _pruned(folder, losses, *, objective=None, pruner=None, direction="minimize") -> list[int]:
@@ -188,10 +214,9 @@ def test_successive_halving_keeps_the_best_share(tmp_path):
         ({"_target_": "optuna.samplers.TPESampler"}, "is no optuna BasePruner"),
     ],
 )
-def test_a_pruner_that_cannot_be_is_refused_before_anything_starts(tmp_path, pruner, why):
+def test_a_pruner_that_cannot_be_is_refused_before_anything_starts(pruner, why):
     with pytest.raises(ConfigError, match=why):
-        _pruned(tmp_path, LOSSES, pruner=pruner)
-    assert not (tmp_path / "study.db").exists()
+        _check(pruning=Pruning(pruner=pruner, stage="left", metric="loss", direction="minimize"))
 
 
 def test_reports_of_other_stages_and_metrics_prune_nothing(tmp_path):

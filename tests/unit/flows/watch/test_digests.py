@@ -2,11 +2,12 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import fsspec
 import pytest
+from huggingface_hub import HfApi
 
-import lineage.sources
 from flows.plan import make_plan
 from flows.watch.digests import SourceDigests, last_taken
 from tests.unit.flows.test_config import toy
@@ -52,10 +53,18 @@ def test_a_bucket_is_followed(tmp_path):
 
 
 def test_a_branch_of_the_hub_is_followed(tmp_path, monkeypatch):
-    commits = iter(["a" * 40, "b" * 40])
-    monkeypatch.setattr(lineage.sources, "_hub_commit", lambda name, source: next(commits))
+    commits = iter(["a" * 40, "a" * 40, "b" * 40])
+    asked = []
+
+    def repo_info(self, path, **how):
+        asked.append((path, how["repo_type"], how["revision"]))
+        return SimpleNamespace(sha=next(commits))
+
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
     watched = digests(tmp_path, "owner/data")
-    assert watched.fingerprint("rows") != watched.fingerprint("rows")
+    first, same, other = (watched.fingerprint("rows") for _ in range(3))
+    assert first == same != other
+    assert asked == [("owner/data", "dataset", None)] * 3
 
 
 def test_files_that_rest_are_not_read_again(tmp_path, data, monkeypatch):

@@ -19,7 +19,9 @@ def test_cron_expressions_are_taken(expression):
     assert is_cron(expression)
 
 
-@pytest.mark.parametrize("expression", ["", "tomorrow", "* * *", "61 * * * *", "h 3 * * *", "0 0 30 2 *"])
+@pytest.mark.parametrize(
+    "expression", ["", "tomorrow", "* * *", "61 * * * *", "h 3 * * *", "0 0 30 2 *", "* * * * * 30", "* * * * * * 2030"]
+)
 def test_what_is_no_cron_expression_is_refused_with_its_key(expression):
     assert not is_cron(expression)
     with pytest.raises(ConfigError, match=r"schedule\.cron="):

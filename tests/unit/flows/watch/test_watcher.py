@@ -21,6 +21,7 @@ class NotedRuns:
     def __init__(self) -> None:
         self.started: dict[str, tuple[str, ...]] = {}
         self.busy: str | None = None
+        self.end = "over"
         self.events: list[Arrival] = []
 
     @property
@@ -36,7 +37,10 @@ class NotedRuns:
 
     def start(self, deployment, causes, key):
         self.started.setdefault(key, causes)
-        return "brave-run"
+        return str([*self.started].index(key)), "brave-run"
+
+    def fate(self, run_id):
+        return (self.end if int(run_id) == len(self.started) - 1 else "over"), "brave-run"
 
     def send(self, name: str, ago: timedelta = timedelta()) -> None:
         occurred = (datetime.now(UTC) - ago).isoformat()
@@ -170,6 +174,78 @@ def test_a_watcher_that_is_killed_between_the_run_and_its_note_starts_no_second(
     watched.restart()
     watched.look_until_rested()
     assert watched.runs.causes == [("rows",)]
+
+
+@pytest.mark.parametrize("trigger", ["{sources: [rows]}", "{events: [data.ready]}"])
+def test_what_a_run_was_to_take_in_that_died_is_due_again(tmp_path, trigger):
+    """Also where the run has made its data before it died, and over a restart of the watcher."""
+    watched = Watched(tmp_path, trigger)
+    watched.look()
+    watched.rows.write_text("second")
+    watched.runs.send("data.ready")
+    watched.runs.end = "open"
+    watched.look_until_rested()
+    finish(make_plan(watched.pipeline), "data")
+    watched.look_until_rested()
+    assert len(watched.runs.causes) == 1
+    watched.restart()
+    watched.runs.end = "lost"
+    watched.look(after=POLL)
+    watched.runs.end = "open"
+    watched.look_until_rested()
+    assert len(watched.runs.causes) == 2
+    assert watched.runs.causes[0] == watched.runs.causes[1]
+    watched.runs.end = "over"
+    watched.look_until_rested()
+    assert len(watched.runs.causes) == 2
+
+
+def test_what_changes_while_a_run_is_under_way_that_dies_is_one_run_after_it(watched):
+    watched.look()
+    watched.rows.write_text("second")
+    watched.runs.end = "open"
+    watched.look_until_rested()
+    watched.rows.write_text("third")
+    watched.look_until_rested()
+    assert len(watched.runs.causes) == 1
+    watched.runs.end = "lost"
+    watched.look(after=POLL)
+    watched.runs.end = "over"
+    watched.look_until_rested()
+    assert watched.runs.causes == [("rows",)] * 2
+
+
+def test_runs_that_all_die_over_the_same_data_are_given_up_with_a_warning(watched, caplog):
+    watched.look()
+    watched.rows.write_text("second")
+    watched.runs.end = "lost"
+    for _ in range(10):
+        watched.look_until_rested()
+    assert watched.runs.causes == [("rows",)] * 5
+    assert "died, as 4 before it; start the next yourself" in caplog.text
+    watched.runs.end = "over"
+    watched.rows.write_text("third")
+    watched.look_until_rested()
+    assert len(watched.runs.causes) == 6
+
+
+def test_data_that_a_run_by_hand_has_begun_with_and_not_ended_is_due(watched):
+    watched.run_pipeline()
+    watched.look()
+    watched.rows.write_text("second")
+    finish(make_plan(watched.pipeline), "data")
+    watched.look_until_rested()
+    assert watched.runs.causes == [("rows",)]
+
+
+def test_a_source_that_does_not_rest_is_said_once(watched, caplog):
+    caplog.set_level("INFO", logger="flows.watch.watcher")
+    watched.look()
+    for number in range(5):
+        watched.rows.write_text(str(number))
+        watched.look(after=SETTLE / 2)
+    assert watched.runs.causes == []
+    assert [record.message for record in caplog.records] == ["toy/local: new: rows; waits until it rests"]
 
 
 def test_a_look_that_fails_is_told_once_and_watching_goes_on(watched, caplog):

@@ -1,0 +1,103 @@
+"""The runs of a store as another process sees them: their notes, and how far their stages are."""
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from flows.progress import Progress
+from flows.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
+from flows.sweep.folder import Ledger
+from flows.waits import waits_for
+from lineage.lease import HEARTBEAT_SECONDS
+
+_LAST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """One stage of a run, and how far it is.
+
+    Args:
+        waits_for: what has to come first, while its run is under way.
+        progress: of one that runs, or ran when its run ended.
+        dashboard: address of Ray's, where it has one.
+    """
+
+    title: str
+    note: StageNote
+    waits_for: str
+    progress: Progress | None
+    dashboard: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run.
+
+    Args:
+        state: ``running``, how it ended, or ``died``: its driver was killed.
+        ended: None: it runs. Of one that died: when it was last heard.
+        trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
+    """
+
+    note: RunNote
+    state: str
+    ended: float | None
+    stages: Sequence[StageView]
+    trials: Mapping[str, int]
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["posttrain", "run", *self.note.words])
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.time()) - self.note.started
+
+    def reached(self) -> str:
+        """How far its stages were that were cut off."""
+        cut = [(each.title, each.progress) for each in self.stages if each.progress]
+        return ", ".join(f"at step {at.step} of {title}" if at.step else f"in {title}" for title, at in cut)
+
+
+def views(store: Path) -> tuple[list[RunView], list[RunView]]:
+    """The runs that are under way, oldest first; and the last ones that ended, newest first."""
+    notes = list(latest(store))
+    live = [note for note in notes if note.is_live(store)]
+    over = [note for note in notes if note not in live]
+    return [_view(note, store, "running") for note in reversed(live)], [
+        _view(note, store, note.outcome or "died") for note in islice(over, _LAST)
+    ]
+
+
+def _view(note: RunNote, store: Path, state: str) -> RunView:
+    ended = note.ended
+    if state == "died":
+        path = note_path(store, note.id)
+        ended = path.stat().st_mtime if path.exists() else note.started
+    return RunView(
+        note=note, state=state, ended=ended,
+        stages=[_stage_view(title, note, ended) for title in note.stages],
+        trials=Counter(row.state for row in Ledger(Path(note.sweep.folder)).rows()) if note.sweep else {},
+    )  # fmt: skip
+
+
+def _stage_view(title: str, run: RunNote, ended: float | None) -> StageView:
+    note = run.stages[title]
+    if note.state != "running":
+        waits = "" if ended else waits_for(title, run)
+        return StageView(title=title, note=note, waits_for=waits, progress=None, dashboard=None)
+    directory = Path(note.directory)
+    progress = Progress(path=directory / "metrics.jsonl", total=note.total, started=note.since)
+    progress.refresh()
+    if ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS:  # of a later run, which began the stage again
+        progress = Progress(path=progress.path, total=note.total, started=note.since)
+    try:
+        dashboard = dashboard_file(directory).read_text().strip() or None
+    except OSError:
+        dashboard = None
+    return StageView(title=title, note=note, waits_for="", progress=progress, dashboard=dashboard)

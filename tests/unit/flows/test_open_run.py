@@ -1,0 +1,40 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.config import load_pipeline
+from flows.open_run import Trials, open_run
+from flows.plan import make_plan
+from flows.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
+from tests.command import CONF
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+    return make_plan(load_pipeline([*words, "tracking=none"], CONF))
+
+
+def the_note(plan):
+    [run_id] = run_ids(plan.pipeline.store)
+    return read_note(note_path(plan.pipeline.store, run_id))
+
+
+@pytest.mark.parametrize("outer", [None, "another"])
+def test_what_a_run_starts_bears_its_id(plan, monkeypatch, outer):
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    if outer:
+        monkeypatch.setenv(RUN_VARIABLE, outer)
+    with open_run(plan, [], None, []):
+        assert os.environ[RUN_VARIABLE] == the_note(plan).id
+    assert os.environ.get(RUN_VARIABLE) == outer
+
+
+def test_the_note_of_a_sweep_says_that_it_is_one(plan):
+    trials = Trials(folder=Path("s"), own=frozenset(["right", "left"]), count=4)
+    with open_run(plan, [], None, plan.stale, trials):
+        sweep = the_note(plan).sweep
+        assert list(the_note(plan).stages) == ["data", "model"]
+    assert sweep and (sweep.folder, sweep.own, sweep.trials) == ("s", ["left", "right"], 4)
