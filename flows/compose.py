@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flows.pipeline import nearest
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, MissingValueError
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -65,7 +65,7 @@ class Composer:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
-                raise ConfigError(f"{missing[0]}: has no value; state {missing[0]}=...")
+                raise MissingValueError(f"{missing[0]}: has no value; state {missing[0]}=...")
             return _plain(config)
 
     def part(self, key: str) -> dict[str, object]:
@@ -87,6 +87,11 @@ def _plain(config: DictConfig) -> dict[str, object]:
     tree = OmegaConf.to_container(config, resolve=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def field_of(word: str) -> str:
+    """What an override is of: ``stages.dpo.method.beta`` of ``++stages.dpo.method.beta=0.2``."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[Path, str]]:

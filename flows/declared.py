@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flows.compose import field_of
 from flows.config import load_pipeline
 from flows.pipeline import Pipeline
 from flows.plan import Plan, make_plan
@@ -48,7 +49,7 @@ def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None
     except (OSError, ArtifactError) as error:
         print(f"dvc: nothing is committed: {error}", file=sys.stderr)
         return
-    is_default = not any(_key(word) == "pipeline" for word in words)
+    is_default = not any(field_of(word) == "pipeline" for word in words)
     if why_off and (is_default or any(project.keeps(view, name) for name in names)):
         print(f"dvc: off: {why_off}", file=sys.stderr)
 
@@ -107,13 +108,9 @@ def _declaration(plan: Plan, words: Sequence[str], project: DvcProject) -> list[
     if kept:
         return project.words(kept[0])
     overrides, config_dir = split_words(words)
-    chosen = [word for word in overrides if _key(word) == "pipeline"]
+    chosen = [word for word in overrides if field_of(word) == "pipeline"]
     return [*(["--config-dir", str(config_dir)] if config_dir else []), *chosen]
 
 
 def _identity(words: Sequence[str]) -> list[str]:
-    return [word for word in words if _key(word).partition(".")[0] not in _EXECUTION]
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+    return [word for word in words if field_of(word).partition(".")[0] not in _EXECUTION]

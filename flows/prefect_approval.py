@@ -7,7 +7,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.input import RunInput, keyset_from_paused_state
-from prefect.states import Paused, State
+from prefect.states import Crashed, Paused, State
 from prefect.utilities.urls import url_for
 
 from flows.observer import Observer
@@ -49,6 +49,8 @@ def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
         except TerminationSignal:  # a deployed run that is cancelled is ended at once: that is an answer too
             state = client.read_flow_run(flow_run.id).state
             if not state.is_cancelling():
+                said = "its process was ended while it waited for approval; run it again to be asked again"
+                client.set_flow_run_state(flow_run.id, Crashed(message=said), force=True)  # an answer would be lost
                 raise
     nobody = f"Prefect, flow run {flow_run.id}"
     if state.is_running():

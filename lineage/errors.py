@@ -16,6 +16,10 @@ class ConfigError(PipelineError):
     exit_code = 2
 
 
+class MissingValueError(ConfigError):
+    """The user's configuration leaves open a value that must be stated."""
+
+
 class DataError(PipelineError):
     """The user's data is wrong; names file and line; raised before the first training step."""
 

@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
-    parser.add_argument("--limit", type=int, help="runs under way at once, over all deployments (default: no limit)")
+    parser.add_argument("--limit", type=_count, help="runs under way at once, over all deployments (default: no limit)")
     parser.add_argument(
         "--watch-only", action="store_true", help="only watch the triggers of deployments that others serve"
     )
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of runs; 1 and more are accepted")
+    return int(text)
+
+
 def run(options: argparse.Namespace) -> int:
+    from flows.deploy.pipelines import deployable
     from flows.deploy.preset import Preset
     from flows.prefect_server import configured_api_url, embedded_server
     from flows.store_root import store_root
@@ -43,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         if server:
             server.wait_until_ready()
             print(f"Prefect: {server.url.removesuffix('/api')} (it ends with this command)", flush=True)
-        pipelines = _pipelines(preset)
+        pipelines = deployable(preset)
         deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
         _close_dead(pipelines, options.name)
         if options.watch_only:
@@ -53,21 +60,6 @@ def run(options: argparse.Namespace) -> int:
         else:
             _serve(preset, pipelines, deployed, options)
     return 0
-
-
-def _pipelines(preset: "Preset") -> "list[Declared]":
-    """What can be deployed; says on stderr what cannot."""
-    from flows.deploy.pipelines import Declared, declared_pipelines
-
-    pipelines = []
-    for found in declared_pipelines(preset):
-        if isinstance(found, Declared):
-            pipelines.append(found)
-        else:
-            print(f"posttrain: not served: {found}", file=sys.stderr)
-    if not pipelines:
-        raise ConfigError("there is no pipeline to serve; see conf/pipeline/, and pipeline/ of --config-dir")
-    return pipelines
 
 
 def _close_dead(pipelines: "Sequence[Declared]", name: str) -> None:
@@ -93,7 +85,8 @@ def _serve(
         print(f"{each.name}/{options.name}{alone}", flush=True)
     api = os.environ.get("PREFECT_API_URL")
     where = f"PREFECT_API_URL={api} " if api else ""
-    example = f"{pipelines[0].name}/{options.name}"
+    stands = next((each for each in pipelines if each.pipeline), pipelines[0])
+    example = f"{stands.name}/{options.name}"
     print(f"run one: {where}prefect deployment run {example} -p overrides='[\"KEY=VALUE\"]'", flush=True)
     with watching(deployed):
         serve(runner)

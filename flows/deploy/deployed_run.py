@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -38,8 +37,6 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None
     sign(context.flow_run.id)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where a method of the user's own may lie
     try:
         pipeline = load_pipeline(*split_words(preset.words(option, overrides)))
     except ConfigError as error:
@@ -53,6 +50,9 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
     except PipelineError as error:
         tell(pipeline, context.flow_run.name, "failed", str(error))
         return Failed(message=str(error))
+    except OSError as error:  # of the store: full, read-only, gone
+        tell(pipeline, context.flow_run.name, "failed", str(error))
+        return Failed(message=f"{type(error).__name__}: {error}")
 
 
 def _run_in_turn(pipeline: Pipeline, flow_run: FlowRun, words: Sequence[str], *, may_leave: bool) -> State[None]:
@@ -99,9 +99,12 @@ def _execute(plan: Plan, words: Sequence[str]) -> bool:
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
     with RunPage(plan.pipeline.name) as page, open_run(plan, words, page, plan.stale) as run:
-        run_stages(run)
-        show_tables(plan)
-        show_record(plan, run.tracker.execution_id())
+        show_record(plan, run.tracker.execution_id())  # of a run under way one asks for its curves
+        try:
+            run_stages(run)
+        finally:
+            show_tables(plan)
+            show_record(plan, run.tracker.execution_id())
         return approved(run)
 
 

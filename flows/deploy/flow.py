@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from datetime import datetime
 from typing import Annotated
 
@@ -62,6 +63,8 @@ def pipeline_flow(pipeline: Declared, preset: Preset, pattern: str | None = None
 
 def flow_of(option: str) -> Flow[..., None] | None:
     """The flow of the pipeline in ``pipeline/<option>.yaml``, for a process of Prefect's; None: no such file."""
+    if os.getcwd() not in sys.path:  # where a method of the user's own may lie; its code is part of the digest
+        sys.path.append(os.getcwd())
     preset = Preset.of_environment()
     if option not in preset.files():
         return None

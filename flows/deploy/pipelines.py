@@ -1,7 +1,8 @@
 """Which pipelines there are to deploy."""
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -9,8 +10,9 @@ import yaml
 from flows.config import load_pipeline
 from flows.declared import split_words
 from flows.deploy.preset import Preset
-from flows.pipeline import Pipeline
-from lineage.errors import ConfigError
+from flows.operation import Schedule
+from flows.pipeline import Pipeline, nearest
+from lineage.errors import ConfigError, MissingValueError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,11 @@ class Declared:
     name: str
     pipeline: Pipeline | None
     problem: str = ""
+    lacks_value: bool = False  # the problem is only that a value is left open
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.pipeline.operation.schedule if self.pipeline else None
 
     @property
     def tags(self) -> list[str]:
@@ -36,11 +43,42 @@ class Declared:
 
 def declared_pipelines(preset: Preset) -> Iterator[Declared | str]:
     """Every pipeline by its file; of one that cannot be deployed, a line that says why."""
+    names: dict[str, Path] = {}
     for option, path in preset.files().items():
         try:
-            yield declared(option, preset)
+            found = declared(option, preset)
         except ConfigError as error:
             yield f"{path}: {error}"
+            continue
+        first = names.setdefault(found.name, path)
+        if first == path:
+            yield found
+        else:
+            yield f"{path}: {found.name} is also the name of {first}; give it a name of its own"
+
+
+def deployable(preset: Preset) -> list[Declared]:
+    """The pipelines that can be deployed; says on stderr what cannot.
+
+    Raises:
+        ConfigError: there is none, or what all are given is wrong.
+    """
+    pipelines = []
+    for found in declared_pipelines(preset):
+        if isinstance(found, Declared):
+            pipelines.append(found)
+        else:
+            print(f"posttrain: left out: {found}", file=sys.stderr)
+    if not pipelines:
+        names = list(replace(preset, pipeline=None).files())
+        raise ConfigError(
+            f"there is no pipeline {preset.pipeline or 'to deploy'}; there are: {', '.join(names)}"
+            f"{nearest(preset.pipeline or '', names)}"
+        )
+    problems = {each.problem for each in pipelines}
+    if len(problems) == 1 and not any(each.lacks_value or each.pipeline for each in pipelines):
+        raise ConfigError(problems.pop())
+    return pipelines
 
 
 def declared(option: str, preset: Preset) -> Declared:
@@ -55,7 +93,8 @@ def declared(option: str, preset: Preset) -> Declared:
         pipeline = load_pipeline(*split_words(preset.words(option)))
     except ConfigError as error:
         name = _stated_name(preset.files()[option], error)
-        return Declared(option=option, name=name, pipeline=None, problem=str(error))
+        lacks_value = isinstance(error, MissingValueError)
+        return Declared(option=option, name=name, pipeline=None, problem=str(error), lacks_value=lacks_value)
     return Declared(option=option, name=pipeline.name, pipeline=pipeline)
 
 

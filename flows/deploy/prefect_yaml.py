@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from flows.commands.arguments import add_overrides, words_of
-from flows.deploy.pipelines import Declared, declared_pipelines
+from flows.deploy.pipelines import Declared, deployable
 from flows.deploy.preset import VARIABLE, Preset
 from flows.watch.schedule import schedule_entries
 from lineage.errors import PipelineError
@@ -33,13 +33,12 @@ def render(preset: Preset) -> str:
     """The file's text.
 
     Raises:
-        ConfigError: nothing can be told of a pipeline, not even its name.
+        ConfigError: there is nothing to deploy, or what all are given is wrong.
     """
-    pipelines = [each for each in declared_pipelines(preset) if isinstance(each, Declared)]
     document = {
         "name": POOL,
         "pull": [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
-        "deployments": [_deployment(each, preset) for each in pipelines],
+        "deployments": [_deployment(each, preset) for each in deployable(preset)],
     }
     words = preset.environment.get(VARIABLE, "")
     setting = f"{VARIABLE}={shlex.quote(words)} " if words else ""
@@ -48,14 +47,13 @@ def render(preset: Preset) -> str:
 
 
 def _deployment(pipeline: Declared, preset: Preset) -> dict[str, object]:
-    operation = pipeline.pipeline.operation if pipeline.pipeline else None
     environment = {"job_variables": {"env": preset.environment}} if preset.environment else {}
     return {
         "name": "team",
         "entrypoint": f"{ENTRY}.{pipeline.option}",
         "version_type": "prefect:simple",  # the flow's own: the digest of the code
         "tags": pipeline.tags,
-        "schedules": schedule_entries(operation.schedule if operation else None),
+        "schedules": schedule_entries(pipeline.schedule),
         "work_pool": {"name": POOL, **environment},
     }
 

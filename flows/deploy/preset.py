@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.compose import CONF
+from flows.compose import CONF, field_of
 from flows.declared import split_words
 from lineage.errors import ConfigError
 
@@ -29,8 +29,8 @@ class Preset:
     def of(words: Sequence[str]) -> "Preset":
         """The words of a command; ``pipeline=NAME`` among them chooses."""
         overrides, config_dir = split_words(words)
-        chosen = [word.partition("=")[2] for word in overrides if _key(word) == "pipeline"]
-        rest = tuple(word for word in overrides if _key(word) != "pipeline")
+        chosen = [word.partition("=")[2] for word in overrides if field_of(word) == "pipeline"]
+        rest = tuple(word for word in overrides if field_of(word) != "pipeline")
         return Preset(config_dir=config_dir, overrides=rest, pipeline=chosen[-1] if chosen else None)
 
     @staticmethod
@@ -46,11 +46,11 @@ class Preset:
 
     def words(self, option: str, overrides: Sequence[str] = ()) -> list[str]:
         """What states one run of a pipeline, as words of a command; what the run states itself wins."""
-        stated = {_key(word) for word in overrides}
+        stated = {field_of(word) for word in overrides}
         return [
             *self._groups(),
             f"pipeline={option}",
-            *(word for word in self.overrides if _key(word) not in stated),
+            *(word for word in self.overrides if field_of(word) not in stated),
             *overrides,
         ]
 
@@ -68,7 +68,3 @@ class Preset:
 
     def _groups(self) -> list[str]:
         return ["--config-dir", str(self.config_dir)] if self.config_dir else []
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]

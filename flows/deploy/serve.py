@@ -20,10 +20,9 @@ _LOOK_SECONDS = 2.0  # between two looks for runs that are due
 def deployment_of(pipeline: Declared, preset: Preset, pattern: str, name: str) -> RunnerDeployment:
     """A pipeline as Prefect registers it: its schema, its schedule, its tags, the digest of its code."""
     flow = pipeline_flow(pipeline, preset, pattern)
-    operation = pipeline.pipeline.operation if pipeline.pipeline else None
     deployment = RunnerDeployment.from_flow(
         flow, name,
-        schedules=prefect_schedules(operation.schedule if operation else None),
+        schedules=prefect_schedules(pipeline.schedule),
         tags=pipeline.tags, version=flow.version, version_type="prefect:simple", paused=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )  # fmt: skip

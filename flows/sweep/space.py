@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from flows.compose import field_of
 from flows.sweep.dimension import parse
 from flows.sweep.settings import Sweep
 from lineage.errors import ConfigError
@@ -13,11 +14,6 @@ _THE_SAME = (
     "name", "pipeline", "store", "tracking", "code_drift", "resources", "sweep", "aliases", "non_commercial_labels",
     "tags", "schedule", "trigger", "retrain", "notify",
 )  # fmt: skip
-
-
-def field_of(word: str) -> str:
-    """What an override is of."""
-    return word.lstrip("+~").partition("=")[0]
 
 
 def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:

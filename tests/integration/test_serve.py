@@ -105,7 +105,7 @@ def test_every_pipeline_is_registered_and_what_cannot_be_read_is_named(served, a
     names = {each["name"] for each in api.post("/flows/filter", {})}
     assert {"toy", "toy-gated", "cpt-sft-dpo", "cpt-sft-dpo-gated"} <= names
     log = (folder / "serve.log").read_text()
-    assert "posttrain: not served" in log and "unreadable.yaml" in log
+    assert "posttrain: left out" in log and "unreadable.yaml" in log
     assert "cpt-sft-dpo/local  does not stand without overrides: " in log
 
 

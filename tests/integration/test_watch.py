@@ -1,7 +1,9 @@
 """Schedules and triggers against a real Prefect server: what is registered, what starts runs, and in which order."""
 
 import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -128,9 +130,15 @@ def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, 
 
 
 def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
-    """While the run waits for a worker none is added; the next takes what has changed meanwhile."""
+    """While the run waits for a worker none is added; the next takes what has changed meanwhile.
+
+    A run that died unheard, with its machine, is none that is waited for.
+    """
     flow = server.post("/flows/", {"name": "toy"})
     server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
+    dead = {"labels": {"posttrain.process": f"{socket.gethostname()} {os.getpid()} 0.0"}}  # our pid, of another time
+    dead = server.post(f"/deployments/{server.deployment('toy/workers')['id']}/create_flow_run", dead)["id"]
+    server.set_state(dead, "RUNNING")
     with serving(server, tmp_path, "--name", "workers", "--watch-only") as said:
         rows.write_text("second")
         wait_until(lambda: len(server.runs()) == 1, "a run is created")
@@ -143,6 +151,7 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
         server.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "COMPLETED"}, "force": True})
         wait_until(lambda: len(server.runs()) == 2, "the next is created")
     assert server.triggers() == [{"trigger:rows"}, {"trigger:rows", "trigger:rows.ready"}]
+    assert server.end(dead)["type"] == "CRASHED"
 
 
 def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, monkeypatch):

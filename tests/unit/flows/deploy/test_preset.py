@@ -2,7 +2,8 @@ import shlex
 
 import pytest
 
-from flows.deploy.pipelines import Declared, declared, declared_pipelines
+from flows.__main__ import main
+from flows.deploy.pipelines import Declared, declared, declared_pipelines, deployable
 from flows.deploy.preset import VARIABLE, Preset
 from lineage.errors import ConfigError
 from tests.command import CONF
@@ -53,3 +54,35 @@ def test_one_of_which_nothing_can_be_told_does_not_keep_the_others_away(tmp_path
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such directory"):
         declared("cpt-sft-dpo", Preset(config_dir=tmp_path / "nowhere"))
+
+
+def test_of_two_pipelines_of_one_name_the_second_is_left_out_and_named(tmp_path, capsys):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "copy.yaml").write_text("# @package _global_\ndefaults: [cpt-sft-dpo, _self_]\n")
+    names = [each.name for each in deployable(Preset(config_dir=tmp_path))]
+    assert names.count("cpt-sft-dpo") == 1
+    err = capsys.readouterr().err
+    assert "copy.yaml: cpt-sft-dpo is also the name of" in err and "give it a name of its own" in err
+
+
+@pytest.mark.parametrize("word", ["model=typo", "beta=1", "stages.dpo.methd.beta=1"])
+def test_words_that_no_pipeline_takes_are_refused_before_anything_is_served(word):
+    with pytest.raises(ConfigError, match=word.partition("=")[0].partition(".")[0]):
+        deployable(Preset(overrides=(word,)))
+
+
+def test_a_pipeline_that_only_lacks_a_value_is_served():
+    [toy] = deployable(Preset(config_dir=CONF, overrides=("model=none",), pipeline="toy"))
+    assert (toy.name, toy.lacks_value) == ("toy", True)
+
+
+def test_a_pipeline_that_is_not_there_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean cpt-sft-dpo-gated"):
+        deployable(Preset(pipeline="cpt-sft-dpo-gatd"))
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "many"])
+def test_a_limit_below_one_is_refused(limit, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--limit", limit])
+    assert "is no number of runs" in capsys.readouterr().err
