@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import anyio
 from prefect.deployments.runner import RunnerDeployment
+from prefect.logging.handlers import APILogHandler
 from prefect.runner import Runner
 from prefect.types.entrypoint import EntrypointType
 
@@ -45,6 +46,7 @@ def register(deployments: Sequence[RunnerDeployment], limit: int | None) -> Runn
 def serve(runner: Runner) -> None:
     """Runs what is asked of the deployments until Ctrl-C or SIGTERM; what runs then is cancelled."""
     anyio.run(_serve, runner)
+    APILogHandler().flush()  # while there is a server: it may end with this command, and is tried for a minute then
 
 
 async def _serve(runner: Runner) -> None:

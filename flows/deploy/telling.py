@@ -34,7 +34,8 @@ def end_hook(option: str, preset: Preset) -> Hook:
         with contextlib.suppress(ConfigError):  # nobody knows then whom to tell
             pipeline = load_pipeline(*split_words(words))
             with get_client(sync_client=True) as client:
-                name = client.read_flow_run(flow_run.id).name  # who started the run knows the name it had before
-            tell(pipeline, name, "crashed" if state.is_crashed() else "stopped", state.message or "")
+                now = client.read_flow_run(flow_run.id)  # who started the run knows the name that it had before
+            if state.is_crashed() or not now.state.is_final():  # else it was too late to stop it
+                tell(pipeline, now.name, "crashed" if state.is_crashed() else "stopped", state.message or "")
 
     return tell_of_end
