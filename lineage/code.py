@@ -2,12 +2,15 @@
 
 import ast
 import importlib.util
+import threading
 from functools import cache
 from pathlib import Path
 
 from lineage.digest import digest_file, digest_of
 
 OURS = ("tasks", "lineage")
+
+_PARSING = threading.Lock()  # Python 3.11 counts how deep it parses once for all threads, and fails where two differ
 
 
 def code_digest(module: str) -> str:
@@ -56,7 +59,9 @@ def _imports(module: str, path: Path) -> tuple[str, ...]:
     """Every module that a file names in an import, inside functions too; a relative one by its full name."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    with _PARSING:
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -130,10 +130,7 @@ def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, 
 
 
 def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
-    """While the run waits for a worker none is added; the next takes what has changed meanwhile.
-
-    A run that died unheard, with its machine, is none that is waited for.
-    """
+    """While a run waits for a worker none is added, the next takes what has changed; one that died is not waited for."""
     flow = server.post("/flows/", {"name": "toy"})
     server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
     dead = {"labels": {"posttrain.process": f"{socket.gethostname()} {os.getpid()} 0.0"}}  # our pid, of another time

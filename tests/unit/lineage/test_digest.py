@@ -1,9 +1,12 @@
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lineage.artifact import Kind, Source
-from lineage.code import code_digest
+from lineage.code import code_digest, code_digest_now
 from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError
 from lineage.sources import pin as pin_with
@@ -126,3 +129,20 @@ def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(
         (package / f"{name}.py").write_text("changed = 1\n")
         digests.append(code_digest("bare.method"))
     assert len(set(digests)) == 3
+
+
+def test_threads_may_digest_at_once():
+    """Python 3.11 counts once for all threads how deep it parses; a collection in between lets another thread in."""
+
+    def let_others_in(*_: object) -> None:
+        time.sleep(0)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(let_others_in)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(code_digest_now, ["tasks.prepare_data"] * 8))) == 1
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(let_others_in)
