@@ -33,11 +33,8 @@ class Server(PrefectApi):
         self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
 
     def send(self, event: str) -> None:
-        body = {
-            "id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event,
-            "resource": {"prefect.resource.id": "our-data"}, "payload": {},
-        }  # fmt: skip
-        self.post("/events", [body])
+        said = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event}
+        self.post("/events", [{**said, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
 
     def runs(self) -> list[dict]:
         """Those that a trigger has started, in order."""
@@ -130,7 +127,7 @@ def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, 
 
 
 def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
-    """While a run waits for a worker none is added, the next takes what has changed; one that died is not waited for."""
+    """While a run waits for a worker none is added, the next takes what has changed; a dead one is not waited for."""
     flow = server.post("/flows/", {"name": "toy"})
     server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
     dead = {"labels": {"posttrain.process": f"{socket.gethostname()} {os.getpid()} 0.0"}}  # our pid, of another time
