@@ -107,7 +107,8 @@ def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
     assert states[0]["message"] == "started by a trigger: rows"
     assert runs[2]["state"]["message"].startswith("nothing to do")
     assert {path.read_text() for path in data.glob("*/output/rows.txt")} == {"second", "fourth"}
-    [deployment] = server.post("/deployments/filter", {})
+    local = {"flows": {"name": {"any_": ["toy"]}}, "deployments": {"name": {"any_": ["local"]}}}
+    [deployment] = server.post("/deployments/filter", local)
     [registered] = deployment["schedules"]
     assert registered["active"]
     assert (registered["schedule"]["cron"], registered["schedule"]["timezone"]) == ("0 3 1 1 *", "Europe/Berlin")
