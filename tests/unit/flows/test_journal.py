@@ -164,6 +164,7 @@ def test_a_store_that_cannot_be_written_stops_no_run(plan, journal):
     (store / "runs").write_text("in the way")
     with journal.open():
         journal.running("left", store / "metrics.jsonl", None)
+    assert (store / "runs").read_text() == "in the way"
 
 
 def note_of(pid=1, started=0.0, host="elsewhere", **fields):
