@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
 
 def recipes(fraction: float) -> dict[str, dict[str, float]]:
     """The fields that the shipped recipe of the tiny model states, steps scaled."""
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
 
     pipeline = load_pipeline([])
     found = {name: dict(pipeline.stages[name].method.recipe()) for name in STAGES}

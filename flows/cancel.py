@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
+from flows.progress.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
 from lineage.errors import ConfigError, PipelineError
 
 LATEST = "latest"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.compose import field_of
-from flows.config import load_pipeline
-from flows.pipeline import Pipeline
-from flows.plan import Plan, make_plan
+from flows.declare.compose import field_of
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
+from flows.planning.plan import Plan, make_plan
 from lineage.dvc_store import FILE, DvcProject
 from lineage.errors import ArtifactError, PipelineError
 from lineage.view import View

@@ -14,10 +14,10 @@ from pathlib import Path
 import yaml
 
 from flows.commands.arguments import add_overrides, words_of
-from flows.compose import composed_files
-from flows.config import load_pipeline
+from flows.declare.compose import composed_files
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
-from flows.pipeline import Pipeline
 from lineage.dvc_store import FILE, read_stages
 from lineage.errors import ConfigError, PipelineError
 from lineage.sources import local_paths

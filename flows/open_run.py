@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from flows.admission import require_gpus
-from flows.execute import Run
-from flows.journal import Journal
-from flows.launch import StageProcesses
-from flows.needs import needs
-from flows.observer import Observer, Observers
-from flows.plan import Plan, PlannedStage
-from flows.run_notes import RUN_VARIABLE, SweepNote
+from flows.planning.needs import needs
+from flows.planning.plan import Plan, PlannedStage
+from flows.progress.journal import Journal
+from flows.progress.observer import Observer, Observers
+from flows.progress.run_notes import RUN_VARIABLE, SweepNote
+from flows.stages.admission import require_gpus
+from flows.stages.execute import Run
+from flows.stages.launch import StageProcesses
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError

@@ -10,12 +10,12 @@ from prefect.futures import PrefectFuture, wait
 from prefect.states import Cancelled, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.execute import Result, Run, execute
-from flows.gpu_pool import require_pools
-from flows.needs import pool_of
-from flows.plan import PlannedStage
-from flows.prefect_approval import ask
-from flows.verdicts import judgements, record_decision, require_passed
+from flows.planning.needs import pool_of
+from flows.planning.plan import PlannedStage
+from flows.planning.verdicts import judgements, record_decision, require_passed
+from flows.promotion.prefect_approval import ask
+from flows.stages.execute import Result, Run, execute
+from flows.stages.gpu_pool import require_pools
 from lineage.errors import GateError, PipelineError
 from tasks.context import Launcher
 

@@ -6,15 +6,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from flows.board import Board
 from flows.declared import show_declared
-from flows.execute import Result, Run, execute
 from flows.open_run import note_before, open_run, stoppable
-from flows.plan import Plan, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect_server import embedded_server
+from flows.progress.board import Board
+from flows.promotion.retrain import follow_up, promotion_due
 from flows.reports.run import plan_table, run_dict, summary
-from flows.retrain import follow_up, promotion_due
-from flows.verdicts import may_ask, require_passed
+from flows.stages.execute import Result, Run, execute
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Launcher
 
@@ -84,7 +84,7 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
     if server:
         server.wait_until_ready()
     if plan.pipeline.operation.notify:
-        from flows.notify import require_block
+        from flows.promotion.notify import require_block
 
         require_block(plan.pipeline.operation.notify)
     return run_flow(run)

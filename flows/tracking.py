@@ -2,8 +2,8 @@
 
 import sys
 
-from flows.operation import Tracking
-from flows.pipeline import Pipeline
+from flows.declare.operation import Tracking
+from flows.declare.pipeline import Pipeline
 from lineage.errors import PipelineError
 from lineage.mlflow.address import require_reachable, tracking_uri
 from lineage.mlflow.open_records import left_open

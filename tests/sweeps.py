@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from flows.sweep.settings import Objective, Sweep
+from flows.declare.sweep import Objective, Sweep
 from flows.sweep.trial import Outcome
 from lineage.manifest import Manifest, Provenance
 

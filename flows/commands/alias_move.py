@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 from lineage.fingerprint import short
 
 if TYPE_CHECKING:
-    from flows.pipeline import Pipeline
-    from flows.promote import Moved
+    from flows.declare.pipeline import Pipeline
+    from flows.promotion.promote import Moved
     from lineage.promotions import Event
 
 
 def report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
     """Mirrors the alias in MLflow's registry and says what was done; the move stands, whatever MLflow answers."""
-    from flows.alias_mirror import mirror
+    from flows.promotion.alias_mirror import mirror
 
     model = f"{moved.manifest.stage}@{short(moved.manifest.fingerprint)}"
     mirror(pipeline, moved.alias)

@@ -3,7 +3,7 @@
 import argparse
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.store_root import store_root
+from flows.declare.store_root import store_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.store_root import store_root
+from flows.declare.store_root import store_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.store_root import store_root
+from flows.declare.store_root import store_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

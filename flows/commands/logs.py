@@ -5,7 +5,7 @@ import contextlib
 import sys
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.store_root import store_root
+from flows.declare.store_root import store_root
 from lineage.errors import StoppedError
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.stage_log import begun_entry, follow_log, read_log, stage_entry
+    from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 
     ref, overrides = name_among(options.ref, options.overrides)
     store = store_root(overrides, options.config_dir)

@@ -22,11 +22,11 @@ def run(options: argparse.Namespace) -> int:
         sweep = read_sweep(options.overrides, options.config_dir)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.plan import make_plan
+    from flows.planning.plan import make_plan
+    from flows.promotion.retrain import pending
     from flows.reports.run import plan_table
-    from flows.retrain import pending
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)

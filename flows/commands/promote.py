@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.config import load_pipeline
-    from flows.promote import promote
+    from flows.declare.config import load_pipeline
+    from flows.promotion.promote import promote
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     moved = promote(pipeline, options.ref, options.alias, why=options.why, force=options.force)

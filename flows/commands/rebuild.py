@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
     from lineage.mlflow.registry import refill
 
     pipeline = load_pipeline(options.overrides, options.config_dir)

@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.config import load_pipeline
-    from flows.promote import roll_back
+    from flows.declare.config import load_pipeline
+    from flows.promotion.promote import roll_back
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     report(pipeline, roll_back(pipeline, options.alias, why=options.why), as_json=options.json)

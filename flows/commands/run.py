@@ -19,9 +19,9 @@ def run(options: argparse.Namespace) -> int:
         return run_sweep(
             options.overrides, options.config_dir, ["--multirun", *words_of(options)], as_json=options.json
         )
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.plan import make_plan
+    from flows.planning.plan import make_plan
     from flows.run import run_plan
 
     pipeline = load_pipeline(options.overrides, options.config_dir)

@@ -11,9 +11,9 @@ from lineage.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flows.declare.pipeline import Pipeline
     from flows.deploy.pipelines import Declared
     from flows.deploy.preset import Preset
-    from flows.pipeline import Pipeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +32,10 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    from flows.declare.store_root import store_root
     from flows.deploy.pipelines import deployable
     from flows.deploy.preset import Preset
     from flows.prefect_server import configured_api_url, embedded_server
-    from flows.store_root import store_root
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()

@@ -12,13 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
+    from flows.declare.pipeline import nearest
     from flows.declared import adopt_view, show_declared
-    from flows.pipeline import nearest
-    from flows.plan import make_plan
+    from flows.planning.plan import make_plan
+    from flows.planning.verdicts import require_passed
     from flows.run import run_one
     from flows.tracking import complete_record
-    from flows.verdicts import require_passed
     from lineage.errors import ArtifactError, ConfigError
 
     pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name

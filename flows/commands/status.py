@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from flows.commands.arguments import add_overrides
+from flows.declare.store_root import store_root
 from flows.reports.run_views import views
 from flows.reports.status import status_dict, status_text
-from flows.store_root import store_root
 from lineage.errors import StoppedError
 
 _WATCH_SECONDS = 1.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flows.commands.arguments import add_json
 
 if TYPE_CHECKING:
-    from flows.operation import Tracking
+    from flows.declare.operation import Tracking
     from lineage.verify.finding import Finding
     from lineage.verify.store import Checked
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: the record is intact; 1: something is missing, changed or orphaned."""
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
     from lineage.verify.finding import Fault
     from lineage.verify.store import Checked, read_store
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from flows.compose import CONF, Composer
+from flows.declare.compose import CONF, Composer
 from flows.declared import split_words
 from flows.deploy.preset import Preset
 from lineage.code import code_digest

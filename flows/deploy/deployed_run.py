@@ -10,7 +10,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed, State
 
-from flows.config import load_pipeline
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
 from flows.declared import adopt_view, show_declared, split_words
 from flows.deploy.code import deployed_code
 from flows.deploy.owner import sign
@@ -18,13 +19,12 @@ from flows.deploy.page import RunPage, show_plan, show_record, show_tables
 from flows.deploy.preset import Preset
 from flows.deploy.telling import tell
 from flows.deploy.turn import turn
-from flows.notify import require_block
 from flows.open_run import note_before, open_run
-from flows.pipeline import Pipeline
-from flows.plan import Plan, make_plan
+from flows.planning.plan import Plan, make_plan
+from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect_flow import approved, run_stages
-from flows.retrain import follow_up, promotion_due
-from flows.verdicts import may_ask, require_passed
+from flows.promotion.notify import require_block
+from flows.promotion.retrain import follow_up, promotion_due
 from lineage.errors import ConfigError, GateError, PipelineError
 
 _LOOK_SECONDS = 1.0  # between two looks whether the process that started this one still lives

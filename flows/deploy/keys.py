@@ -9,8 +9,8 @@ from typing import get_args, get_origin, get_type_hints
 
 import yaml
 
-from flows.compose import CONF, Composer
-from flows.config import Root, method_class
+from flows.declare.compose import CONF, Composer
+from flows.declare.config import Root, method_class
 from flows.declared import split_words
 from flows.deploy.preset import Preset
 from lineage.artifact import Source

@@ -10,8 +10,8 @@ from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRun
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Crashed
 
+from flows.declare.pipeline import Pipeline
 from flows.deploy.telling import tell
-from flows.pipeline import Pipeline
 from lineage.lease import Holder
 
 _LABEL = "posttrain.process"

@@ -13,8 +13,8 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from flows.plan import Plan
-from flows.progress import Progress
+from flows.planning.plan import Plan
+from flows.progress.stage_progress import Progress
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.mlflow.address import is_server, shown, tracking_uri

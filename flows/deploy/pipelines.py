@@ -7,11 +7,11 @@ from pathlib import Path
 
 import yaml
 
-from flows.config import load_pipeline
+from flows.declare.config import load_pipeline
+from flows.declare.operation import Schedule
+from flows.declare.pipeline import Pipeline, nearest
 from flows.declared import split_words
 from flows.deploy.preset import Preset
-from flows.operation import Schedule
-from flows.pipeline import Pipeline, nearest
 from lineage.errors import ConfigError, MissingValueError
 
 

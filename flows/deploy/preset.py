@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.compose import CONF, field_of
+from flows.declare.compose import CONF, field_of
 from flows.declared import split_words
 from lineage.errors import ConfigError
 

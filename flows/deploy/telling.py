@@ -9,11 +9,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import State
 
-from flows.config import load_pipeline
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
 from flows.deploy.preset import Preset
-from flows.notify import notify
-from flows.pipeline import Pipeline
+from flows.promotion.notify import notify
 from lineage.errors import ConfigError
 
 Hook = Callable[[Flow[..., None], FlowRun, State[None]], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect.logging import get_run_logger
 
-from flows.pipeline import Pipeline
+from flows.declare.pipeline import Pipeline
 from lineage.digest import digest_of
 from lineage.fingerprint import short
 from lineage.lease import Lease, acquire_or

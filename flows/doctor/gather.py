@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flows.declare.pipeline import Pipeline
 from flows.doctor.facts import Facts, Surroundings
 from flows.doctor.gather_machine import gather_machine
 from flows.doctor.gather_packages import gather_packages
@@ -14,7 +15,6 @@ from flows.doctor.gather_services import (
     prefect_service,
     ray_service,
 )
-from flows.pipeline import Pipeline
 from lineage.errors import ConfigError
 from lineage.mlflow.address import tracking_uri
 
@@ -25,7 +25,7 @@ def gather(overrides: Sequence[str], config_dir: Path | None) -> Facts:
     Raises:
         ConfigError: the configuration is wrong, in another way than that it names a variable that is not set.
     """
-    from flows.config import load_pipeline
+    from flows.declare.config import load_pipeline
 
     pipeline, absent = None, {}
     try:
@@ -42,7 +42,7 @@ def gather(overrides: Sequence[str], config_dir: Path | None) -> Facts:
 
 
 def _stated(overrides: Sequence[str], config_dir: Path | None) -> Iterator[tuple[str, str]]:
-    from flows.compose import composed_files
+    from flows.declare.compose import composed_files
 
     yield from (("an override", word) for word in overrides)
     for path, _ in composed_files(overrides, config_dir):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from flows.plan import Plan, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
 from flows.reports.tables import empty_table, plain_text
 from lineage.artifact import Kind
 from lineage.fingerprint import short

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from flows.progress import Progress
-from flows.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
+from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
+from flows.progress.stage_progress import Progress
+from flows.progress.waits import waits_for
 from flows.sweep.folder import Ledger
-from flows.waits import waits_for
 from lineage.lease import HEARTBEAT_SECONDS
 
 _LAST = 5

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flows.progress.run_notes import RunNote
 from flows.reports.run_views import RunView, StageView
-from flows.run_notes import RunNote
 from flows.wording import clock, counted
 
 _MOST_ROWS = 20

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from flows.observer import Observer
+from flows.declare.sweep import Sweep
+from flows.progress.observer import Observer
 from flows.sweep.files import SweepFiles
 from flows.sweep.objective import judged
-from flows.sweep.settings import Sweep
 from flows.sweep.trial import Outcome, Trial
 from lineage.tracker import Tracker, TrialEnd
 

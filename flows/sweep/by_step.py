@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flows.report_file import ReportFile
+from flows.progress.report_file import ReportFile
 from flows.sweep.folder import Row
 from flows.sweep.space import short_names
 from lineage.store import Store

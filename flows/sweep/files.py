@@ -15,12 +15,12 @@ from pathlib import Path
 
 import yaml
 
-from flows.compose import field_of
+from flows.declare.compose import field_of
+from flows.declare.sweep import Sweep
 from flows.declared import split_words
 from flows.sweep.by_step import as_markdown, by_step, thinned
 from flows.sweep.dimension import Dimension
 from flows.sweep.folder import Ledger, Row, folder_lock, row_of
-from flows.sweep.settings import Sweep
 from flows.sweep.space import fixed_words
 from flows.sweep.trial import Outcome, Trial
 from lineage.errors import ConfigError

@@ -8,8 +8,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import FailedRun
 from prefect.states import Failed, State
 
-from flows.execute import Run
 from flows.prefect_flow import task_runner
+from flows.stages.execute import Run
 from flows.sweep.engine import Engine
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from flows.sweep.settings import Sweep
+from flows.declare.sweep import Sweep
 from flows.sweep.trial import Outcome, Trial, TrialState
 from lineage.errors import ConfigError
 

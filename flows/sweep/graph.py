@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from flows.plan import PlannedStage
+from flows.planning.plan import PlannedStage
 from flows.sweep.planner import Key, PlannedTrial, key_of
 from lineage.errors import PipelineError
 

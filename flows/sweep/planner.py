@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.compose import Composer
-from flows.config import pipeline_of
-from flows.pipeline import Pipeline, nearest
-from flows.plan import Memo, Plan, PlannedStage, make_plan
+from flows.declare.compose import Composer
+from flows.declare.config import pipeline_of
+from flows.declare.pipeline import Pipeline, nearest
+from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
 from flows.sweep.trial import Trial
 from lineage.errors import ConfigError
 from tasks.context import Launcher

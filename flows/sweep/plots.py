@@ -14,11 +14,11 @@ from optuna.trial import FrozenTrial, TrialState
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
+from flows.declare.sweep import Sweep
 from flows.sweep.dimension import Dimension, Interval, Steps
 from flows.sweep.draws import distributions, drawn_from
 from flows.sweep.folder import Row
 from flows.sweep.sampling import direction_sign, directions, silence
-from flows.sweep.settings import Sweep
 from flows.sweep.space import short_names
 from flows.sweep.study import load_reports
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from flows.declare.sweep import Sweep
 from flows.sweep.dimension import Choices, Dimension, Steps
-from flows.sweep.settings import Sweep
 from flows.sweep.trial import Outcome, Proposer, Trial
 from lineage.errors import ConfigError
 

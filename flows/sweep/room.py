@@ -1,7 +1,7 @@
 """What of a sweep may run at once: the CPUs and GPUs of this machine, and those of a cluster that is joined.
 
-``flows/admission.py`` has the last word on this machine, where other runs are too. This keeps a sweep from asking it
-for everything at once: what is asked first is then what comes first.
+``flows/stages/admission.py`` has the last word on this machine, where other runs are too. This keeps a sweep from
+asking it for everything at once: what is asked first is then what comes first.
 """
 
 import json
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flows.admission import count_cpus, visible_gpus
-from flows.needs import asks, runs_elsewhere
-from flows.plan import PlannedStage
+from flows.planning.needs import asks, runs_elsewhere
+from flows.planning.plan import PlannedStage
+from flows.stages.admission import count_cpus, visible_gpus
 from lineage.errors import ConfigError
 
 _ASK_SECONDS = 120.0
@@ -92,7 +92,7 @@ def make_room(stages: Sequence[PlannedStage], parallel: int | None) -> Room:
 
 def _cluster() -> tuple[float, float]:
     """CPUs and GPUs of the cluster at ``RAY_ADDRESS``, asked in a process that then leaves it."""
-    command = [sys.executable, "-m", "flows.cluster_room"]
+    command = [sys.executable, "-m", "flows.stages.cluster_room"]
     address = os.environ["RAY_ADDRESS"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True).stdout

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.board import Board
-from flows.execute import Run
-from flows.launch import StageProcesses
-from flows.observer import Observers
 from flows.open_run import Trials, check_machine, note_before, open_run, stoppable
 from flows.prefect_server import embedded_server
+from flows.progress.board import Board
+from flows.progress.observer import Observers
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
+from flows.stages.execute import Run
+from flows.stages.launch import StageProcesses
 from flows.sweep.book import Book
 from flows.sweep.engine import Engine, Events
 from flows.sweep.files import SweepFiles

@@ -7,9 +7,9 @@ import optuna
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler
 
+from flows.declare.sweep import Direction, Sweep
 from flows.sweep.dimension import Dimension
 from flows.sweep.draws import draw
-from flows.sweep.settings import Direction, Sweep
 from flows.sweep.target import build
 from lineage.errors import ConfigError
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from flows.compose import field_of
+from flows.declare.compose import field_of
+from flows.declare.sweep import Sweep
 from flows.sweep.dimension import parse
-from flows.sweep.settings import Sweep
 from lineage.errors import ConfigError
 
 _UNTIL = "{until}"  # in the name of a field: the stage that trials end with

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.compose import Composer, field_of
-from flows.plan import PlannedStage
+from flows.declare.compose import Composer, field_of
+from flows.declare.sweep import Sweep
+from flows.declare.typed import typed
+from flows.planning.plan import PlannedStage
 from flows.sweep.dimension import Choices, Dimension, Steps, dimensions
 from flows.sweep.objective import check_sweep
 from flows.sweep.planner import Key, PlannedTrial, Planner, key_of
 from flows.sweep.proposers import Grid
-from flows.sweep.settings import Sweep
 from flows.sweep.space import fixed_and_swept, fixed_words, merged_params
 from flows.sweep.trial import Trial
-from flows.typed import typed
 from lineage.errors import ConfigError
 
 

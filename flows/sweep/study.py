@@ -10,11 +10,11 @@ import optuna
 from filelock import FileLock
 from optuna.trial import FrozenTrial, TrialState
 
-from flows.pipeline import nearest
+from flows.declare.pipeline import nearest
+from flows.declare.sweep import Sweep
 from flows.sweep.dimension import Dimension
 from flows.sweep.draws import draw, num_combinations, overrides_of
 from flows.sweep.sampling import direction_sign, directions, make_pruner, make_sampler, silence
-from flows.sweep.settings import Sweep
 from flows.sweep.trial import Outcome, Trial
 from lineage.lease import Holder, Lease, living_holder
 

@@ -4,7 +4,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 
-from flows.pipeline import nearest
+from flows.declare.pipeline import nearest
 from lineage.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.report_file import ReportFile
+from flows.progress.report_file import ReportFile
 from flows.sweep.engine import Report
 from tasks.context import Metrics
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.pipeline import Pipeline
+from flows.declare.pipeline import Pipeline
 from lineage.artifact import SOURCE
 from lineage.digest import DigestCache, file_names
 from lineage.manifest import Manifest

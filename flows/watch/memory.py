@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from flows.typed import typed
+from flows.declare.typed import typed
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from flows.operation import Schedule
+from flows.declare.operation import Schedule
 
 if TYPE_CHECKING:
     from prefect.schedules import Schedule as PrefectSchedule

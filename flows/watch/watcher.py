@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Literal, Protocol
 
-from flows.operation import Trigger
-from flows.pipeline import Pipeline
-from flows.plan import make_plan
-from flows.retrain import promotion_due
-from flows.verdicts import may_ask
+from flows.declare.operation import Trigger
+from flows.declare.pipeline import Pipeline
+from flows.planning.plan import make_plan
+from flows.planning.verdicts import may_ask
+from flows.promotion.retrain import promotion_due
 from flows.watch.digests import SourceDigests, last_taken
 from flows.watch.memory import Arrival, Memory, Rest, Seen
 from lineage.errors import PipelineError

@@ -6,8 +6,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
+from flows.declare.pipeline import Pipeline
 from flows.open_run import stoppable
-from flows.pipeline import Pipeline
 from flows.watch.watcher import Watcher
 from lineage.errors import ConfigError
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load_pipeline
-from flows.plan import make_plan
-from flows.verdicts import may_ask
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from flows.planning.verdicts import may_ask
 from lineage.promotions import read_events
 from tests.command import CONF, Command, alive, family, wait_until
 from tests.prefect_api import PrefectApi

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load_pipeline
-from flows.promote import promote, roll_back
+from flows.declare.config import load_pipeline
+from flows.promotion.promote import promote, roll_back
 from lineage.errors import ArtifactError, ConfigError, GateError
 from lineage.graph.index import Index
 from lineage.promotions import Event, append, locked, read_events, stacks

@@ -188,7 +188,7 @@ def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, pre
 
 
 def test_each_notification_block_of_prefect_is_told_how_to_make_one():
-    from flows.notify import _how_to_make
+    from flows.promotion.notify import _how_to_make
 
     assert "SlackWebhook(url='...').save('team')" in _how_to_make("slack-webhook/team")
     assert "json_data={'text': '{{subject}}: {{body}}'}" in _how_to_make("custom-webhook/team")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.job import Job
-from flows.run_notes import dashboard_file
+from flows.progress.run_notes import dashboard_file
+from flows.stages.job import Job
 from tasks.context import Launcher, Resources
 from tests.command import Command, alive, family, wait_until
 from tests.toy_methods import ToyTraining
@@ -104,7 +104,7 @@ def test_a_failure_keeps_its_cause_and_its_log(toy):
 
 
 def test_a_stage_that_joins_a_cluster_leaves_the_address_of_its_dashboard(tmp_path, monkeypatch):
-    from flows import ray_train
+    from flows.stages import ray_train
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     monkeypatch.setattr(ray_train.ray, "init", lambda **_: SimpleNamespace(dashboard_url="10.0.0.2:8265"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.__main__ import _parser
-from flows.config import load_pipeline
-from flows.pipeline import Pipeline
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
 from flows.sweep.space import fixed_and_swept
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from flows import cancel as module
 from flows.__main__ import main
 from flows.cancel import cancel, find_run
-from flows.run_notes import RUN_VARIABLE, Links, RunNote, note_path
+from flows.progress.run_notes import RUN_VARIABLE, Links, RunNote, note_path
 from lineage.errors import ConfigError, PipelineError
 from lineage.lease import Holder
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.operation import Tracking
+from flows.declare.operation import Tracking
 from flows.tracking import make_tracker
 from lineage.errors import ConfigError
 from lineage.mlflow.tracker import MlflowTracker

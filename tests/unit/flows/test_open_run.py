@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load_pipeline
+from flows.declare.config import load_pipeline
 from flows.open_run import Trials, open_run
-from flows.plan import make_plan
-from flows.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
+from flows.planning.plan import make_plan
+from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
 from tests.command import CONF
 
 

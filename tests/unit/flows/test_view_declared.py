@@ -1,11 +1,11 @@
 import pytest
 
-from flows.config import load_pipeline
+from flows.declare.config import load_pipeline
 from flows.declared import show_declared
-from flows.plan import make_plan
+from flows.planning.plan import make_plan
 from lineage.dvc_store import DvcProject
 from tests.command import CONF
-from tests.unit.flows.test_plan import finish
+from tests.unit.flows.planning.test_plan import finish
 
 DECLARED = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt"]
 VIEW = "artifacts/pipelines/toy"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.declare.sweep import Pruning
 from flows.sweep.by_step import thinned
 from flows.sweep.dimension import dimensions
 from flows.sweep.files import SweepFiles, read_best
 from flows.sweep.folder import row_of, sweep_folder
 from flows.sweep.plots import best_numbers, study_of
-from flows.sweep.settings import Pruning
 from flows.sweep.trial import Outcome, Trial
 from lineage.errors import ConfigError
 from lineage.store import Store

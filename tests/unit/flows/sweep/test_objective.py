@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.declare.sweep import Objective, Pruning
 from flows.sweep.objective import check_sweep, judged
-from flows.sweep.settings import Objective, Pruning
 from lineage.errors import ConfigError
 from tests.sweeps import TPE, complete, ended, maximize, minimize, sweep
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.compose import Composer, compose_tree
-from flows.plan import make_plan
+from flows.declare.compose import Composer, compose_tree
+from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
 from flows.sweep.planner import Planner, count_stages, varying
 from flows.sweep.stated import read_sweep
@@ -43,11 +43,11 @@ def test_a_mistake_in_a_trial_names_the_trial(words):
 
 
 def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
-    import flows.plan
+    import flows.planning.plan
 
     pinned = []
-    pin = flows.plan.pin
-    monkeypatch.setattr(flows.plan, "pin", lambda *args: pinned.append(args[0]) or pin(*args))
+    pin = flows.planning.plan.pin
+    monkeypatch.setattr(flows.planning.plan, "pin", lambda *args: pinned.append(args[0]) or pin(*args))
     sweep = read_sweep([*words, f"{RATE}=0.1,0.2,0.3"], CONF)
     assert pinned == ["rows"]
     alone = [make_plan(each.plan.pipeline) for each in sweep.known]

@@ -8,10 +8,10 @@ import time
 import optuna
 import pytest
 
+from flows.declare.sweep import Pruning
 from flows.sweep.dimension import dimensions
 from flows.sweep.objective import check_sweep
 from flows.sweep.proposers import make_proposer
-from flows.sweep.settings import Pruning
 from lineage.errors import ConfigError
 from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, sweep
 

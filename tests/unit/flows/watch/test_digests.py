@@ -8,10 +8,10 @@ import fsspec
 import pytest
 from huggingface_hub import HfApi
 
-from flows.plan import make_plan
+from flows.planning.plan import make_plan
 from flows.watch.digests import SourceDigests, last_taken
-from tests.unit.flows.test_config import toy
-from tests.unit.flows.test_plan import finish
+from tests.unit.flows.declare.test_config import toy
+from tests.unit.flows.planning.test_plan import finish
 
 
 @pytest.fixture

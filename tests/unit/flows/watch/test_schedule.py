@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load_pipeline
-from flows.operation import Schedule, Trigger
-from flows.watch.cron import is_cron
+from flows.declare.config import load_pipeline
+from flows.declare.cron import is_cron
+from flows.declare.operation import Schedule, Trigger
 from flows.watch.schedule import schedule_entries
 from lineage.errors import ConfigError
-from tests.unit.flows.test_config import toy
+from tests.unit.flows.declare.test_config import toy
 
 
 @pytest.mark.parametrize("expression", ["0 3 * * *", "@daily", "*/5 8-18 * * mon-fri", "0 0 29 2 *"])
@@ -29,7 +29,7 @@ def test_what_is_no_cron_expression_is_refused_with_its_key(expression):
 
 
 def test_reading_a_cron_expression_imports_no_prefect():
-    code = "import sys; from flows.watch.cron import is_cron; is_cron('@daily'); sys.exit('prefect' in sys.modules)"
+    code = "import sys; from flows.declare.cron import is_cron; is_cron('@daily'); sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -5,12 +5,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows.config import load_pipeline
-from flows.plan import make_plan
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
 from flows.watch.memory import Arrival, Memory, Seen
 from flows.watch.watcher import Watcher
-from tests.unit.flows.test_config import CONF
-from tests.unit.flows.test_plan import finish
+from tests.unit.flows.declare.test_config import CONF
+from tests.unit.flows.planning.test_plan import finish
 
 POLL, SETTLE = 60.0, 10.0
 

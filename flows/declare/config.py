@@ -1,0 +1,178 @@
+"""The border of Hydra: overrides in, a checked ``Pipeline`` out. No ``DictConfig`` passes it."""
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from flows.declare.compose import compose_tree
+from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
+from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
+from flows.declare.sweep import Sweep
+from flows.declare.typed import Node, typed
+from lineage.artifact import SOURCE, Source
+from lineage.errors import ConfigError
+from lineage.verdict import Approval
+from tasks.context import Resources
+from tasks.method import LoRA, Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNode:
+    """A stage as YAML states it, before its method's class is known."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    method: dict[str, object]
+    inputs: dict[str, str]
+    resources: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateDefaults:
+    """What all gates of a pipeline share."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    approval: Approval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The keys of ``conf/config.yaml`` with everything it composes.
+
+    Args:
+        adapter, gate: what every method with such a field takes from here, unless its stage states it.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    name: str
+    store: str
+    code_drift: CodeDrift
+    tracking: Tracking
+    sources: dict[str, dict[str, object]]
+    stages: dict[str, dict[str, object]]
+    resources: Resources
+    adapter: LoRA | None
+    gate: GateDefaults
+    aliases: dict[str, Alias]
+    non_commercial_labels: tuple[str, ...]
+    tags: tuple[str, ...]
+    schedule: Schedule | None
+    trigger: Trigger | None
+    retrain: Retrain | None
+    notify: str | None
+    sweep: Sweep
+
+
+def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
+    """Composes the configuration and checks every key and type of it, once.
+
+    Args:
+        overrides: in Hydra's grammar.
+        config_dir: a directory of further groups (``model/``, ``source/``, ``pipeline/`` ...).
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
+    return pipeline_of(compose_tree(overrides, config_dir), overrides, config_dir)
+
+
+def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
+    """Checks every key and type of a configuration that these overrides composed.
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
+    root = typed(Root, tree, "")
+    sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
+    stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+    pipeline = Pipeline(
+        name=root.name,
+        store=Path(root.store).expanduser().absolute(),
+        code_drift=root.code_drift,
+        tracking=root.tracking,
+        sources=sources,
+        stages=stages,
+        aliases=root.aliases,
+        non_commercial_labels=root.non_commercial_labels,
+        operation=Operation(
+            tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
+        ),
+    )
+    _refuse_unknown_sources(pipeline, overrides, config_dir)
+    if pipeline.store.exists() and not pipeline.store.is_dir():
+        raise ConfigError(f"store={pipeline.store}: is a file; name a directory, which is made if it does not exist")
+    return pipeline
+
+
+def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
+    where = f"stages.{name}"
+    method = node.get("method")
+    if not isinstance(method, Mapping) or "_target_" not in method:
+        others = [other for other, stage in root.stages.items() if other != name]
+        raise ConfigError(
+            f"{where}: no such stage; there are: {', '.join(others)}{nearest(name, others)} "
+            f"(a new stage states {where}.method._target_)"
+        )
+    parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
+    cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
+    recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
+    defaults = {"adapter": tree["adapter"], "approval": root.gate.approval}
+    taken = {field.name for field in fields(cls)}
+    recipe = {**{key: value for key, value in defaults.items() if key in taken}, **recipe}
+    shared = tree["resources"]
+    assert isinstance(shared, dict)
+    return Stage(
+        method=typed(cls, recipe, f"{where}.method"),
+        inputs=parts.inputs,
+        # What a stage does not state about its resources, the root states for all.
+        resources=typed(Resources, {**shared, **parts.resources}, f"{where}.resources"),
+    )
+
+
+def method_class(where: str, target: str) -> type[Method]:
+    """The class that a stage's ``_target_`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no complete method.
+    """
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module of the user's raises when it is imported
+        raise ConfigError(
+            f"{where}={target}: cannot be imported ({error}); give package.module.Class, "
+            "of a package that is installed, in this folder, or on PYTHONPATH"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise ConfigError(f"{where}={target}: is no tasks.method.Method; derive the class from it")
+    lacking = [name for name in ("consumes", "produces") if not hasattr(cls, name)]
+    if inspect.isabstract(cls) or lacking:
+        raise ConfigError(f"{where}={target}: lacks {', '.join(lacking) or 'run'}; see docs/add_a_method.md")
+    return cls
+
+
+def _refuse_unknown_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:
+    """An override of a source that no stage reads and no YAML states is a typo."""
+    used = {ref.removeprefix(SOURCE) for stage in pipeline.stages.values() for ref in stage.inputs.values()}
+    unread = [override for override in overrides if _source_named(override) not in {None, *used}]
+    if not unread:
+        return
+    stated = compose_tree([word for word in overrides if word not in unread], config_dir)["sources"]
+    assert isinstance(stated, dict)
+    for override in unread:
+        name = _source_named(override)
+        if name not in stated:
+            names = sorted(used & pipeline.sources.keys())
+            raise ConfigError(
+                f"sources.{name}: no stage reads this source; read are: {', '.join(names)}{nearest(str(name), names)}"
+            )
+
+
+def _source_named(override: str) -> str | None:
+    key = override.lstrip("+~").split("=")[0].split(".")
+    return key[1] if key[0] == "sources" and len(key) > 1 else None

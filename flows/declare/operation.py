@@ -1,0 +1,147 @@
+"""What a pipeline states beside its graph: where it is recorded, when it runs by itself, what follows a verdict."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+from zoneinfo import ZoneInfo
+
+from annotated_types import Gt
+
+from flows.declare.cron import is_cron
+from lineage.errors import ConfigError
+
+_BLOCK = re.compile(r"[a-z0-9-]+/[a-z0-9-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Where a run is recorded beside its manifests. Execution, never identity.
+
+    Args:
+        mlflow: whether runs, data sets and models go to MLflow.
+        uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` where the command is called.
+        dvc: whether a run of the pipeline as declared commits to DVC, in a DVC repository.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    mlflow: bool
+    uri: str | None
+    dvc: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """What is stated of an alias of the model registry.
+
+    Args:
+        commercial: whether no model may have it that was made from anything with a non-commercial label.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    commercial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When a deployment runs by the clock: by exactly one of ``cron`` and ``interval``.
+
+    Args:
+        cron: five fields, or ``@daily`` and its kind.
+        interval: seconds from one start to the next, counted from midnight UTC of 2020-01-01, so that starting
+            ``posttrain serve`` again does not move the beat.
+        timezone: of the cron expression, as the IANA names it; None: UTC.
+        paused: registered, and does nothing until it is resumed in Prefect.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    cron: str | None = None
+    interval: Annotated[float, Gt(0)] | None = None
+    timezone: str | None = None
+    paused: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cron is None) == (self.interval is None):
+            raise ConfigError(
+                f"schedule: cron={self.cron} and interval={self.interval}; state one of them, "
+                'such as schedule.cron="0 3 * * *" or schedule.interval=3600'
+            )
+        if self.cron is not None and not is_cron(self.cron):
+            raise ConfigError(
+                f"schedule.cron={self.cron!r}: is no cron expression, or one whose time never comes; give minute, "
+                'hour, day of month, month and day of week, such as "0 3 * * mon-fri", or @daily and its kind'
+            )
+        try:
+            ZoneInfo(self.timezone or "UTC")
+        except (KeyError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"schedule.timezone={self.timezone}: no such time zone; give an IANA name such as Europe/Berlin"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
+    """What starts a run besides the clock.
+
+    Args:
+        sources: names of sources; a run starts when the digest of one changes.
+        poll: seconds between two looks at them.
+        settle: seconds that they must rest unchanged before a run starts: a burst of changes is one.
+        events: names of Prefect events; a run starts when one arrives, and has rested as long.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    sources: tuple[str, ...] = ()
+    poll: Annotated[float, Gt(0)] = 60.0
+    settle: Annotated[float, Gt(0)] = 10.0
+    events: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.sources or self.events):
+            raise ConfigError(
+                "trigger: states neither sources nor events; name what is to start a run, or trigger=null"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrain:
+    """What follows the verdict of a pipeline that renews a model: promotion where the gate passes, else nothing.
+
+    Args:
+        promote: the stage whose model is promoted.
+        alias: what it is given.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    promote: str
+    alias: str = "champion"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """How a pipeline runs when nobody types a command.
+
+    Args:
+        tags: of its deployments in Prefect.
+        notify: a notification block of Prefect, ``TYPE/NAME``, that hears how each run ended; None: nobody does.
+
+    Raises:
+        ConfigError: ``notify`` is no name of a block.
+    """
+
+    tags: tuple[str, ...] = ()
+    schedule: Schedule | None = None
+    trigger: Trigger | None = None
+    retrain: Retrain | None = None
+    notify: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.notify is not None and not _BLOCK.fullmatch(self.notify):
+            raise ConfigError(
+                f"notify={self.notify}: is no block of Prefect; give TYPE/NAME, such as slack-webhook/team or "
+                "custom-webhook/ops"
+            )

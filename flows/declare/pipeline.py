@@ -1,0 +1,200 @@
+"""The declared graph: stages, what fills their slots, and the checks that need no GPU."""
+
+import graphlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from flows.declare.operation import Alias, Operation, Tracking
+from lineage.artifact import ALIAS, SOURCE, Kind, Source
+from lineage.errors import ConfigError
+from lineage.sources import never_changes
+from lineage.store import RESERVED
+from tasks.context import Launcher, Resources
+from tasks.gate_rule import CANDIDATE
+from tasks.method import Method, Training
+
+CodeDrift = Literal["warn", "rerun", "refuse"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A method placed in a pipeline.
+
+    Args:
+        inputs: slot -> name of a stage, or of a source where no stage has that name; ``source:NAME``
+            always names a source.
+    """
+
+    method: Method
+    inputs: Mapping[str, str]
+    resources: Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work.
+
+    Args:
+        aliases: what is stated of them; one that is not named here is not commercial.
+        non_commercial_labels: patterns of labels, as of file names.
+        operation: when it runs by itself, and what follows.
+    """
+
+    name: str
+    store: Path
+    code_drift: CodeDrift
+    tracking: Tracking
+    sources: Mapping[str, Source]
+    stages: Mapping[str, Stage]
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    non_commercial_labels: tuple[str, ...] = ()
+    operation: Operation = field(default_factory=Operation)
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.stages):
+            if not _NAME.fullmatch(name) or name in RESERVED:
+                raise ConfigError(
+                    f"{name!r} is no name for a pipeline or a stage: it names directories; "
+                    f"letters, digits, '_', '-' and '.' are accepted, and not {' or '.join(RESERVED)}"
+                )
+        if not self.stages:
+            raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")
+        for name, stage in self.stages.items():
+            self._check_slots(name, stage)
+            _check_resources(name, stage)
+        self._check_operation()
+        self.order()
+
+    def is_source(self, reference: str) -> bool:
+        return reference.startswith(SOURCE) or reference not in self.stages
+
+    def key(self, reference: str) -> str:
+        """The one spelling of a reference: a stage's name, or ``source:NAME``."""
+        return SOURCE + reference.removeprefix(SOURCE) if self.is_source(reference) else reference
+
+    def used_sources(self) -> list[str]:
+        """Names of the sources that some stage reads."""
+        keys = {self.key(ref) for stage in self.stages.values() for ref in stage.inputs.values()}
+        return sorted(key.removeprefix(SOURCE) for key in keys if key.startswith(SOURCE))
+
+    def order(self) -> list[str]:
+        """Stage names, each after the stages it needs.
+
+        Raises:
+            ConfigError: the stages form a cycle.
+        """
+        needs = {name: self.upstream(name) for name in self.stages}
+        try:
+            return list(graphlib.TopologicalSorter(needs).static_order())
+        except graphlib.CycleError as error:
+            cycle = " -> ".join(reversed(error.args[1]))
+            raise ConfigError(
+                f"the stages form a cycle: {cycle} (each needs the next); "
+                "change one of their inputs so that every chain ends at a source"
+            ) from error
+
+    def upstream(self, name: str) -> list[str]:
+        """The stages whose outputs a stage reads."""
+        return [ref for ref in self.stages[name].inputs.values() if not self.is_source(ref)]
+
+    def _kind(self, reference: str) -> Kind:
+        if self.is_source(reference):
+            return self.sources[reference.removeprefix(SOURCE)].kind
+        return self.stages[reference].method.produces
+
+    def _references(self) -> Iterator[str]:
+        yield from self.stages
+        yield from (name if name not in self.stages else SOURCE + name for name in self.sources)
+
+    def _check_operation(self) -> None:
+        trigger, retrain = self.operation.trigger, self.operation.retrain
+        fallbacks = {source.fallback.removeprefix(SOURCE) for source in self.sources.values() if source.fallback}
+        read = sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
+        for name in trigger.sources if trigger else ():
+            if name not in read:
+                raise ConfigError(
+                    f"trigger.sources: no stage reads a source {name}; read are: {', '.join(read)}{nearest(name, read)}"
+                )
+            if never_changes(self.sources[name]) or self.sources[name].path.startswith(ALIAS):
+                raise ConfigError(
+                    f"trigger.sources: {name} is {self.sources[name].path}, which no change of data reaches; name a "
+                    "source that is a file, a directory, a glob, a URL, or a branch of the hub"
+                )
+        if retrain and retrain.promote not in self.stages:
+            names = list(self.stages)
+            raise ConfigError(
+                f"retrain.promote={retrain.promote}: no such stage; there are: {', '.join(names)}"
+                f"{nearest(retrain.promote, names)}"
+            )
+        verdicts = [stage for stage in self.stages.values() if stage.method.produces == Kind.VERDICT]
+        if retrain and not any(stage.inputs.get(CANDIDATE) == retrain.promote for stage in verdicts):
+            raise ConfigError(
+                f"retrain.promote={retrain.promote}: no gate has it as candidate, and nothing is promoted without a "
+                f"verdict; add a gate with inputs.{CANDIDATE}={retrain.promote}, or name the candidate of a gate"
+            )
+
+    def _check_slots(self, name: str, stage: Stage) -> None:
+        slots = stage.method.consumes
+        where = f"stages.{name}.inputs"
+        optional = stage.method.optional
+        missing = [slot for slot in slots if slot != "*" and slot not in optional and slot not in stage.inputs]
+        if missing:
+            raise ConfigError(
+                f"{where}: nothing fills {', '.join(missing)}; state {where}.{missing[0]}=<stage or source>"
+            )
+        if "*" in slots and "*" not in optional and not stage.inputs.keys() - slots.keys():
+            raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
+        for slot, reference in stage.inputs.items():
+            if slot not in slots and "*" not in slots:
+                raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {', '.join(slots)}{nearest(slot, slots)}")
+            known = self.sources if reference.startswith(SOURCE) else {**self.sources, **self.stages}
+            if reference.removeprefix(SOURCE) not in known:
+                names = list(self._references())
+                raise ConfigError(
+                    f"{where}.{slot}={reference}: no such stage or source; "
+                    f"there are: {', '.join(names)}{nearest(reference, names)}"
+                )
+            expected = slots[slot] if slot in slots else slots["*"]
+            self._check_kind(f"{where}.{slot}={reference}", reference, expected)
+
+    def _check_kind(self, where: str, reference: str, expected: Kind) -> None:
+        found = self._kind(reference)
+        if found != expected:
+            fitting = [name for name in self._references() if self._kind(name) == expected]
+            raise ConfigError(
+                f"{where}: {reference} gives {found}, this slot takes {expected}; "
+                f"that is what {', '.join(fitting) or 'nothing here'} gives"
+            )
+
+
+def nearest(word: str, words: Mapping[str, object] | list[str]) -> str:
+    """``; did you mean X?``, or nothing when no word is near."""
+    close = get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _check_resources(name: str, stage: Stage) -> None:
+    method, resources = stage.method, stage.resources
+    where = f"stages.{name}.resources"
+    if not isinstance(method, Training):
+        return
+    try:
+        resources.accumulation_steps(method.global_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}: {error}") from error
+    if resources.num_workers % resources.num_nodes:
+        raise ConfigError(
+            f"{where}: num_workers={resources.num_workers} does not divide over num_nodes={resources.num_nodes}; "
+            "num_workers counts the workers of all nodes: make it a multiple"
+        )
+    if resources.num_workers > 1 and not resources.on_cluster:
+        raise ConfigError(
+            f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "
+            f"use launcher={Launcher.CLUSTER} (or {Launcher.AUTO}), or num_workers=1"
+        )

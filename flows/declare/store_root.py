@@ -1,0 +1,24 @@
+"""Where the store lies, for commands that ask the record and state no pipeline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
+_KEY = "store="
+
+
+def store_root(overrides: Sequence[str], config_dir: Path | None = None) -> Path:
+    """The store that ``load_pipeline`` would name; without Hydra's half second where at most ``store=`` is stated.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    if config_dir is None and all(word.startswith(_KEY) and not set(word) & set("\"'${}[],") for word in overrides):
+        stated = [word.removeprefix(_KEY) for word in overrides]
+        root = stated[-1] if stated else str(yaml.safe_load(CONFIG.read_text())["store"])
+        return Path(root).expanduser().absolute()
+    from flows.declare.config import load_pipeline
+
+    return load_pipeline(overrides, config_dir).store

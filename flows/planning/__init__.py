@@ -1,0 +1,1 @@
+"""What will run, and why: sources pinned, stages fingerprinted, the store asked. Nothing heavy is imported."""

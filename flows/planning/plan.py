@@ -1,0 +1,192 @@
+"""The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flows.declare.pipeline import CodeDrift, Pipeline, Stage
+from flows.planning.champion import Champion, resolve_champions
+from flows.planning.gate_check import check_gates
+from flows.planning.placed import check_fallbacks
+from flows.planning.preflight import check_models, check_replay, check_same_split
+from flows.planning.staleness import State, drifted, judge
+from lineage.artifact import SOURCE, Source
+from lineage.code import code_digest
+from lineage.digest import DigestCache
+from lineage.fingerprint import fingerprint
+from lineage.sources import Pinned, pin
+from lineage.store import Entry, Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedInput:
+    """What fills a slot: a stage's output to be, or a pinned source.
+
+    Args:
+        pinned: None where it is a stage of this plan.
+        entry: of a source that an alias names, the finished artifact that it stands for.
+    """
+
+    name: str
+    fingerprint: str
+    pinned: Pinned | None = None
+    entry: Entry | None = None
+
+    @property
+    def source(self) -> Source | None:
+        return self.pinned.source if self.pinned else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """One stage with its identity and what is to be done about it."""
+
+    name: str
+    stage: Stage
+    fingerprint: str
+    inputs: Mapping[str, PlannedInput]
+    state: State
+    reason: str
+    code_digest: str
+    rerun_drifted: bool  # a finished output of other code does not count as finished
+
+    @property
+    def upstream(self) -> list[str]:
+        return [entry.name for entry in self.inputs.values() if entry.source is None]
+
+    def is_finished(self, entry: Entry) -> bool:
+        """Whether the store holds an output that this plan accepts."""
+        if not entry.is_finished():
+            return False
+        manifest = entry.manifest()
+        return manifest is not None and not (self.rerun_drifted and manifest.provenance.code_digest != self.code_digest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every stage of a pipeline in execution order.
+
+    Args:
+        notes: what else was decided, a line each.
+    """
+
+    pipeline: Pipeline
+    stages: list[PlannedStage]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def stale(self) -> list[PlannedStage]:
+        """The stages that have something to do."""
+        return [planned for planned in self.stages if planned.state != "reuse"]
+
+    def stage(self, name: str) -> PlannedStage:
+        return next(planned for planned in self.stages if planned.name == name)
+
+    def waits(self, planned: PlannedStage) -> set[str]:
+        """What comes before a stage: all that it reads, and then all data too, so that a bad row is found first."""
+        data = {other.name for other in self.stages if not other.upstream}
+        return {*planned.upstream, *data} if planned.upstream else set()
+
+    def path_of(self, given: PlannedInput) -> Path:
+        """Where an input lies: a stage's output, or the path of a source (of a hub id: its id)."""
+        if given.entry:
+            return given.entry.output
+        if given.source is None:
+            return self.entry(self.stage(given.name)).output
+        return Path(given.source.path).expanduser()
+
+    def entry(self, planned: PlannedStage) -> Entry:
+        return Store(self.pipeline.store).entry(planned.name, planned.fingerprint)
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that ``plan --json`` prints."""
+        return {
+            "pipeline": self.pipeline.name,
+            "store": str(self.pipeline.store),
+            "stages": [self._row(planned) for planned in self.stages],
+            **({"notes": self.notes} if self.notes else {}),
+        }
+
+    def _row(self, planned: PlannedStage) -> dict[str, object]:
+        return {
+            "stage": planned.name,
+            "method": planned.stage.method.name(),
+            "fingerprint": planned.fingerprint,
+            "state": planned.state,
+            "reason": planned.reason,
+            "inputs": {slot: entry.fingerprint for slot, entry in planned.inputs.items()},
+            "output": str(self.entry(planned).output),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memo:
+    """What plans that are made together have looked up: the first looks, the others take it from here."""
+
+    sources: dict[tuple[str, Source], PlannedInput] = field(default_factory=dict)
+    stages: dict[tuple[str, str], tuple[State, str, str]] = field(default_factory=dict)
+
+
+def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
+    """Fingerprints every stage and looks each one up in the store.
+
+    Raises:
+        ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
+            judged, old rows were split otherwise, or ``code_drift=refuse`` and a reused stage's code changed.
+    """
+    check_gates(pipeline)
+    check_fallbacks(pipeline)
+    check_replay(pipeline)
+    check_models(pipeline)
+    memo = memo or Memo()
+    store = Store(pipeline.store)
+    digests = DigestCache(pipeline.store / "digests.json")
+    champions = resolve_champions(pipeline, lambda name: _pinned(name, pipeline, digests, memo).fingerprint)
+    resolved = champions.pipeline
+    if resolved != pipeline:
+        check_models(resolved)
+    check_same_split(resolved, champions.found)
+    known = {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
+    unknown = [name for name in resolved.used_sources() if SOURCE + name not in known]
+    known |= {SOURCE + name: _pinned(name, resolved, digests, memo) for name in unknown}
+    stages = []
+    for name in resolved.order():
+        stage = resolved.stages[name]
+        inputs = {slot: known[resolved.key(ref)] for slot, ref in stage.inputs.items()}
+        planned = _plan_stage(name, stage, inputs, store, resolved.code_drift, memo)
+        known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
+        stages.append(planned)
+    return Plan(pipeline=resolved, stages=stages, notes=champions.notes)
+
+
+def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:
+    source = pipeline.sources[name]
+    if (name, source) not in memo.sources:
+        pinned = pin(name, source, digests)
+        memo.sources[name, source] = PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned)
+    return memo.sources[name, source]
+
+
+def _promoted(name: str, champion: Champion) -> PlannedInput:
+    pinned = champion.pinned
+    return PlannedInput(name=SOURCE + name, fingerprint=pinned.fingerprint, pinned=pinned, entry=champion.entry)
+
+
+def _plan_stage(
+    name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, drift: CodeDrift, memo: Memo
+) -> PlannedStage:
+    recipe = stage.method.recipe()
+    identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
+    if (name, identity) not in memo.stages:
+        code = code_digest(type(stage.method).__module__)
+        entry = store.entry(name, identity)
+        state, reason = judge(name, entry, recipe, inputs, store)
+        manifest = entry.manifest()
+        if state == "reuse" and manifest and manifest.provenance.code_digest != code:
+            state, reason = drifted(name, drift, reason)
+        memo.stages[name, identity] = state, reason, code
+    state, reason, code = memo.stages[name, identity]
+    return PlannedStage(
+        name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
+        code_digest=code, rerun_drifted=drift == "rerun",
+    )  # fmt: skip

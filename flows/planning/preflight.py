@@ -1,0 +1,138 @@
+"""Checks of a pipeline's models that need no GPU and no torch: made with the plan, before anything is paid."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.declare.pipeline import Pipeline, nearest
+from flows.planning.champion import Champion
+from lineage.artifact import SOURCE, Kind, Source
+from lineage.errors import ConfigError
+from lineage.sources import QUICKSTART, local_paths
+from lineage.store import Entry
+from tasks.quickstart import ROWS as QUICKSTART_ROWS
+
+_SPLIT = ("held_out", "seed")  # what decides the side of a row
+
+
+def check_models(pipeline: Pipeline) -> None:
+    """Follows each model through the graph: is it one, and will it have a chat template where one is needed?
+
+    Raises:
+        ConfigError: names the source or stage, and what to do.
+    """
+    has_template = {}
+    for name in pipeline.used_sources():
+        source = pipeline.sources[name]
+        if source.kind == Kind.CHECKPOINT:
+            has_template[SOURCE + name] = _source_has_template(name, source)
+        elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
+            names = [QUICKSTART + each for each in QUICKSTART_ROWS]
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: no such rows; accepted: {', '.join(names)}"
+                f"{nearest(source.path, names)}"
+            )
+    for name in pipeline.order():
+        stage = pipeline.stages[name]
+        recipe = stage.method.recipe()
+        slot = stage.method.chat_slot
+        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
+            raise ConfigError(
+                f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
+                "set chat_template=chatml on the first SFT stage (stages.sft.method.chat_template=chatml), "
+                "or start from a model that has one"
+            )
+        policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
+        has_template[name] = policy_has or bool(recipe.get("chat_template"))
+
+
+def check_replay(pipeline: Pipeline) -> None:
+    """That old rows are given where a share of them is stated, and the other way round.
+
+    Raises:
+        ConfigError: names the field or the slot that is lacking.
+    """
+    for name, stage in pipeline.stages.items():
+        if "replay" not in stage.method.consumes:
+            continue
+        share, given = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
+        if share is not None and given is None:
+            raise ConfigError(
+                f"stages.{name}.method.replay_share={share}: there are no old rows to replay; state "
+                f"stages.{name}.inputs.replay=<a source with path alias:NAME/{name}>, or replay_share=null"
+            )
+        if given is not None and share is None:
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; state "
+                f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
+            )
+
+
+def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> None:
+    """That old rows were split as the new ones would be: else rows of one prompt or group could lie on both sides.
+
+    Args:
+        pipeline: with only such aliases as name something.
+
+    Raises:
+        ConfigError: they were not, or nothing says how.
+    """
+    for name, stage in pipeline.stages.items():
+        given = stage.inputs.get("replay")
+        if given is None:
+            continue
+        old, new = _recipe_behind(name, given, pipeline, champions), stage.method.recipe()
+        if any(old.get(field) != new.get(field) for field in _SPLIT):
+            before, now = (" and ".join(f"{field}={recipe.get(field)}" for field in _SPLIT) for recipe in (old, new))
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: the old rows were split with {before}, the new ones would be "
+                f"with {now}: rows of one prompt or group could be trained on and measured; state the old values as "
+                f"stages.{name}.method.{_SPLIT[0]} and {_SPLIT[1]}, or start from base with the whole data"
+            )
+
+
+def _recipe_behind(
+    name: str, given: str, pipeline: Pipeline, champions: Mapping[str, Champion]
+) -> Mapping[str, object]:
+    """What made the old rows that fill a stage's slot."""
+    if not pipeline.is_source(given):
+        return pipeline.stages[given].method.recipe()
+    source = given.removeprefix(SOURCE)
+    path = pipeline.sources[source].path
+    entry = champions[source].entry if source in champions else Entry(Path(path).expanduser().parent)
+    manifest = entry.manifest()
+    if manifest is None:
+        raise ConfigError(
+            f"stages.{name}.inputs.replay={given}: nothing says how the rows in {path} were split; "
+            f"give alias:NAME/{name}, or the output/ of a data stage in its place in a store"
+        )
+    return manifest.recipe
+
+
+def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:
+    return has_template[pipeline.key(inputs[slot])]
+
+
+def _source_has_template(name: str, source: Source) -> bool:
+    """Of a hub id nothing is known before it is fetched; its stage checks again."""
+    paths = local_paths(source.path)
+    if not paths:
+        return True
+    directory = paths[0]
+    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
+        if not any(directory.glob(pattern)):
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: {what} in it; "
+                "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it"
+            )
+    return _has_template(directory)
+
+
+def _has_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").exists():
+        return True
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the stage that loads it says what is wrong
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -1,0 +1,81 @@
+"""Why a stage is reused or runs: what its place in the store says, and the fields that set it apart."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+
+from flows.declare.pipeline import CodeDrift
+from lineage.errors import ConfigError
+from lineage.fingerprint import differences, short, without_nones
+from lineage.lease import living_holder
+from lineage.manifest import Manifest
+from lineage.store import Entry, Store
+
+if TYPE_CHECKING:
+    from flows.planning.plan import PlannedInput
+
+State = Literal["run", "reuse", "resume"]
+
+
+def judge(
+    name: str, entry: Entry, recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], store: Store
+) -> tuple[State, str]:
+    """What is to be done about a stage whose code did not change, and why."""
+    manifest = entry.manifest()
+    if manifest:
+        missing = manifest.missing(entry.output)
+        if missing:
+            return "run", f"its output is damaged: {missing[0]} is missing"
+        when = datetime.fromtimestamp(manifest.provenance.end).strftime("%Y-%m-%d %H:%M")
+        return "reuse", f"finished {when}"
+    holder = living_holder(entry.path)
+    if holder:
+        return "run", f"process {holder.pid} on {holder.host} is making it now: a run waits for it and reuses it"
+    if entry.metrics.exists():
+        return "run", f"an earlier attempt stopped at step {_last_step(entry)}; starts again"
+    return "run", _why_stale(recipe, inputs, store.finished(name))
+
+
+def drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
+    """What is to be done about a finished stage whose code changed.
+
+    Raises:
+        ConfigError: ``code_drift=refuse``.
+    """
+    if drift == "refuse":
+        raise ConfigError(
+            f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
+            "run with code_drift=rerun to make it again, or code_drift=warn to reuse it"
+        )
+    if drift == "rerun":
+        return "run", "its code changed since (code_drift=rerun)"
+    return "reuse", f"{reason}; its code changed since (code_drift=warn)"
+
+
+def _last_step(entry: Entry) -> int:
+    for line in reversed(entry.metrics.read_text().splitlines()):
+        with contextlib.suppress(ValueError):  # the last line may have been cut by the kill
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def _why_stale(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], earlier: Iterator[Manifest]) -> str:
+    """The fields that set this stage apart from the finished one that is most like it."""
+    candidates = [list(_changes(recipe, inputs, manifest)) for manifest in earlier]
+    # `min` keeps the first of equals, and the newest comes first.
+    fewest = min(candidates, key=len, default=["never run"])
+    return "; ".join(fewest)
+
+
+def _changes(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], manifest: Manifest) -> Iterator[str]:
+    plain = without_nones(recipe)
+    assert isinstance(plain, dict)
+    yield from differences(manifest.recipe, plain)
+    for slot in sorted(inputs.keys() | manifest.inputs.keys()):
+        old, new = manifest.inputs.get(slot), inputs.get(slot)
+        before = f"{old.artifact}@{short(old.fingerprint)}" if old else "(none)"
+        after = f"{new.name}@{short(new.fingerprint)}" if new else "(none)"
+        if before != after:
+            yield f"input {slot}: {before} -> {after}"

@@ -1,0 +1,123 @@
+"""What the gates of a plan said: who still has to be asked, and whether the run may end well."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.planning.plan import Plan, PlannedStage
+from lineage.artifact import Kind
+from lineage.errors import GateError
+from lineage.fingerprint import short
+from lineage.manifest import Manifest
+from lineage.promotions import Event, append, decision, locked, read_events
+from lineage.verdict import VERDICT_TABLE, Verdict, read_verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A finished verdict of this plan.
+
+    Args:
+        decided: what a person has last said of it.
+    """
+
+    gate: str
+    output: Path
+    manifest: Manifest
+    verdict: Verdict
+    decided: Event | None
+
+    @property
+    def awaits_approval(self) -> bool:
+        """Whether it passes as soon as a person approves it."""
+        demanded = self.verdict.result == "pass" and self.verdict.approval == "required"
+        return demanded and not (self.decided and self.decided.action == "approve")
+
+    def table(self) -> str:
+        """The evidence, for people."""
+        return (self.output / VERDICT_TABLE).read_text(encoding="utf-8")
+
+    def refusal(self) -> str | None:
+        """Why the model may not be promoted; None: it may."""
+        name = f"gate {self.gate}@{short(self.manifest.fingerprint)}"
+        if self.verdict.result == "refuse":
+            rules = "\n".join(f"  {line}" for line in self.verdict.complaints())
+            return f"{name} refuses {self.verdict.candidate.name}:\n{rules}"
+        if not self.awaits_approval:
+            return None
+        if self.decided is None:
+            return f"{name}: {self.verdict.candidate.name} passes, and no person has approved it yet"
+        said = f"was rejected by {self.decided.who}"
+        return f"{name}: {self.verdict.candidate.name} passes, and {said}" + (
+            f": {self.decided.why}" if self.decided.why else ""
+        )
+
+
+def judgements(plan: Plan) -> Iterator[Judgement]:
+    """The verdicts of the gates that are finished.
+
+    Raises:
+        ArtifactError: one is not what was committed.
+    """
+    for planned in gates(plan):
+        entry = plan.entry(planned)
+        manifest = entry.manifest()
+        if manifest is None:
+            continue
+        entry.require_intact()  # a verdict that was altered is none
+        decided = decision(read_events(plan.pipeline.store), manifest.fingerprint, manifest.output_digest)
+        verdict = read_verdict(entry.output)
+        yield Judgement(gate=planned.name, output=entry.output, manifest=manifest, verdict=verdict, decided=decided)
+
+
+def gates(plan: Plan) -> list[PlannedStage]:
+    """The stages that give a verdict."""
+    return [planned for planned in plan.stages if planned.stage.method.produces == Kind.VERDICT]
+
+
+def may_ask(plan: Plan) -> bool:
+    """Whether a person may have to be asked in this run."""
+    stale = {planned.name for planned in plan.stale}
+    demanding = {each.name for each in gates(plan) if each.stage.method.recipe().get("approval") == "required"}
+    return bool(demanding & stale) or any(each.awaits_approval for each in judgements(plan) if each.gate not in stale)
+
+
+def standing(plan: Plan) -> list[str]:
+    """A line for each finished gate that keeps a run from ending well, though it has nothing to make.
+
+    Raises:
+        ArtifactError: a verdict is not what was committed.
+    """
+    stale = {planned.name for planned in plan.stale}
+    lines = []
+    for each in judgements(plan):
+        candidate = each.verdict.candidate.name
+        if each.gate not in stale and each.awaits_approval:
+            lines.append(f"{each.gate} passes {candidate}, and awaits a person: a run asks in Prefect")
+        elif each.gate not in stale and each.refusal():
+            lines.append(f"{each.gate} refuses {candidate}: a run ends with exit code 3")
+    return lines
+
+
+def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str, why: str) -> None:
+    """Writes what a person said of a verdict."""
+    event = Event(
+        action="approve" if approved else "reject", fingerprint=judged.manifest.fingerprint, stage=judged.gate,
+        digest=judged.manifest.output_digest, who=who, why=why,
+    )  # fmt: skip
+    with locked(store):
+        append(store, event)
+
+
+def require_passed(plan: Plan) -> None:
+    """Ends a command with exit code 3 where a gate, or a person, refused; every output is kept.
+
+    Raises:
+        GateError: names the rules that were not met.
+    """
+    judged = list(judgements(plan))
+    refusals = [refusal for refusal in (each.refusal() for each in judged) if refusal]
+    if refusals:
+        kept = "all outputs are kept; the evidence is in"
+        tables = ", ".join(str(each.output / VERDICT_TABLE) for each in judged)
+        raise GateError("\n".join([*refusals, f"{kept} {tables}"]))

@@ -1,0 +1,67 @@
+"""How far a stage is, read from its ``metrics.jsonl``: for the screen of its own run and for ``posttrain status``."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flows.progress.report_file import ReportFile
+from flows.wording import clock
+
+_TAIL_BYTES = 256 * 1024  # where a long file is read for the first time; the latest reports are what counts
+
+
+@dataclass
+class Progress:
+    """The state of one running stage.
+
+    Args:
+        path: its ``metrics.jsonl``, which may not exist yet.
+        total: its optimizer steps; None: it counts none.
+        started: when it began, in seconds since the epoch.
+    """
+
+    path: Path
+    total: int | None
+    started: float = field(default_factory=time.time)
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    last_time: float = 0.0  # of the latest report
+    _first: tuple[int, float] | None = None  # step and time of the earliest report that was read
+
+    def __post_init__(self) -> None:
+        self._file = ReportFile(self.path, _TAIL_BYTES)
+
+    def refresh(self) -> None:
+        """Reads the reports that came since the last look."""
+        restarts = self._file.num_restarts
+        reports = self._file.read()
+        if self._file.num_restarts > restarts:
+            self.step, self.metrics, self._first = 0, {}, None
+        for report in reports:
+            self.step, self.last_time = report.step, report.time
+            self._first = self._first or (report.step, report.time)
+            self.metrics.update(report.metrics)
+
+    def seconds_left(self) -> float | None:
+        """By the pace of the reports that were read; None where that cannot be told."""
+        if not self.total or self._first is None:
+            return None
+        first_step, first_time = self._first
+        if self.step > first_step:
+            pace = (self.last_time - first_time) / (self.step - first_step)
+        else:  # the only report: the start-up is counted in
+            pace = max(0.0, self.last_time - self.started) / max(1, self.step)
+        return pace * max(0, self.total - self.step)
+
+    def describe(self) -> str:
+        """``120/300  loss 3.410  9,800 tok/s  ETA 0:21``"""
+        elapsed = max(0.0, time.time() - self.started)
+        parts = [f"{self.step}/{self.total}" if self.total else f"{elapsed:.0f} s"]
+        if "loss" in self.metrics:
+            parts.append(f"loss {self.metrics['loss']:.3f}")
+        if "tokens_per_second" in self.metrics:
+            parts.append(f"{self.metrics['tokens_per_second']:,.0f} tok/s")
+        left = self.seconds_left()
+        if left is not None:
+            parts.append(f"ETA {clock(left)}")
+        return "  ".join(parts)

@@ -1,0 +1,130 @@
+"""What a stage is given is what was planned and committed: checked before it starts, and for sources when it ends."""
+
+from collections.abc import Mapping
+
+from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.stages.job import JobInput
+from lineage.artifact import MODELS, SOURCE, Kind
+from lineage.code import code_digest_now
+from lineage.digest import DigestCache
+from lineage.errors import ArtifactError, DataError, PipelineError, StageError
+from lineage.manifest import InputRecord, Manifest
+from lineage.sources import pin
+
+
+def given_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The records of what a stage reads, once all that it depends on is seen to be what the plan took it for.
+
+    Raises:
+        StageError: an input, a source or the code is not.
+        DataError: it would learn nothing new.
+    """
+    parents = intact_parents(plan, planned)
+    require_unchanged_sources(plan, planned)
+    require_unchanged_code(plan, planned)
+    require_new_rows(plan, planned)
+    return parents
+
+
+def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The records of the stages that it reads and of the models that aliases name, whose every byte is unchanged.
+
+    Raises:
+        StageError: one is not.
+    """
+    parents = {}
+    promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
+    for name, entry in {**stages, **promoted}.items():
+        try:
+            parents[name] = entry.require_intact()
+        except ArtifactError as error:
+            raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
+    return parents
+
+
+def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
+    """That each source which it reads is still what was planned: its name would stand for other data.
+
+    Raises:
+        StageError: one has changed or is gone.
+    """
+    digests = DigestCache(plan.pipeline.store / "digests.json")
+    for given in planned.inputs.values():
+        if given.entry or given.pinned is None:
+            continue
+        name = given.name.removeprefix(SOURCE)
+        try:
+            same = pin(name, given.pinned.source, digests).fingerprint == given.fingerprint
+        except (PipelineError, OSError):
+            same = False
+        if not same:
+            raise StageError(
+                planned.name,
+                f"sources.{name}: {given.pinned.source.path} has changed since the plan was made; "
+                "let it rest, and run again: the new bytes get a name of their own",
+                str(plan.entry(planned).logs),
+            )
+
+
+def require_unchanged_code(plan: Plan, planned: PlannedStage) -> None:
+    """That the code which would make it is still that of the plan: the manifest names it.
+
+    Raises:
+        StageError: it was changed while the stages before ran.
+    """
+    module = type(planned.stage.method).__module__
+    if code_digest_now(module) != planned.code_digest:
+        raise StageError(
+            planned.name,
+            f"the code of {module} has changed since the plan was made; run again: what is finished is kept, and the "
+            "rest is made by the new code",
+            str(plan.entry(planned).logs),
+        )
+
+
+def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
+    """That a model which is renewed, to be promoted, meets a row that its data stages had not met before.
+
+    Raises:
+        DataError: each of them found nothing new: it would learn the old rows once more.
+    """
+    if plan.pipeline.operation.retrain is None or planned.stage.method.produces not in MODELS:
+        return
+    reading = [other for other in plan.stages if Kind.ROWS in other.stage.method.consumes.values()]
+    manifests = {other.name: plan.entry(other).manifest() for other in reading}
+    # Where one does not count, or is not finished, it may have something new.
+    if {manifest.metrics.get("new_rows") if manifest else None for manifest in manifests.values()} == {0}:
+        raise DataError(
+            f"nothing is new: {', '.join(manifests)} found no row that was not there before, so {planned.name} would "
+            "learn the old ones once more; give new rows, state retrain=null to train all the same, or start from base"
+        )
+
+
+def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:
+    """What fills its slots, for the process that runs it."""
+    return {slot: _job_input(plan, planned, slot, given, parents) for slot, given in planned.inputs.items()}
+
+
+def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
+    """What fills its slots, for its manifest."""
+    return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
+
+
+def _job_input(
+    plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput, parents: Mapping[str, Manifest]
+) -> JobInput:
+    consumes = planned.stage.method.consumes
+    kind = consumes[slot] if slot in consumes else consumes["*"]
+    return JobInput(
+        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
+        digest=_record(given, parents).digest,
+    )  # fmt: skip
+
+
+def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = given.pinned
+    digest = pinned.digest if pinned else parents[given.name].output_digest
+    return InputRecord(
+        artifact=given.name, fingerprint=given.fingerprint, digest=digest, source=pinned.record if pinned else None
+    )

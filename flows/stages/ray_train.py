@@ -1,0 +1,119 @@
+"""Ray Train around a training stage: local mode for one worker, a cluster for more."""
+
+import importlib
+import logging
+import os
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, get_context
+from ray.train.torch import TorchTrainer
+
+from flows.progress.run_notes import dashboard_file
+from flows.stages.job import Job
+from flows.stages.process_settings import WORKER_ENVIRONMENT
+from flows.stages.worker import run_worker
+from lineage.errors import ConfigError
+from tasks.context import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+def train(job: Job) -> Metrics:
+    """Runs a training job through ``TorchTrainer`` and returns rank 0's metrics."""
+    return _train_on_cluster(job) if job.resources.on_cluster else _train_here(job)
+
+
+def _train_here(job: Job) -> Metrics:
+    """Ray Train's local mode: no cluster, no actors, this process."""
+    trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
+    return _metrics(trainer.fit().return_value)
+
+
+def _train_on_cluster(job: Job) -> Metrics:
+    resources = job.resources
+    _connect(job)
+    try:
+        trainer = TorchTrainer(
+            _worker_loop,
+            train_loop_config={"job": job},
+            scaling_config=ScalingConfig(
+                num_workers=resources.num_workers,
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker=_per_worker(job),
+                placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
+            ),
+            # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
+            run_config=RunConfig(
+                name="ray", storage_path=str(job.directory / "work"), failure_config=FailureConfig(max_failures=0)
+            ),
+        )
+        return _metrics(trainer.fit().return_value)
+    except WorkerGroupError as error:
+        # What the worker raised, not Ray's wrapper of it: a wrong row stays a wrong row.
+        rank = min(error.worker_failures)
+        logger.exception("stage=%s rank=%s state=failed", job.stage, rank)
+        raise _root(error.worker_failures[rank]) from error
+    finally:
+        ray.shutdown()
+
+
+def _root(failure: Exception) -> Exception:
+    cause = failure.__cause__
+    return cause if isinstance(cause, Exception) and type(failure).__module__.startswith("ray.") else failure
+
+
+def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
+    context = get_context()
+    return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
+
+
+def _per_worker(job: Job) -> dict[str, float]:
+    resources = job.resources
+    gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
+    return {"CPU": float(resources.cpus_per_worker), **gpus}
+
+
+def _connect(job: Job) -> None:
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
+    resources = job.resources
+    environment = {
+        "py_modules": [str(path) for path in _packages(job)],
+        "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        address = ray.init(runtime_env=environment, log_to_driver=True).dashboard_url
+        if address:
+            dashboard_file(job.directory).write_text(address)
+        return
+    ray.init(
+        address="local",  # a cluster of our own, whatever else runs here
+        # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
+        num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
+        num_gpus=resources.num_workers * resources.gpus_per_worker,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=True,
+    )
+
+
+def _packages(job: Job) -> list[Path]:
+    """The package directories that the workers need: ours, and that of the user's own method.
+
+    Raises:
+        ConfigError: the method is a single file, which does not travel.
+    """
+    own = type(job.method).__module__.partition(".")[0]
+    modules = [importlib.import_module(name) for name in sorted({"lineage", "tasks", "flows", own})]
+    for module in modules:
+        if not hasattr(module, "__path__"):
+            raise ConfigError(
+                f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
+                f"make it {own}/__init__.py, or a module of a package"
+            )
+    return [Path(next(iter(module.__path__))) for module in modules]
+
+
+def _metrics(value: object) -> Metrics:
+    assert isinstance(value, dict)
+    return value

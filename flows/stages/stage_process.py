@@ -1,0 +1,92 @@
+"""The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
+
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+from flows.stages.job import Job
+from lineage.errors import PipelineError, StageError
+from tasks.context import Launcher, Metrics
+
+Answer = Metrics | StageError
+
+logger = logging.getLogger(__name__)
+
+
+def stage_main(job: Job, connection: Connection) -> None:
+    """Entry point of the process."""
+    os.setsid()  # a group of its own: whatever the stage starts can be ended with it
+    _die_with_parent()
+    _log_to(job)
+    if job.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
+    reply = answer(job)
+    sys.stdout.flush()
+    connection.send(reply)
+    connection.close()
+
+
+def answer(job: Job) -> Answer:
+    """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
+    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
+    try:
+        return finite(run(job))
+    except PipelineError as error:
+        traceback.print_exc()
+        return StageError(job.stage, str(error), log, error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        return StageError(job.stage, one_line(error), log)
+
+
+def run(job: Job) -> Metrics:
+    """Runs a job in this process: under Ray Train if it trains."""
+    if job.method.trains:
+        from flows.stages.ray_train import train
+
+        return train(job)
+    from flows.stages.worker import run_worker
+
+    return run_worker(job)
+
+
+def finite(metrics: Metrics) -> dict[str, float]:
+    """The metrics that JSON can state; a trained model is not thrown away for one that it cannot."""
+    kept = {name: value for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
+    for name in metrics.keys() - kept.keys():
+        logger.warning("metric=%s value=%r is no finite number and is left out", name, metrics[name])
+    return kept
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="die-with-parent").start()
+
+
+def _log_to(job: Job) -> None:
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )

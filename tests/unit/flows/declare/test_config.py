@@ -1,0 +1,189 @@
+from pathlib import Path
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+
+CONF = Path(__file__).parents[3] / "conf"
+TOY = ["pipeline=toy", "model=none", "sources.rows.path=rows.txt"]
+
+
+def toy(*overrides: str):
+    return load_pipeline([*TOY, *overrides], CONF)
+
+
+def test_the_default_is_the_quickstart():
+    pipeline = load_pipeline([])
+    assert pipeline.name == "cpt-sft-dpo"
+    assert set(pipeline.stages) == {
+        "base", "corpus", "instructions", "preferences", "cpt", "sft", "reward", "dpo", "evaluate",
+    }  # fmt: skip
+    order = pipeline.order()
+    assert order.index("base") < order.index("cpt") < order.index("sft") < order.index("dpo") < order.index("evaluate")
+
+
+def test_a_directory_is_a_model(tmp_path):
+    pipeline = load_pipeline([f"model={tmp_path}"])
+    assert "base" not in pipeline.stages
+    assert pipeline.sources["base"].path == str(tmp_path)
+    assert pipeline.sources["base"].kind == Kind.CHECKPOINT
+
+
+def test_a_hub_id_is_a_model():
+    assert load_pipeline(["model=owner/some-model.v2"]).sources["base"].path == "owner/some-model.v2"
+
+
+def test_a_shipped_model_is_chosen_by_name():
+    assert load_pipeline(["model=qwen2.5-0.5b"]).sources["base"].path == "Qwen/Qwen2.5-0.5B"
+
+
+def test_the_tiny_recipe_goes_with_the_tiny_model(tmp_path):
+    tiny, own = load_pipeline([]), load_pipeline([f"model={tmp_path}"])
+    assert tiny.stages["dpo"].method != own.stages["dpo"].method
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_the_adapter_goes_to_every_training_stage(adapter):
+    pipeline = load_pipeline([f"adapter={adapter}"])
+    adapters = [pipeline.stages[name].method.adapter for name in ("cpt", "sft", "reward", "dpo")]
+    assert all((each is not None) == (adapter == "lora") for each in adapters)
+
+
+def test_one_stage_may_have_its_own_adapter():
+    pipeline = load_pipeline(["adapter=lora", "stages.dpo.method.adapter.rank=4", "stages.sft.method.adapter=null"])
+    assert pipeline.stages["dpo"].method.adapter.rank == 4
+    assert pipeline.stages["sft"].method.adapter is None
+    assert pipeline.stages["cpt"].method.adapter.rank == 16
+
+
+def test_resources_of_the_root_reach_every_stage_that_states_none():
+    pipeline = toy("resources.micro_batch_size=2", "stages.left.resources.micro_batch_size=4")
+    assert pipeline.stages["right"].resources.micro_batch_size == 2
+    assert pipeline.stages["left"].resources.micro_batch_size == 4
+
+
+def test_groups_of_the_user_come_from_config_dir(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "ours.yaml").write_text(
+        "# @package _global_\nsources:\n  base: {kind: checkpoint, path: /models/ours}\n"
+    )
+    assert load_pipeline(["model=ours"], tmp_path).sources["base"].path == "/models/ours"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "stages.left.method.learning_rat=1",
+            "stages.left.method.learning_rat: unknown key.*did you mean learning_rate",
+        ),
+        ("+stages.left.method.nope=1", "stages.left.method.nope: unknown key; accepted: .*learning_rate"),
+        ("stages.left.resources.num_worker=2", "stages.left.resources.num_worker: .*did you mean num_workers"),
+        ("resources.micro_batch=2", "resources.micro_batch: unknown key.*did you mean micro_batch_size"),
+        ("stages.lef.method.learning_rate=1", "stages.lef: no such stage.*did you mean left"),
+        ("stages.left.input.policy=model", "stages.left.input: unknown key.*did you mean inputs"),
+        ("sources.row.path=x", "sources.row: no stage reads this source.*did you mean rows"),
+        ("sources.rows.pth=x", "sources.rows.pth: unknown key.*did you mean path"),
+        ("stor=x", "stor: unknown key.*did you mean store"),
+        ("hydra.job.name=x", "hydra.job.name=x: unknown key"),
+        ("+hydra.verbose=true", "unknown key"),
+        ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
+        ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
+        ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
+        ("stages.left.method.learning_rate=inf", "finite number"),
+        ("stages.left.method.learning_rate=true", "stages.left.method.learning_rate=true: .*valid number"),
+        ("stages.left.method.num_steps=true", "valid integer"),
+        ("stages.left.method.num_steps=2.5", "valid integer"),
+        ("stages.left.method.num_steps=many", 'num_steps="many": .*valid integer'),
+        ("stages.left.method.warmup_ratio=-1", "greater than or equal to 0"),
+        ("stages.left.method.lr_schedule=sine", "'constant', 'linear' or 'cosine'"),
+        ("stages.left.method.learning_rate=1,2", "several values for one field"),
+        (
+            "stages.left.inputs.policy=data",
+            "data gives text, this slot takes checkpoint; that is what model, left, right",
+        ),
+        ("stages.left.inputs.policy=left", "cycle: left -> left"),
+        ("stages.model.inputs.rows=left", "gives checkpoint, this slot takes text"),
+        ("stages.left.inputs.rows=source:rows", "gives rows, this slot takes text"),
+        ("stages.left.inputs.policy=modle", "no such stage or source; .*did you mean model"),
+        ("stages.left.inputs.polcy=model", "stages.left.inputs.polcy: unknown slot; accepted: policy, rows.*policy"),
+        ("~stages.left.inputs.policy", "stages.left.inputs: nothing fills policy"),
+        ("stages.left.method.global_batch_size=10", "global_batch_size=10 is not a multiple of 8"),
+        ("resources.num_workers=3", "global_batch_size=8 is not a multiple of 24"),
+        ("stages.left.method._target_=tasks.nope.X", "cannot be imported.*give package.module.Class"),
+        ("stages.left.method._target_=pathlib.Path", "is no tasks.method.Method"),
+        ("code_drift=ignore", "'warn', 'rerun' or 'refuse'"),
+        ("resources=nope", "resources=nope: no such resources; accepted: .*local"),
+        ("model=nope", "no such model; accepted: .*tiny"),
+        ("pipeline=cpt-sft-dop", "did you mean cpt-sft-dpo"),
+        ("stages.left.method=null", "stages.left: no such stage"),
+        ("resources.gpus_per_worker=2", "less than or equal to 1"),
+        ("name=a/b", "no name for a pipeline or a stage"),
+        ("name=..", "no name for a pipeline or a stage"),
+        ("stages.left.method._target_=tasks.method.Method", "lacks consumes, produces"),
+        ("stages.left.method.seed=99999999999999999999", "seed"),
+        ("a b c", "is no override .*write key=value"),
+        ("=", "=: is no override"),
+        ("stages.left.resources.launcher=rocket", "'auto', 'process', 'cluster' or 'foreground'"),
+        ("stages.left.resources.launcher=process", None),
+    ],
+)
+def test_a_mistake_says_what_is_accepted(override, message):
+    if message is None:
+        toy(override)
+        return
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        toy(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stages.left.inputs.policy=right", "stages.right.inputs.policy=left"], "the stages form a cycle: .*left.*right"),  # noqa: E501
+        (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
+        (["resources.num_workers=3", "resources.num_nodes=2", "resources.micro_batch_size=1",
+          "stages.left.method.global_batch_size=9", "stages.right.method.global_batch_size=9"], "does not divide over"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_two_fields(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        toy(*overrides)
+
+
+def test_a_mandatory_value_that_nobody_gave():
+    with pytest.raises(ConfigError, match=r"sources.rows.path: has no value; state sources.rows.path="):
+        load_pipeline(["pipeline=toy", "model=none"], CONF)
+
+
+def test_yaml_that_does_not_parse_is_a_message(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "broken.yaml").write_text("a: {b")
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_pipeline(["model=broken"], tmp_path)
+
+
+def test_a_group_file_that_ours_would_hide_is_refused(tmp_path):
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "stage" / "dpo.yaml").write_text("_target_: tasks.dpo.DPO\nbeta: 0.9\n")
+    with pytest.raises(ConfigError, match=r"ships a stage/dpo\.yaml too.*give yours another name"):
+        load_pipeline([], tmp_path)
+
+
+def test_a_config_dir_may_have_any_name(tmp_path):
+    folder = tmp_path / "our conf, [1] 'a=b'"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "ours.yaml").write_text("# @package _global_\nsources: {base: {kind: checkpoint, path: /m}}\n")
+    assert load_pipeline(["model=ours"], folder).sources["base"].path == "/m"
+
+
+def test_an_evaluation_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"stages.evaluate.inputs: no checkpoint is compared"):
+        load_pipeline([f"~stages.evaluate.inputs.{policy}" for policy in ("base", "cpt", "sft", "dpo")])
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; name a directory"):
+        load_pipeline([f"store={tmp_path}/file"])

@@ -1,0 +1,232 @@
+"""The champion in a plan: who it is, what is left out without one, and that promoting changes no plan."""
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from lineage.errors import ArtifactError, ConfigError
+from lineage.promotions import Event, append, locked
+from tests.unit.flows.declare.test_config import CONF
+from tests.unit.flows.planning.test_plan import finish, states
+
+
+@pytest.fixture
+def toy(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    base = ["pipeline=toy-gated", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(*overrides: str):
+        return make_plan(load_pipeline([*base, *overrides], CONF))
+
+    return plan
+
+
+def hold(plan, stage: str, alias: str = "champion") -> str:
+    planned = plan.stage(stage)
+    event = Event(action="promote", alias=alias, stage=stage, fingerprint=planned.fingerprint, who="me", why="")
+    with locked(plan.pipeline.store):
+        append(plan.pipeline.store, event)
+    return planned.fingerprint
+
+
+def champion_of(plan) -> str | None:
+    given = plan.stage("gate").inputs.get("champion")
+    return given.fingerprint if given else None
+
+
+def test_without_a_holder_the_slots_are_left_out_and_the_plan_says_so(toy):
+    plan = toy()
+    assert champion_of(plan) is None
+    assert "champion" not in plan.stage("evaluate").inputs
+    assert plan.notes == [
+        "source:champion: alias champion names no model yet; left out: evaluate.champion, gate.champion"
+    ]
+    assert plan.to_dict()["notes"] == plan.notes
+
+
+def test_promoting_the_plans_own_model_changes_no_plan(toy):
+    finish(toy())
+    before = toy()
+    hold(before, "left")
+    assert set(states(toy()).values()) == {"reuse"}
+    assert champion_of(toy()) is None
+
+
+def test_another_plan_is_compared_with_the_latest_holder_that_is_not_its_own(toy):
+    finish(toy())
+    first = hold(toy(), "left")
+    new = toy("stages.left.method.learning_rate=0.2")
+    assert champion_of(new) == first
+    assert states(new) == {
+        "data": "reuse", "model": "reuse", "left": "run", "right": "reuse", "evaluate": "run", "gate": "run"
+    }  # fmt: skip
+    given = new.stage("gate").inputs["champion"]
+    assert new.path_of(given) == new.pipeline.store / "left" / first[:16] / "output"
+    assert given.pinned is not None and given.pinned.record.path == str(new.path_of(given))
+    assert new.stage("evaluate").upstream == ["model", "left"]
+    finish(new, "left", "evaluate", "gate")
+    hold(new, "left")
+    again = toy("stages.left.method.learning_rate=0.2")
+    assert champion_of(again) == first
+    assert set(states(again).values()) == {"reuse"}
+    assert champion_of(toy()) == new.stage("left").fingerprint
+
+
+def test_a_champion_that_is_gone_is_named(toy):
+    finish(toy())
+    hold(toy(), "left")
+    plan = toy()
+    (plan.entry(plan.stage("left")).path / "manifest.json").unlink()
+    with pytest.raises(ArtifactError, match=r"holds that checkpoint no longer; restore it.*rollback --alias champion"):
+        toy("stages.left.method.learning_rate=0.2")
+
+
+def test_a_slot_that_needs_a_model_is_not_left_out(toy):
+    with pytest.raises(ConfigError, match=r"stages\.left\.inputs\.policy=champion: alias:champion names nothing that"):
+        toy("stages.left.inputs.policy=champion")
+
+
+def test_training_may_start_from_the_champion(toy):
+    finish(toy())
+    first = hold(toy(), "left")
+    plan = toy("stages.right.inputs.policy=champion", "stages.left.method.seed=1")
+    assert plan.stage("right").inputs["policy"].fingerprint == first
+    assert plan.stage("right").upstream == ["data"]
+
+
+def test_an_alias_names_no_rows(toy):
+    finish(toy())
+    hold(toy(), "left")
+    with pytest.raises(ConfigError, match="this slot takes"):
+        toy("sources.rows.path=alias:champion", "sources.rows.kind=checkpoint")
+
+
+@pytest.fixture
+def renewed(tmp_path):
+    """Plans of a pipeline that renews a model, over rows of one word."""
+    base = ["pipeline=toy-retrain", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(rows: str, *overrides: str):
+        (tmp_path / "rows.txt").write_text(rows)
+        return make_plan(load_pipeline([*base, *overrides], CONF))
+
+    return plan
+
+
+def made(plan):
+    """Finishes a plan and gives its model the alias."""
+    finish(plan)
+    hold(plan, "learner")
+    return {planned.name: planned.fingerprint for planned in plan.stages}
+
+
+def inputs_of(plan, stage: str) -> dict[str, str]:
+    return {slot: given.fingerprint for slot, given in plan.stage(stage).inputs.items()}
+
+
+def test_while_there_is_no_champion_a_fallback_stands_in_its_place(renewed):
+    plan = renewed("a")
+    assert inputs_of(plan, "learner")["policy"] == plan.stage("blank").fingerprint
+    assert "replay" not in inputs_of(plan, "data")
+    assert (
+        "source:start: alias champion names no model yet; blank in its place: learner.policy, exam.start, gate.parent"
+        in plan.notes
+    )
+
+
+def test_the_next_generation_starts_from_the_champion_and_its_data(renewed):
+    first = made(renewed("a"))
+    second = renewed("b")
+    assert inputs_of(second, "learner")["policy"] == first["learner"]
+    assert inputs_of(second, "data")["replay"] == first["data"]
+    assert "blank" not in {planned.name for planned in second.stages}
+    assert "left out, since alias champion names a model: blank" in second.notes
+
+
+def test_a_promoted_generation_is_the_one_that_was_planned(renewed):
+    generations = [made(renewed(rows)) for rows in "abcd"]
+    assert len({generation["learner"] for generation in generations}) == 4
+    again = renewed("d")
+    assert set(states(again).values()) == {"reuse"}
+    assert again.stage("learner").fingerprint == generations[-1]["learner"]
+    assert inputs_of(again, "learner")["policy"] == generations[-2]["learner"]
+    # Earlier data is other data: it goes on from the champion too.
+    assert inputs_of(renewed("b"), "learner")["policy"] == generations[-1]["learner"]
+
+
+def test_a_generation_that_was_not_promoted_is_no_start(renewed):
+    first = made(renewed("a"))
+    finish(renewed("bad"))
+    assert set(states(renewed("bad")).values()) == {"reuse"}
+    assert inputs_of(renewed("c"), "learner")["policy"] == first["learner"]
+
+
+def test_a_change_of_the_gate_alone_trains_nothing_again(renewed):
+    made(renewed("a"))
+    made(renewed("b"))
+    plan = renewed("b", "stages.gate.method.seed=1")
+    assert [planned.name for planned in plan.stale] == ["gate"]
+
+
+NO_REPLAY = ("stages.data.method.replay_share=null", "~stages.data.inputs.replay")
+
+
+@pytest.mark.parametrize("first", [(), NO_REPLAY])
+@pytest.mark.parametrize("field", ["held_out=0.4", "seed=1"])
+def test_old_rows_that_were_split_otherwise_are_refused_by_the_plan(renewed, first, field):
+    made(renewed("a", *first))
+    said = r"old-data: the old rows were split with held_out=0\.1 and seed=0, the new ones would be with .*" + field
+    with pytest.raises(ConfigError, match=said):
+        renewed("b", f"stages.data.method.{field}")
+    assert "replay" in inputs_of(renewed("b"), "data")
+
+
+def test_old_rows_that_no_alias_names_need_the_record_of_how_they_were_split(renewed, tmp_path):
+    first = renewed("a")
+    finish(first)
+    output = first.entry(first.stage("data")).output
+    assert "replay" in inputs_of(renewed("b", f"sources.old-data.path={output}"), "data")
+    with pytest.raises(ConfigError, match=r"split with held_out=0\.1"):
+        renewed("b", f"sources.old-data.path={output}", "stages.data.method.held_out=0.2")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ConfigError, match=r"nothing says how the rows in .*elsewhere were split"):
+        renewed("b", f"sources.old-data.path={tmp_path}/elsewhere")
+
+
+def test_a_champion_that_was_made_without_that_stage_gives_no_data(renewed):
+    made(renewed("a"))
+    plan = renewed("b", "sources.old-data.path=alias:champion/elsewhere")
+    assert "replay" not in inputs_of(plan, "data")
+    assert any("which was made without that stage; left out: data.replay" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sources.start.fallback=blnk", r"sources\.start\.fallback=blnk: .*did you mean blank"),
+        (
+            "sources.start.fallback=data",
+            r"sources\.start\.fallback=data: .*data gives text, this slot takes checkpoint",
+        ),
+        ("sources.start.fallback=source:champion", "is an alias too, and may name nothing"),
+        ("sources.start.fallback=exam", "fallback=exam: .*(gives report|cycle)"),
+        ("sources.rows.fallback=blank", r"sources\.rows\.fallback=blank: is for an alias"),
+    ],
+)
+def test_a_fallback_that_cannot_serve_is_refused_also_while_a_champion_is_there(renewed, override, said):
+    made(renewed("a"))
+    with pytest.raises(ConfigError, match=said):
+        renewed("b", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stages.data.method.replay_share=null", "nothing says how much of it is replayed"),
+        ("~stages.data.inputs.replay", "there are no old rows to replay"),
+        ("retrain.promote=blank", "no gate has it as candidate"),
+    ],
+)
+def test_what_retraining_lacks_is_named(renewed, override, said):
+    with pytest.raises(ConfigError, match=said):
+        renewed("a", override)

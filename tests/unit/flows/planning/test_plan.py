@@ -1,0 +1,173 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from lineage.digest import digest_files, digest_of
+from lineage.errors import ConfigError
+from lineage.lease import Lease
+from lineage.manifest import InputRecord, Manifest, provenance
+from tests.unit.flows.declare.test_config import CONF
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def toy(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    base = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+
+    def plan(*overrides: str):
+        return make_plan(load_pipeline([*base, *overrides], CONF))
+
+    return plan
+
+
+def finish(plan, *names: str) -> None:
+    """Commits outputs for stages without running them."""
+    for planned in plan.stages:
+        if names and planned.name not in names:
+            continue
+        entry = plan.entry(planned)
+        lease = Lease(entry.path)
+        lease.try_acquire()
+        entry.begin()
+        (entry.output / "f").write_text(planned.name)
+        files = digest_files(entry.output)
+        entry.commit(
+            Manifest(
+                pipeline="toy", stage=planned.name, method="m", recipe=dict(planned.stage.method.recipe()),
+                fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics={},
+                inputs={
+                    slot: InputRecord(artifact=given.name, fingerprint=given.fingerprint, digest=None)
+                    for slot, given in planned.inputs.items()
+                },
+                provenance=provenance(start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}),
+            ),
+            lease,
+        )  # fmt: skip
+
+
+def states(plan) -> dict[str, str]:
+    return {planned.name: planned.state for planned in plan.stages}
+
+
+def test_a_new_store_runs_everything(toy):
+    plan = toy()
+    assert set(states(plan).values()) == {"run"}
+    assert {planned.reason for planned in plan.stages} == {"never run"}
+
+
+def test_finished_stages_are_reused(toy):
+    finish(toy())
+    assert set(states(toy()).values()) == {"reuse"}
+
+
+def test_one_field_reruns_its_stage_and_what_depends_on_it(toy):
+    finish(toy())
+    plan = toy("stages.model.method.size=2")
+    assert states(plan) == {"data": "reuse", "model": "run", "left": "run", "right": "run"}
+    assert plan.stage("model").reason == "size: 1 -> 2"
+    assert plan.stage("left").reason.startswith("input policy: model@")
+
+
+def test_the_reason_names_the_field_and_both_values(toy):
+    finish(toy())
+    plan = toy("stages.left.method.learning_rate=0.2")
+    assert states(plan) == {"data": "reuse", "model": "reuse", "left": "run", "right": "reuse"}
+    assert plan.stage("left").reason == "learning_rate: 0.1 -> 0.2"
+
+
+def test_going_back_reuses_the_earlier_output(toy):
+    finish(toy())
+    finish(toy("stages.left.method.learning_rate=0.2"), "left")
+    assert states(toy())["left"] == "reuse"
+    assert states(toy("stages.left.method.learning_rate=0.2"))["left"] == "reuse"
+
+
+def test_the_reason_compares_with_the_nearest_earlier_output(toy):
+    finish(toy())
+    finish(toy("stages.left.method.learning_rate=0.2", "stages.left.method.seed=5"), "left")
+    assert toy("stages.left.method.learning_rate=0.3").stage("left").reason == "learning_rate: 0.1 -> 0.3"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["resources.micro_batch_size=4", "resources=cluster", "resources.cpus_per_worker=1", "resources.gpus_per_worker=1",
+     "resources=foreground", "resources.launcher=process", "code_drift=rerun"],
+)  # fmt: skip
+def test_execution_is_not_identity(toy, override):
+    finish(toy())
+    assert set(states(toy(override)).values()) == {"reuse"}
+
+
+def test_a_changed_byte_of_a_source_reruns_what_reads_it(toy, tmp_path):
+    finish(toy())
+    (tmp_path / "rows.txt").write_text("other rows")
+    plan = toy()
+    assert set(states(plan).values()) == {"run"}
+    assert plan.stage("data").reason.startswith("input rows: source:rows@")
+
+
+def test_a_lost_output_file_is_made_again(toy):
+    plan = toy()
+    finish(plan)
+    (plan.entry(plan.stage("left")).output / "f").unlink()
+    assert toy().stage("left").reason == "its output is damaged: f is missing"
+
+
+def test_an_attempt_that_stopped_says_where(toy):
+    plan = toy()
+    entry = plan.entry(plan.stage("left"))
+    entry.begin()
+    entry.metrics.write_text('{"step": 7, "time": 0, "metrics": {}}\n{"step": 8, "ti')
+    assert toy().stage("left").reason == "an earlier attempt stopped at step 7; starts again"
+
+
+@pytest.fixture
+def drifted(toy, monkeypatch):
+    finish(toy())
+    monkeypatch.setattr("flows.planning.plan.code_digest", lambda module: "other code")
+    return toy
+
+
+def test_drifted_code_is_reused_and_said(drifted):
+    plan = drifted()
+    assert set(states(plan).values()) == {"reuse"}
+    assert all("its code changed since" in planned.reason for planned in plan.stages)
+
+
+def test_drifted_code_reruns_when_asked(drifted):
+    plan = drifted("code_drift=rerun")
+    assert set(states(plan).values()) == {"run"}
+    assert not plan.stage("left").is_finished(plan.entry(plan.stage("left")))
+
+
+def test_drifted_code_is_refused_when_asked(drifted):
+    with pytest.raises(ConfigError, match="code_drift=refuse"):
+        drifted("code_drift=refuse")
+
+
+def test_plan_json_has_the_fields_of_the_contract(toy):
+    document = json.loads(json.dumps(toy().to_dict()))
+    assert document.keys() == {"pipeline", "store", "stages"}
+    for row in document["stages"]:
+        assert row.keys() == {"stage", "method", "fingerprint", "state", "reason", "inputs", "output"}
+    left = next(row for row in document["stages"] if row["stage"] == "left")
+    model = next(row for row in document["stages"] if row["stage"] == "model")
+    assert left["inputs"]["policy"] == model["fingerprint"]
+    assert f"/left/{left['fingerprint'][:16]}/output" in left["output"]
+
+
+def test_a_plan_imports_nothing_heavy():
+    code = (
+        "import sys; from flows.__main__ import main; main(['plan', 'store=/nonexistent']);"
+        "heavy = {'torch', 'transformers', 'trl', 'ray', 'prefect', 'mlflow', 'datasets', 'pyarrow', 'numpy'};"
+        "print('heavy:', sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "heavy: []"

@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.open_run import check_machine
+from flows.planning.needs import needs
+from flows.planning.plan import make_plan
+from flows.planning.preflight import check_models
+from flows.stages.admission import require_gpus
+from lineage.errors import ConfigError
+
+
+def write_model(folder: Path, *, weights: bool = True, template: str | None = None) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_a_directory_that_is_no_model_is_refused_by_the_plan(tmp_path):
+    with pytest.raises(ConfigError, match=r"sources.base.path=.*: no config.json in it"):
+        make_plan(load_pipeline([f"model={tmp_path}"]))
+    model = write_model(tmp_path / "model", weights=False)
+    with pytest.raises(ConfigError, match="no weights in safetensors"):
+        make_plan(load_pipeline([f"model={model}"]))
+
+
+def test_a_missing_chat_template_is_refused_by_the_plan(tmp_path):
+    model = write_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"stages.sft.inputs.policy=cpt: .*stages.sft.method.chat_template=chatml"):
+        check_models(load_pipeline([f"model={model}"]))
+    check_models(load_pipeline([f"model={model}", "stages.sft.method.chat_template=chatml"]))
+
+
+def test_a_template_in_the_tokenizer_config_or_beside_it_is_one(tmp_path):
+    check_models(load_pipeline([f"model={write_model(tmp_path / 'a', template='{{ messages }}')}"]))
+    beside = write_model(tmp_path / "b")
+    (beside / "chat_template.jinja").write_text("{{ messages }}")
+    check_models(load_pipeline([f"model={beside}"]))
+
+
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    require_gpus("dpo", 1)
+    with pytest.raises(ConfigError, match="asks for 2 GPUs, this machine shows 1"):
+        require_gpus("dpo", 2)
+
+
+def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
+    plan = make_plan(load_pipeline(["resources=cluster", "resources.gpus_per_worker=1"]))
+    assert needs(plan.stage("sft")) == (2, 2)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert needs(plan.stage("sft")) == (0, 0)
+
+
+def test_data_stages_take_no_gpu():
+    plan = make_plan(load_pipeline(["resources=gpu"]))
+    assert needs(plan.stage("corpus"))[1] == 0
+    assert needs(plan.stage("evaluate"))[1] == 1
+
+
+def test_quickstart_rows_that_do_not_exist_are_refused_by_the_plan():
+    with pytest.raises(ConfigError, match=r"no such rows; accepted: quickstart:corpus.*did you mean quickstart:corpus"):
+        make_plan(load_pipeline(["sources.corpus.path=quickstart:corpsu"]))
+
+
+def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    plan = make_plan(load_pipeline(["resources=cluster", "resources.num_nodes=2"]))
+    with pytest.raises(ConfigError, match="num_nodes=2: a cluster started here has one node; set RAY_ADDRESS"):
+        check_machine(plan.stale)

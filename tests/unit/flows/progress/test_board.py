@@ -1,0 +1,63 @@
+import io
+import json
+
+from flows.progress.board import Board
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def write_reports(path, *losses):
+    lines = [
+        json.dumps({"step": step, "time": 0.0, "metrics": {"loss": loss, "tokens_per_second": 1234.0}})
+        for step, loss in enumerate(losses, start=1)
+    ]
+    path.write_text("\n".join(lines) + '\n{"step": 99, "ti')  # the last line is still being written
+
+
+def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
+    stream = Terminal()
+    write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
+    with Board(stream, ["dpo"]) as board:
+        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+        board._live.refresh()
+        shown = stream.getvalue()
+        assert "3/10" in shown
+        assert "loss 0.500" in shown
+        assert "1,234 tok/s" in shown
+        assert "ETA" in shown
+        board.done("dpo", 1.5, {"loss": 0.4})
+        after = stream.getvalue()[len(shown) :]
+        assert "done in 1.5 s  loss 0.400" in after
+        assert "3/10" not in after
+
+
+def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
+    stream = io.StringIO()
+    with Board(stream, ["dpo", "reward"]) as board:
+        for _ in range(5):
+            board.waiting("dpo", "1 CPU")
+        board.running("dpo", tmp_path / "none", 10)
+        board.failed("dpo", "stage dpo failed: no memory\nsecond line")
+        board.pruned("reward", "pruned at step 3")
+    assert stream.getvalue().splitlines() == [
+        "dpo     waits for 1 CPU",
+        "dpo     started (10 steps)",
+        "dpo     FAILED: stage dpo failed: no memory",
+        "reward  pruned at step 3",
+    ]
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with Board(Closed(), ["dpo"]) as board:
+        board.running("dpo", tmp_path / "none", None)
+        board.done("dpo", 1.0, {})
+    assert not board._running

@@ -1,0 +1,207 @@
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from flows.progress import journal as journal_module
+from flows.progress import run_notes
+from flows.progress.journal import Journal
+from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
+from lineage.errors import PipelineError, StoppedError
+from lineage.lease import Holder
+from lineage.tracker import NoTracker
+from tests.command import CONF, wait_until
+
+
+class Recorded(NoTracker):
+    """A tracker whose record is opened a moment later."""
+
+    run_id: str | None = None
+
+    def execution_id(self):
+        return self.run_id
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "rows.txt").write_text("rows")
+    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+    workers = ["stages.right.resources.num_workers=2", "resources.micro_batch_size=4"]
+    return make_plan(load_pipeline([*words, *workers], CONF))
+
+
+@pytest.fixture
+def journal(plan):
+    return Journal(plan, ["pipeline=toy"], Recorded(), plan.stale)
+
+
+def the_note(plan) -> RunNote:
+    (run_id,) = run_ids(plan.pipeline.store)
+    note = read_note(note_path(plan.pipeline.store, run_id))
+    assert note
+    return note
+
+
+def test_a_run_shows_its_stages_before_they_begin(plan, journal):
+    with journal.open():
+        note = the_note(plan)
+    assert (note.pipeline, note.words, note.outcome) == ("toy", ["pipeline=toy"], None)
+    assert note.driver.pid == os.getpid()
+    assert {title: stage.after for title, stage in note.stages.items()} == {
+        "data": [], "model": ["data"], "left": ["data", "model"], "right": ["data", "model"],
+    }  # fmt: skip
+    assert (note.stages["right"].workers, note.stages["right"].cpus, note.stages["left"].cpus) == (2, 2, 1)
+
+
+def test_every_change_is_written(plan, journal):
+    with journal.open():
+        journal.waiting("left", "1 CPU")
+        wait_until(lambda: the_note(plan).stages["left"].state == "waiting", "waits", seconds=5)
+        metrics = plan.entry(plan.stage("left")).metrics
+        journal.running("left", metrics, 10)
+        wait_until(lambda: the_note(plan).stages["left"].state == "running", "runs", seconds=5)
+        assert the_note(plan).stages["left"].total == 10
+        assert Path(the_note(plan).stages["left"].directory) == metrics.parent
+        journal.done("left", 1.5, {})
+        journal.reused("data")
+        journal.failed("right", "no memory")
+        journal.announce("\nmay this model be promoted?\n")
+    note = the_note(plan)
+    assert {title: stage.state for title, stage in note.stages.items()} == {
+        "data": "reused", "model": "pending", "left": "done", "right": "failed",
+    }  # fmt: skip
+    assert (note.stages["left"].seconds, note.stages["right"].reason) == (1.5, "no memory")
+    assert note.said == "may this model be promoted?"
+    assert (note.outcome, note.cause) == ("failed", "right failed; see posttrain logs right")
+    assert note.ended
+
+
+def test_a_run_whose_stages_are_made_is_done_and_a_pruned_trial_is_no_failure(plan, journal):
+    with journal.open():
+        journal.done("left", 1.5, {})
+        journal.pruned("right#2", "step 3: others do better")
+    assert the_note(plan).outcome == "done"
+    assert the_note(plan).stages["right#2"].state == "pruned"
+
+
+def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
+    extra = replace(plan.stage("data"), name="extra")
+    wide = replace(plan, stages=[extra, *plan.stages])
+    with Journal(wide, [], Recorded(), wide.stale).open():
+        assert the_note(plan).stages["model"].after == ["extra", "data"]
+
+
+def test_what_is_reused_is_waited_for_by_nobody(plan):
+    with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
+        assert the_note(plan).stages["model"].after == []
+
+
+def test_a_sweep_shows_which_stages_are_shared_and_is_judged_by_no_gate(plan, monkeypatch):
+    refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
+    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
+    sweep = SweepNote(folder=str(plan.pipeline.store / "sweeps" / "s"), own=["left", "right"], trials=3)
+    with Journal(plan, [], Recorded(), [*plan.stale, plan.stage("left")], sweep).open():
+        assert list(the_note(plan).stages) == ["data", "model"]
+    assert (the_note(plan).outcome, the_note(plan).sweep) == ("done", sweep)
+
+
+def test_a_run_whose_gate_refuses_says_so(plan, journal, monkeypatch):
+    refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
+    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
+    with journal.open():
+        pass
+    assert (the_note(plan).outcome, the_note(plan).cause) == ("refused", "gate refuses left")
+
+
+def test_a_wait_that_goes_on_is_no_change(journal):
+    with journal.open():
+        journal.waiting("left", "1 CPU")
+        before = journal._note
+        journal.waiting("left", "1 CPU")
+        assert journal._note.stages is before.stages
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "cause"),
+    [
+        (KeyboardInterrupt(), "stopped", ""),
+        (StoppedError("the run was stopped"), "stopped", ""),
+        (PipelineError("stage left failed"), "failed", "stage left failed"),
+        (ValueError(), "failed", "ValueError"),
+    ],
+)
+def test_the_end_is_what_leaves_the_context(plan, journal, error, outcome, cause):
+    with pytest.raises(type(error)), journal.open():
+        raise error
+    assert (the_note(plan).outcome, the_note(plan).cause) == (outcome, cause)
+
+
+def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
+    tracker = Recorded()
+    with Journal(plan, [], tracker, plan.stale).open():
+        assert the_note(plan).links.mlflow_run is None
+        tracker.run_id = "abc"
+    assert the_note(plan).links.mlflow_run == "abc"
+    assert the_note(plan).links.mlflow.startswith("sqlite:///")
+
+
+def test_a_trial_of_a_sweep_goes_by_its_title(plan, journal):
+    with journal.open():
+        journal.waiting("left#4", "1 CPU")
+    note = the_note(plan).stages["left#4"]
+    assert (note.state, note.cpus, note.directory) == ("waiting", 1, "")
+
+
+def test_a_store_that_cannot_be_written_stops_no_run(plan, journal):
+    store = plan.pipeline.store
+    store.mkdir()
+    (store / "runs").write_text("in the way")
+    with journal.open():
+        journal.running("left", store / "metrics.jsonl", None)
+    assert (store / "runs").read_text() == "in the way"
+
+
+def note_of(pid=1, started=0.0, host="elsewhere", **fields):
+    driver = Holder(host=host, pid=pid, started=started, token="")
+    return RunNote(id=new_id(), pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+
+
+def test_a_run_of_another_host_dies_by_silence(tmp_path):
+    note = note_of()
+    note.write(tmp_path)
+    assert note.is_live(tmp_path)
+    os.utime(note_path(tmp_path, note.id), (0, time.time() - 2 * run_notes.EXPIRY_SECONDS))
+    assert note.is_dead(tmp_path)
+    assert not replace(note, outcome="done").is_live(tmp_path)
+
+
+def test_a_pid_that_another_process_has_now_is_no_driver(tmp_path):
+    here = Holder.here()
+    alive, other = note_of(here.pid, here.started, here.host), note_of(here.pid, here.started - 100, here.host)
+    for note in (alive, other):
+        note.write(tmp_path)
+    assert (alive.is_live(tmp_path), other.is_live(tmp_path)) == (True, False)
+
+
+def test_a_broken_note_hides_no_other(tmp_path):
+    note = note_of()
+    note.write(tmp_path)
+    for name, content in {"20990101-000000-aaaa": '{"id": ', "20990101-000000-bbbb": json.dumps({"id": 1})}.items():
+        (tmp_path / "runs" / f"{name}.json").write_text(content)
+    assert list(latest(tmp_path)) == [note]
+
+
+def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_notes, "_LOOKED_AT", 2)
+    notes = [replace(note_of(), id=f"2026010{day}-000000-0000", outcome="done") for day in range(1, 7)]
+    for index, note in enumerate(notes):
+        note.write(tmp_path)
+        if index != 1:
+            os.utime(note_path(tmp_path, note.id), (0, 0))
+    assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
