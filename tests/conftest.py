@@ -1,17 +1,25 @@
-"""Marks tests by their folder, and keeps Prefect's database of the tests apart from the user's."""
+"""Marks tests by folder, and keeps what they leave on this machine apart from the user's and from each other's."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-# Also for the processes that tests start.
-os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="posttrain-tests-prefect-")
+# Of this process and of those that tests start: Prefect's database, and the slots of the machine, for which a test that
+# hangs would else keep all others waiting. The name is short, since sockets lie below it.
+OWN = Path(tempfile.mkdtemp(prefix="pt-"))
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where it is looked for
+os.environ["TMPDIR"] = str(OWN)
+os.environ["PREFECT_HOME"] = str(OWN / "prefect")
 os.environ.pop("PREFECT_API_URL", None)
 # Before torch is imported: tests share the machine, and spinning threads would stall each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+tempfile.tempdir = None  # looked up again
+atexit.register(shutil.rmtree, OWN, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

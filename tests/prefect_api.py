@@ -6,6 +6,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+
+
+def _is_busy(error: BaseException) -> bool:
+    """Whether another writer held the server's SQLite; Prefect's own client asks again too."""
+    return isinstance(error, urllib.error.HTTPError) and error.code == 503
+
 
 class PrefectApi:
     """Asks one server.
@@ -17,6 +24,7 @@ class PrefectApi:
     def __init__(self, url: str) -> None:
         self._url = url
 
+    @retry(retry=retry_if_exception(_is_busy), stop=stop_after_attempt(10), wait=wait_fixed(1), reraise=True)
     def post(self, path: str, body: dict, method: str = "POST") -> dict | list:
         """Raises ``urllib.error.HTTPError`` with the answer in its message where it is refused."""
         request = urllib.request.Request(

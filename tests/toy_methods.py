@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Inputs, Method, Training
 from tasks.row_scores import RowScores, write_scores
 
@@ -33,6 +34,7 @@ class ToyModel(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    imports_torch: ClassVar[bool] = False
 
     size: int = 1
 
@@ -74,6 +76,7 @@ class ToyEvaluate(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
     produces: ClassVar[Kind] = Kind.REPORT
+    imports_torch: ClassVar[bool] = False
 
     num_rows: int = 40
     wins: dict[str, int]
@@ -83,4 +86,6 @@ class ToyEvaluate(Method):
         wins = {name: [float(index < self.wins[name]) for index in range(self.num_rows)] for name in inputs}
         scores = RowScores(metric="accuracy", row_ids=rows, groups=rows, weights=[1] * self.num_rows, scores=wins)
         write_scores(ctx.output_dir, [scores], {name: given.fingerprint for name, given in inputs.items()})
+        rows = [f"| {name} | {self.wins[name]} of {self.num_rows} |\n" for name in inputs]
+        (ctx.output_dir / TABLE_FILE).write_text("".join(["| policy | wins |\n| --- | --- |\n", *rows]))
         return scores.metrics()

@@ -1,20 +1,42 @@
 """Servers and databases that several files start from: each is made once per file."""
 
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flows.prefect_server import EmbeddedServer
 
 
+@pytest.fixture(scope="session")
+def prefect_database(tmp_path_factory):
+    """A Prefect database without a run: its migrations take many seconds."""
+    folder = tmp_path_factory.mktemp("prefect")
+    server = _prefect_server(folder / "prefect.db")
+    next(server)
+    server.close()
+    return folder
+
+
 @pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory):
-    """One Prefect server for all tests of a file that are not of the embedded server itself."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("prefect") / "server.log")
-    server.start()
-    server.wait_until_ready()
-    yield server.url
-    server.stop()
+def prefect_url(tmp_path_factory, prefect_database):
+    """One Prefect server, with a database of its own, for all tests of a file that are not of the embedded server."""
+    folder = tmp_path_factory.mktemp("prefect")
+    shutil.copytree(prefect_database, folder, dirs_exist_ok=True)  # with what SQLite keeps beside it
+    yield from _prefect_server(folder / "prefect.db")
+
+
+def _prefect_server(database: Path) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
+        server = EmbeddedServer(database.with_name("server.log"))
+        server.start()
+    try:
+        server.wait_until_ready()
+        yield server.url
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="module")

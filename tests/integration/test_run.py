@@ -2,7 +2,6 @@
 
 import json
 import signal
-import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -17,12 +16,10 @@ SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_second
 @pytest.fixture
 def toy(tmp_path, prefect_url):
     (tmp_path / "rows.txt").write_text("rows")
-    # CPUs of their own: a test beside these that asks for two would keep `right` waiting for as long as `left` runs.
-    with tempfile.TemporaryDirectory(prefix="toy-") as slots:
-        yield Command(
-            tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
-            environment={"PREFECT_API_URL": prefect_url, "TMPDIR": slots},
-        )  # fmt: skip
+    return Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
 
 
 def prefect(url: str, path: str, body: dict) -> list[dict]:

@@ -20,9 +20,16 @@ from tests.webhook import webhook
 
 pytestmark = pytest.mark.integration
 
+ENGINE = "PREFECT__FLOW_RUN_ID"  # what Prefect sets in the process of a run
 WORDS = ["model=none", "tracking=none", "sources.rows.path=rows.txt"]
 SLOW = ["stages.data.method.seconds=300"]
 NOTIFY = "notify=custom-webhook/ops"
+OWN_PIPELINE = """\
+# @package _global_
+defaults: [toy, _self_]
+name: toy-own
+stages: {data: {method: {_target_: own.OwnRows}}}
+"""
 SAVE = (
     "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
     "Block(name='ops', url=sys.argv[1], json_data={'subject': '{{subject}}', 'body': '{{body}}'}).save('ops')"
@@ -36,6 +43,8 @@ def folder(tmp_path_factory) -> Path:
     (folder / "rows.txt").write_text("rows")
     shutil.copytree(CONF, folder / "groups")
     (folder / "groups/pipeline/unreadable.yaml").write_text("stages: {")
+    (folder / "groups/pipeline/toy-own.yaml").write_text(OWN_PIPELINE)
+    (folder / "own.py").write_text("from tests.toy_methods import ToyRows\n\n\nclass OwnRows(ToyRows):\n    pass\n")
     return folder
 
 
@@ -101,6 +110,11 @@ def running(api: PrefectApi, served: subprocess.Popen, *overrides: str) -> tuple
     return run, new()
 
 
+def drivers(served: subprocess.Popen) -> list[psutil.Process]:
+    """The process of each run."""
+    return [each for each in family(served) if "prefect.engine" in " ".join(each.cmdline())]
+
+
 def test_every_pipeline_is_registered_and_what_cannot_be_read_is_named(served, api, folder):
     names = {each["name"] for each in api.post("/flows/filter", {})}
     assert {"toy", "toy-gated", "cpt-sft-dpo", "cpt-sft-dpo-gated"} <= names
@@ -148,6 +162,7 @@ def test_a_refused_gate_is_no_completed_run(served, api):
     assert (state["type"], state["name"]) == ("FAILED", "Refused")
     assert "beats_parent" in state["message"]
     page = api.artifacts(run)
+    assert "| left | 0 of 40 |" in page["toy-gated-evaluate"]["data"]
     assert "beats_parent" in page["toy-gated-gate"]["data"]
     assert "| gate | `" in page["toy-gated-mlflow"]["data"] and "mlflow.db" in page["toy-gated-mlflow"]["description"]
 
@@ -155,15 +170,34 @@ def test_a_refused_gate_is_no_completed_run(served, api):
     assert (state["type"], state["name"]) == ("COMPLETED", "ChampionKept")  # what such a pipeline is for
 
 
-def test_a_person_rejects_by_cancelling_the_run_that_asks(served, api, folder):
-    run = api.start("toy-gated/local", "stages.evaluate.method.wins.left=40", "gate.approval=required")
-    api.wait(run, lambda run: run["state_type"] == "PAUSED")
+def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resuming_it(served, api, folder):
+    def asked(learning_rate: float) -> str:
+        model = [f"stages.left.method.learning_rate={learning_rate}", "stages.evaluate.method.wins.left=40"]
+        run = api.start("toy-gated/local", *model, "gate.approval=required")
+        api.wait(run, lambda run: run["state_type"] == "PAUSED")
+        return run
+
+    def said() -> list[tuple[str, str]]:
+        file = folder / "artifacts/promotions.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [(each["action"], each["who"]) for each in map(json.loads, lines)]
+
+    run = asked(0.3)
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
-    promotions = folder / "artifacts/promotions.jsonl"
-    wait_until(
-        lambda: promotions.exists() and json.loads(promotions.read_text())["action"] == "reject", "it is recorded"
-    )
+    wait_until(lambda: said() == [("reject", f"Prefect, flow run {run}")], "it is recorded")
+
+    run = asked(0.4)
+    api.post(f"/flow_runs/{run}/resume", {"run_input": {"who": "Ada", "why": "read its answers"}})
+    assert api.end(run)["type"] == "COMPLETED"
+    assert said()[1:] == [("approve", "Ada")]
+
+    run = asked(0.5)
+    [driver] = [each for each in drivers(served) if each.environ()[ENGINE] == run]
+    driver.terminate()
+    state = api.end(run)
+    assert state["type"] == "CRASHED" and "run it again to be asked again" in state["message"]
+    assert len(said()) == 2  # nobody has said anything
 
 
 def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
@@ -182,12 +216,15 @@ def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
 
 
 def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
-    wants = ["resources.gpu_pool=a100", "stages.left.method.num_steps=1000", "stages.left.method.step_seconds=0.3"]
+    long = ["stages.left.method.num_steps=1000", "stages.left.method.step_seconds=0.3"]
+    wants = ["resources.gpu_pool=a100", "tracking.mlflow=true", *long]
     state = api.end(api.start("toy/local", *wants))
     assert state["type"] == "FAILED" and "prefect gcl create a100 --limit" in state["message"]
     api.post("/v2/concurrency_limits/", {"name": "a100", "limit": 1})
     run, processes = running(api, served, *wants)
     wait_until(lambda: api.get("/v2/concurrency_limits/a100")["active_slots"] == 1, "it holds a slot")
+    wait_until(lambda: 0 < api.artifacts(run).get("toy-left-progress", {"data": 0})["data"] < 100, "its bar moves")
+    assert "| this run | `" in api.artifacts(run)["toy-mlflow"]["data"]  # while it goes on
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
     wait_until(lambda: not alive(processes), "all processes end")
@@ -219,6 +256,7 @@ def test_a_failure_before_any_stage_is_told(served, api, heard):
     for override, why in (
         ("sources.rows.path=gone.txt", "gone.txt: no such file"),
         ("resources.gpu_pool=nowhere", "prefect gcl create nowhere"),
+        ("store=/proc/store", "/proc/store"),
     ):
         state = api.end(api.start("toy/local", "stages.data.method.seconds=0.1", NOTIFY, override))
         assert state["type"] == "FAILED" and why in state["message"]
@@ -228,7 +266,7 @@ def test_a_failure_before_any_stage_is_told(served, api, heard):
 
 def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
     run, processes = running(api, served, *SLOW, NOTIFY)
-    driver = next(each for each in processes if "prefect.engine" in " ".join(each.cmdline()))
+    [driver] = drivers(served)
     driver.kill()
     assert api.end(run)["type"] == "CRASHED"
     wait_until(lambda: not alive(processes), "all processes end")
@@ -293,6 +331,10 @@ def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):
         state = api.end(api.start("toy/team"))
         assert state["type"] == "COMPLETED", state
         assert (folder / "team/left").is_dir()
+        assert api.end(api.start("toy-own/team"))["type"] == "COMPLETED"  # a method of the folder's own
+        (folder / "own.py").write_text((folder / "own.py").read_text() + "# changed\n")
+        state = api.end(api.start("toy-own/team"))
+        assert state["type"] == "FAILED" and "this run was planned with the code" in state["message"]
     finally:
         for process in reversed(family(worker)):
             if psutil.pid_exists(process.pid):

@@ -1,0 +1,72 @@
+"""A sweep on a Ray cluster that is not ours: it was started before, and goes on after."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.command import Command, wait_until
+
+RATES = "stages.left.method.learning_rate=0.1,0.2"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[str]:
+    """The address of a cluster of one node with three CPUs: two for workers, one for what Ray Train adds to each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("ray") / "ray.log"
+    words = ["--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=3"]
+    with log.open("w") as said:
+        head = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "start", *words, "--include-dashboard=false"],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: head.poll() is not None or "Ray runtime started" in log.read_text(), "the cluster is there")
+        assert head.poll() is None, log.read_text()
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+
+
+@pytest.fixture
+def toy(tmp_path, prefect_url, cluster) -> Command:
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(
+        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "stages.left.resources.launcher=cluster",
+        environment={"PREFECT_API_URL": prefect_url, "RAY_ADDRESS": cluster},
+    )  # fmt: skip
+
+
+def test_the_trials_of_a_sweep_run_side_by_side_on_a_cluster(toy):
+    slow = ("stages.left.method.num_steps=20", "stages.left.method.step_seconds=0.5")
+    result = toy("run", "--multirun", "--json", RATES, *slow)
+    assert result.returncode == 0, result.stderr
+    assert [trial["state"] for trial in json.loads(result.stdout)["trials"]] == ["complete", "complete"]
+
+    manifests = [json.loads(path.read_text()) for path in (toy.folder / "artifacts/left").glob("*/manifest.json")]
+    spans = sorted((each["provenance"]["start"], each["provenance"]["end"]) for each in manifests)
+    assert len(spans) == 2 and spans[1][0] < spans[0][1]  # the second began before the first was over
+    logs = [path.read_text() for path in (toy.folder / "artifacts/left").glob("*/logs/stage.log")]
+    assert len(logs) == 2 and all("Connecting to existing Ray cluster" in log for log in logs)
+
+
+def test_what_has_no_room_on_the_cluster_waits(toy):
+    wide = ("stages.left.resources.num_workers=2", "stages.left.resources.micro_batch_size=2")
+    result = toy("run", "--multirun", "--json", RATES, *wide)
+    assert result.returncode == 0, result.stderr
+    assert [trial["state"] for trial in json.loads(result.stdout)["trials"]] == ["complete", "complete"]
