@@ -98,13 +98,14 @@ def _execute(plan: Plan, words: Sequence[str]) -> bool:
     """Runs what is stale and shows what came of it; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    with RunPage(plan.pipeline.name) as page, open_run(plan, words, page, plan.stale) as run:
-        show_record(plan, run.tracker.execution_id())  # of a run under way one asks for its curves
+    with RunPage(plan) as page, open_run(plan, words, page, plan.stale) as run:
+        page.link(run.tracker)
         try:
             run_stages(run)
         finally:
             show_tables(plan)
-            show_record(plan, run.tracker.execution_id())
+            if execution_id := run.tracker.execution_id():
+                show_record(plan, execution_id)
         return approved(run)
 
 

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from uuid import UUID
 
@@ -18,6 +19,7 @@ from flows.progress.stage_progress import Progress
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.mlflow.address import is_server, shown, tracking_uri
+from lineage.tracker import NoTracker, Tracker
 from lineage.verdict import VERDICT_TABLE
 from tasks.context import Metrics
 from tasks.evaluation_report import TABLE_FILE
@@ -49,10 +51,8 @@ def show_tables(plan: Plan) -> None:
             _show(f"{plan.pipeline.name}-{planned.name}", table.read_text(encoding="utf-8"), f"output/{name} of {of}")
 
 
-def show_record(plan: Plan, execution_id: str | None) -> None:
+def show_record(plan: Plan, execution_id: str) -> None:
     """Where MLflow has this run and those of its stages."""
-    if execution_id is None:
-        return
     uri = tracking_uri(plan.pipeline.tracking.uri)
     found = {planned.name: plan.entry(planned).manifest() for planned in plan.stages}
     runs = {"this run": execution_id}
@@ -64,18 +64,29 @@ def show_record(plan: Plan, execution_id: str | None) -> None:
 
 
 class RunPage:
-    """An observer that logs what becomes of each stage and moves a progress bar for each that trains."""
+    """An observer that logs what becomes of each stage, and moves a progress bar for each that trains.
 
-    def __init__(self, pipeline: str) -> None:
-        self._pipeline = pipeline
+    It also links the run in MLflow as soon as there is one: of a run under way one asks for its curves.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._pipeline = plan.pipeline.name
+        self._tracker: Tracker = NoTracker()
+        self._is_linked = False
         self._bars: dict[str, tuple[UUID, Progress]] = {}
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._waits: dict[str, str] = {}
 
     def __enter__(self) -> "RunPage":
-        threading.Thread(target=self._follow, daemon=True, name="page").start()
+        # In the context of the flow run: what is shown is then its own.
+        threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True, name="page").start()
         return self
+
+    def link(self, tracker: Tracker) -> None:
+        """Who records the run; no stage waits until that is under way."""
+        self._tracker = tracker
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
@@ -120,6 +131,10 @@ class RunPage:
     def _follow(self) -> None:
         """Tells Prefect of the steps, seldom enough to be no load on it."""
         while not self._done.wait(_INTERVAL_SECONDS):
+            execution_id = self._tracker.execution_id()
+            if execution_id and not self._is_linked:
+                show_record(self._plan, execution_id)
+                self._is_linked = True
             with self._lock:
                 bars = dict(self._bars)
             for title, (bar, progress) in bars.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from flows.stages.job import Job
-from flows.stages.process_settings import STAGE_ENVIRONMENT
+from flows.stages.process_settings import stage_environment
 from flows.stages.stage_process import Answer, answer, stage_main
 from lineage.errors import PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
@@ -48,7 +48,7 @@ class StageProcesses:
         # A Ctrl-C is for us; the fork server would die of it while it still imports.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            with _environment(STAGE_ENVIRONMENT):
+            with _environment(stage_environment()):
                 ensure_running()
         finally:
             signal.signal(signal.SIGINT, handler)
@@ -79,7 +79,7 @@ class StageProcesses:
         context = self._fresh if _needs_no_torch(job) else self._server
         process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
         try:
-            with self._starting, _environment(STAGE_ENVIRONMENT):
+            with self._starting, _environment(stage_environment()):
                 process.start()
         except (OSError, EOFError):
             self.raise_if_stopped()  # a stop has taken the fork server away

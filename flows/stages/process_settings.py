@@ -1,5 +1,10 @@
 """Environment that a stage's process must have before its Python starts."""
 
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
 # glibc gives freed memory back to the kernel and faults it in again at every step of a training loop.
 # Keeping it costs memory, saves time, and changes no bit of the weights.
 MALLOC = {
@@ -25,4 +30,25 @@ LIBRARIES = {
 }
 
 WORKER_ENVIRONMENT = {**MALLOC, **THREADS}
-STAGE_ENVIRONMENT = {**WORKER_ENVIRONMENT, **LIBRARIES}
+
+
+def stage_environment() -> dict[str, str]:
+    """For a process about to start; what the user has set wins over it."""
+    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication()}
+
+
+def _ray_authentication() -> dict[str, str]:
+    """Ray listens on every address of a machine, and by itself lets in whoever comes: a token keeps others out.
+
+    Of a cluster that is joined the token is the user's: `ray start` demands one, and a driver gives none unless told.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    return {"RAY_AUTH_MODE": "token"} if os.environ.get("RAY_AUTH_TOKEN") or file.exists() else {}
+
+
+@cache
+def _token() -> str:
+    """Of the clusters that this process starts."""
+    return secrets.token_hex(32)

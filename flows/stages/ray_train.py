@@ -12,6 +12,7 @@ from ray.train.torch import TorchTrainer
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
+from flows.stages.ray_cluster import join
 from flows.stages.worker import run_worker
 from lineage.errors import ConfigError
 from tasks.context import Metrics
@@ -82,7 +83,7 @@ def _connect(job: Job) -> None:
         "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
-        address = ray.init(runtime_env=environment, log_to_driver=True).dashboard_url
+        address = join(runtime_env=environment, log_to_driver=True)
         if address:
             dashboard_file(job.directory).write_text(address)
         return

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.stages.admission import count_cpus, visible_gpus
+from flows.stages.process_settings import stage_environment
 from lineage.errors import ConfigError
 
 _ASK_SECONDS = 120.0
@@ -93,15 +94,17 @@ def make_room(stages: Sequence[PlannedStage], parallel: int | None) -> Room:
 def _cluster() -> tuple[float, float]:
     """CPUs and GPUs of the cluster at ``RAY_ADDRESS``, asked in a process that then leaves it."""
     command = [sys.executable, "-m", "flows.stages.cluster_room"]
-    address = os.environ["RAY_ADDRESS"]
+    environment = {**stage_environment(), **os.environ}
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True).stdout
+        answer = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+        ).stdout
         held = json.loads(answer.splitlines()[-1])
         return float(held["CPU"]), float(held["GPU"])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
         cause = [type(error).__name__, *(said or "").strip().splitlines()][-1]
         raise ConfigError(
-            f"RAY_ADDRESS={address}: the cluster does not say what it holds ({cause}); "
-            "start it, mend the address, or state sweep.parallel, how many trials may be under way at once"
+            f"the cluster does not say what it holds ({cause}); "
+            "or state sweep.parallel, how many trials may be under way at once"
         ) from error

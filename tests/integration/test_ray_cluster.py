@@ -1,19 +1,20 @@
 """A sweep on a Ray cluster that is not ours: it was started before, and goes on after."""
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.command import Command, wait_until
+from tests.command import Command, family, wait_until
 
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
+HOST = "127.0.0.2"  # of this machine alone; for 127.0.0.1 Ray takes an address that others reach
 RATES = "stages.left.method.learning_rate=0.1,0.2"
 
 
@@ -21,25 +22,23 @@ RATES = "stages.left.method.learning_rate=0.1,0.2"
 def cluster(tmp_path_factory) -> Iterator[str]:
     """The address of a cluster of one node with three CPUs: two for workers, one for what Ray Train adds to each."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HOST, 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("ray") / "ray.log"
-    words = ["--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=3"]
+    words = ["--head", "--block", f"--node-ip-address={HOST}", f"--port={port}", "--num-cpus=3"]
+    words += ["--include-dashboard=false", f"--temp-dir={tempfile.gettempdir()}/ray"]
     with log.open("w") as said:
         head = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", *words, "--include-dashboard=false"],
+            [Path(sys.executable).with_name("ray"), "start", *words], env={**os.environ, **TOKEN},
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
         )  # fmt: skip
     try:
         wait_until(lambda: head.poll() is not None or "Ray runtime started" in log.read_text(), "the cluster is there")
         assert head.poll() is None, log.read_text()
-        yield f"127.0.0.1:{port}"
+        yield f"{HOST}:{port}"
     finally:
-        head.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(head.pid, signal.SIGKILL)
+        for each in family(head):  # asked to end, it would wait half a minute for its work to leave
+            each.kill()
         head.wait()
 
 
@@ -48,7 +47,7 @@ def toy(tmp_path, prefect_url, cluster) -> Command:
     (tmp_path / "rows.txt").write_text("rows")
     return Command(
         tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "stages.left.resources.launcher=cluster",
-        environment={"PREFECT_API_URL": prefect_url, "RAY_ADDRESS": cluster},
+        environment={"PREFECT_API_URL": prefect_url, "RAY_ADDRESS": cluster, "RAY_AUTH_TOKEN": TOKEN["RAY_AUTH_TOKEN"]},
     )  # fmt: skip
 
 
@@ -63,6 +62,14 @@ def test_the_trials_of_a_sweep_run_side_by_side_on_a_cluster(toy):
     assert len(spans) == 2 and spans[1][0] < spans[0][1]  # the second began before the first was over
     logs = [path.read_text() for path in (toy.folder / "artifacts/left").glob("*/logs/stage.log")]
     assert len(logs) == 2 and all("Connecting to existing Ray cluster" in log for log in logs)
+
+
+def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
+    toy.environment["RAY_AUTH_TOKEN"] = "cd" * 32
+    result = toy("run", "--multirun", RATES)
+    assert result.returncode == 2, result.stderr
+    assert "the cluster wants a token and was given none, or another; set RAY_AUTH_MODE=token" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_what_has_no_room_on_the_cluster_waits(toy):
