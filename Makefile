@@ -2,6 +2,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# One more than there are CPUs, since tests wait for processes much of their time; each takes about 2 GB.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n + 1 : 4 )))
 
 .PHONY: demo test check bench test-gpu dvc-yaml prefect-yaml lock clean
 
@@ -9,7 +11,7 @@ demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
 
 test: $(READY)  ## every test that needs no GPU
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 check: $(READY)  ## what to run before a commit
 	$(BIN)/ruff check
