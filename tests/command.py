@@ -13,6 +13,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
+TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")
 
 
 class Command:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.prefect_server import EmbeddedServer
+from tests.command import TOY, Command
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,13 @@ def prefect_url(tmp_path_factory, prefect_database):
     folder = tmp_path_factory.mktemp("prefect")
     shutil.copytree(prefect_database, folder, dirs_exist_ok=True)  # with what SQLite keeps beside it
     yield from _prefect_server(folder / "prefect.db")
+
+
+@pytest.fixture
+def toy(tmp_path, prefect_url) -> Command:
+    """The toy pipeline in a folder of its own, on the file's Prefect server."""
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(tmp_path, *TOY, environment={"PREFECT_API_URL": prefect_url})
 
 
 def _prefect_server(database: Path) -> Iterator[str]:

@@ -13,9 +13,10 @@ LICENCE = "sources.corpus.labels=[cc-by-sa-4.0]"
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Command:
+def ours(tmp_path_factory, prefect_url) -> Command:
     folder = tmp_path_factory.mktemp("ledger")
-    return Command(folder, *MODEL, *STEPS, *write_own_rows(folder), LICENCE, tracked=True)
+    words = (*MODEL, *STEPS, *write_own_rows(folder), LICENCE)
+    return Command(folder, *words, environment={"PREFECT_API_URL": prefect_url}, tracked=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,17 @@ import sys
 
 import pytest
 
-from tests.command import Command
+from tests.command import TOY, Command
 
-FAST = "pipeline=toy", "model=none", "sources.rows.path=rows.txt"
 HEAVY = ("hydra", "omegaconf", "pydantic", "prefect", "mlflow", "dvc", "torch", "ray", "pyarrow", "rich", "datasets")
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def toy(tmp_path_factory, prefect_url):
     """Two runs of the toy pipeline that differ in one field."""
     folder = tmp_path_factory.mktemp("toy")
     (folder / "rows.txt").write_text("one row")
-    command = Command(folder, *FAST)
+    command = Command(folder, *TOY, environment={"PREFECT_API_URL": prefect_url})
     first = command.run("sources.rows.labels=[cc-by-nc-4.0]")
     second = command.run("stages.right.method.learning_rate=0.2")
     return command, first, second
@@ -87,7 +86,7 @@ def test_they_answer_without_a_heavy_import(toy, words):
     assert not {module.partition(".")[0] for module in modules} & set(HEAVY)
 
 
-def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path):
+def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path, prefect_url):
     rows = [{"text": f"row number {number} of many"} for number in range(40)]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = tmp_path / "conf"
@@ -100,7 +99,10 @@ def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path):
         "    method: {_target_: tasks.prepare_data.PrepareText, held_out: 0.3}\n"
         "  model: {method: {_target_: tests.toy_methods.ToyModel}, inputs: {rows: corpus}}\n"
     )
-    command = Command(tmp_path, "--config-dir", str(folder), "pipeline=rows", "model=none")
+    command = Command(
+        tmp_path, "--config-dir", str(folder), "pipeline=rows", "model=none",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
     command.run()
     import pyarrow.parquet as pq
 
@@ -116,9 +118,9 @@ def test_a_row_of_the_users_own_is_followed_to_what_trained_on_it(tmp_path):
     assert found["files"] == [str(tmp_path / "corpus.jsonl")]
 
 
-def test_a_label_that_is_stated_after_the_training_is_recorded(tmp_path):
+def test_a_label_that_is_stated_after_the_training_is_recorded(tmp_path, prefect_url):
     (tmp_path / "rows.txt").write_text("one row")
-    command = Command(tmp_path, *FAST)
+    command = Command(tmp_path, *TOY, environment={"PREFECT_API_URL": prefect_url})
     made = command.run()
     again = command.run("sources.rows.labels=[late]")
     assert {stage: row["fingerprint"] for stage, row in again.items()} == {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, family, wait_until
+from tests.command import TOY, Command, family, wait_until
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
 HOST = "127.0.0.2"  # of this machine alone; for 127.0.0.1 Ray takes an address that others reach
@@ -46,7 +46,7 @@ def cluster(tmp_path_factory) -> Iterator[str]:
 def toy(tmp_path, prefect_url, cluster) -> Command:
     (tmp_path / "rows.txt").write_text("rows")
     return Command(
-        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "stages.left.resources.launcher=cluster",
+        tmp_path, *TOY, "stages.left.resources.launcher=cluster",
         environment={"PREFECT_API_URL": prefect_url, "RAY_ADDRESS": cluster, "RAY_AUTH_TOKEN": TOKEN["RAY_AUTH_TOKEN"]},
     )  # fmt: skip
 

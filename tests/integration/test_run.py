@@ -8,18 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import Command, alive, family, wait_until
+from tests.command import TOY, Command, alive, family, wait_until
 
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-
-
-@pytest.fixture
-def toy(tmp_path, prefect_url):
-    (tmp_path / "rows.txt").write_text("rows")
-    return Command(
-        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
-        environment={"PREFECT_API_URL": prefect_url},
-    )  # fmt: skip
 
 
 def prefect(url: str, path: str, body: dict) -> list[dict]:
@@ -140,9 +131,7 @@ def test_a_run_that_waits_for_another_can_be_stopped(toy):
 def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
     url = "http://127.0.0.1:9/api"
-    toy = Command(
-        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", environment={"PREFECT_API_URL": url}
-    )
+    toy = Command(tmp_path, *TOY, environment={"PREFECT_API_URL": url})
     result = toy("run")
     assert result.returncode == 2
     assert f"PREFECT_API_URL={url}: no Prefect server answers there" in result.stderr
@@ -151,7 +140,7 @@ def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
 
 def test_works_without_a_server_and_leaves_none(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
-    toy = Command(tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt")
+    toy = Command(tmp_path, *TOY)
     process = toy.start("run", *SLOW_LEFT)
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
     started = family(process)

@@ -8,19 +8,10 @@ import pytest
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
 from tasks.context import Launcher, Resources
-from tests.command import Command, alive, family, wait_until
+from tests.command import alive, family, wait_until
 from tests.toy_methods import ToyTraining
 
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-
-
-@pytest.fixture
-def toy(tmp_path, prefect_url):
-    (tmp_path / "rows.txt").write_text("rows")
-    return Command(
-        tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
-        environment={"PREFECT_API_URL": prefect_url},
-    )  # fmt: skip
 
 
 def status(toy):

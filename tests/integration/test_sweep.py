@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, alive, family, wait_until
+from tests.command import TOY, Command, alive, family, wait_until
 
 RATES, TWO_LEVELS = "stages.left.method.learning_rate=0.1,0.2,0.3", "stages.left.method.level=0,10"
 BEST = "sweep.objectives.best={metric: left/loss, direction: minimize}"
@@ -27,10 +27,7 @@ def folder(tmp_path):
 
 
 def command(folder, prefect_url, tracked=False):
-    return Command(
-        folder, "pipeline=toy", "model=none", "sources.rows.path=rows.txt",
-        environment={"PREFECT_API_URL": prefect_url}, tracked=tracked,
-    )  # fmt: skip
+    return Command(folder, *TOY, environment={"PREFECT_API_URL": prefect_url}, tracked=tracked)
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import shutil
 
 import pytest
 
-from tests.command import Command
+from tests.command import TOY, Command
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(tmp_path_factory, prefect_url):
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "rows.txt").write_text("rows")
-    toy = Command(folder, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", tracked=True)
+    toy = Command(folder, *TOY, environment={"PREFECT_API_URL": prefect_url}, tracked=True)
     toy.run()
     assert toy("promote", "toy/left", "--alias", "champion", "--force", "--why", "test").returncode == 0
     assert toy("verify").returncode == 0, toy("verify").stdout

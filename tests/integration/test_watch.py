@@ -17,10 +17,9 @@ from lineage.artifact import Source
 from lineage.digest import DigestCache
 from lineage.remote_files import open_remote
 from lineage.sources import pin
-from tests.command import CONF, Command, wait_until
+from tests.command import CONF, TOY, Command, wait_until
 from tests.prefect_api import PrefectApi
 
-TOY = ["pipeline=toy", "model=none", "sources.rows.path=rows.txt"]
 TRIGGER = "trigger={sources: [rows], events: [rows.ready], poll: 0.3, settle: 0.5}"
 
 
