@@ -1,6 +1,6 @@
 """A sweep beside its parts run by hand, and beside the naive loop.
 
-    make bench    # or: python bench/sweep.py [--fraction 0.3] [--trials 8] [--no-naive]
+    make bench    # or: python bench/sweep.py [--fraction 0.3] [--trials 8] [--parallel 1] [--no-naive]
 
 Values of the learning rate of the demo's last training stage, dpo, on what it needs: the data stages, base, cpt, sft.
 
@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fraction", type=float, default=0.3, help="of the recipe's steps")
     parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--parallel", type=int, help="trials at once; 1 shows what a sweep adds to its parts")
     parser.add_argument("--no-naive", action="store_true", help="leave the naive loop out")
     return parser.parse_args()
 
@@ -59,7 +60,8 @@ def main() -> None:
         shared = [word for word in steps if not word.startswith("stages.dpo")]
         _, parents = posttrain(folder, *shared, "~stages.dpo", "store=alone")
         trials = [posttrain(folder, *steps, "store=alone", f"{RATE}={rate}")[0] for rate in rates]
-        told, sweep = posttrain(folder, "--multirun", *steps, "store=sweep", f"{RATE}={','.join(rates)}")
+        together = [f"sweep.parallel={args.parallel}"] if args.parallel else []
+        told, sweep = posttrain(folder, "--multirun", *steps, *together, "store=sweep", f"{RATE}={','.join(rates)}")
         assert [trial["state"] for trial in told["trials"]] == ["complete"] * args.trials
         turn = 0.0 if args.no_naive else posttrain(folder, *steps, "store=naive", f"{RATE}={rates[0]}")[1]
     alone = sum(stage["seconds"] for trial in trials for stage in trial["stages"])

@@ -1,11 +1,13 @@
 """Ends a run from outside, in the way in which it was started, and waits until nothing of it is left."""
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -18,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 def find_run(word: str, store: Path) -> RunNote:
-    """A run by its id, the beginning or the end of it, or ``latest``: the last that runs, else the last.
+    """A run by its id, the beginning or the end of it, or ``latest``: the last that runs, else that waits, else of all.
 
     Raises:
         ConfigError: no run or several have that id.
@@ -27,8 +29,9 @@ def find_run(word: str, store: Path) -> RunNote:
     if word == LATEST:
         notes = list(latest(store))
         live = [note for note in notes if note.is_live(store)]
+        under_way = [note for note in live if not note.waits_for]
         if notes:
-            return (live or notes)[0]
+            return (under_way or live or notes)[0]
     found = [each for each in ids if each.startswith(word) or each.endswith(f"-{word}")]
     note = read_note(note_path(store, found[0])) if len(found) == 1 else None
     if note:
@@ -95,8 +98,9 @@ def _clear(note: RunNote) -> str:
 
 def _cancel_flow_run(note: RunNote) -> None:
     """Prefect started it, so Prefect ends it: the runner kills the process, and the state is right."""
-    if note.links.prefect_api:
-        os.environ["PREFECT_API_URL"] = note.links.prefect_api  # the flow run is known there, and nowhere else
+    url = _api_of(note)
+    if url:
+        os.environ["PREFECT_API_URL"] = url
     from httpx import HTTPError
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
@@ -108,8 +112,33 @@ def _cancel_flow_run(note: RunNote) -> None:
     except (PrefectException, HTTPError) as error:
         raise PipelineError(
             f"{note.id} was started by Prefect, which does not take its cancellation ({error}); is "
-            f"{note.links.prefect_api} up? Else: kill -TERM {note.driver.pid} on {note.driver.host}"
+            f"{url} up? Else: kill -TERM {note.driver.pid} on {note.driver.host}"
         ) from error
+
+
+def _api_of(note: RunNote) -> str | None:
+    """Where the flow run is known, as it is reached from here; None: as this machine is set up.
+
+    Raises:
+        PipelineError: its driver reaches it at an address that means another machine here, and none is set here.
+    """
+    url = note.links.prefect_api
+    if not url or note.driver.host == socket.gethostname() or not _is_loopback(url):
+        return url
+    if os.environ.get("PREFECT_API_URL"):
+        return os.environ["PREFECT_API_URL"]
+    raise PipelineError(
+        f"{note.id} was started by Prefect, whose server is {url} as {note.driver.host} sees it; "
+        f"set PREFECT_API_URL to that server as it is reached from here, or call posttrain cancel {note.id} there"
+    )
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _wait(note: RunNote, store: Path, family: list[psutil.Process]) -> None:

@@ -1,6 +1,8 @@
 """The pipeline as declared: who may move its view, what is committed to DVC, and what a clone adopts."""
 
+import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +13,7 @@ from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
 from lineage.dvc_store import FILE, DvcProject
-from lineage.errors import ArtifactError, PipelineError
+from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.view import View
 
 # Overrides that change where and how a pipeline runs, never what it makes.
@@ -55,14 +57,18 @@ def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The overrides and the ``--config-dir`` among the words of a command."""
-    overrides = list(words)
-    config_dir = None
-    if "--config-dir" in overrides:
-        place = overrides.index("--config-dir")
-        config_dir = Path(*overrides[place + 1 : place + 2])
-        del overrides[place : place + 2]
-    return overrides, config_dir
+    """The overrides and the ``--config-dir`` among the words of a command.
+
+    Raises:
+        ConfigError: no directory follows it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", type=Path)
+    try:
+        stated, overrides = parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{shlex.join(words)}: {error}") from error
+    return overrides, stated.config_dir
 
 
 def _in_dvc() -> bool:

@@ -71,9 +71,9 @@ class PrefectApi:
         return self.wait(run_id, lambda run: run["state_type"] in final)["state"]
 
     def artifacts(self, run_id: str) -> dict[str, dict]:
-        """By key."""
+        """By key, of each the last."""
         found = self.post("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run_id]}}})
-        return {each["key"]: each for each in found}
+        return {each["key"]: each for each in sorted(found, key=lambda each: each["created"])}
 
     def stages(self, run_id: str) -> dict[str, str]:
         """Type of the state of each task run, by name."""

@@ -9,8 +9,16 @@ from flows.commands.arguments import add_json, add_overrides
 from flows.doctor.facts import Facts, Finding
 from flows.doctor.machine import check_gpus, check_open_files, check_shared_memory, check_store, check_tmp
 from flows.doctor.packages import check_floors, check_known_bad, check_lock, check_python, check_requirements
-from flows.doctor.services import check_credentials, check_exposed, check_mlflow, check_prefect, check_ray
+from flows.doctor.services import (
+    check_configuration,
+    check_credentials,
+    check_exposed,
+    check_mlflow,
+    check_prefect,
+    check_ray,
+)
 from flows.wording import counted
+from lineage.errors import ConfigError
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_python,
@@ -27,6 +35,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_prefect,
     check_mlflow,
     check_ray,
+    check_configuration,
     check_credentials,
 )
 
@@ -37,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: fit to run, with or without warnings; 1: an error was found."""
+    """0: fit to run, with or without warnings; 1: an error was found; 2: one in the configuration."""
     from flows.doctor.gather import gather
 
     facts = gather(options.overrides, options.config_dir)
@@ -47,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": fit, "findings": [asdict(each) for each in findings]}, indent=2))
     else:
         print(_text(findings))
+    if facts.configuration.refusal:
+        return ConfigError.exit_code
     return 0 if fit else 1
 
 

@@ -1,5 +1,6 @@
 """One run of a deployment: what `posttrain run` does, inside a flow run that Prefect has made."""
 
+import logging
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from flows.declare.pipeline import Pipeline
 from flows.declared import adopt_view, show_declared, split_words
 from flows.deploy.code import deployed_code
 from flows.deploy.owner import sign
-from flows.deploy.page import RunPage, show_plan, show_record, show_tables
+from flows.deploy.page import RunPage, show_plan
 from flows.deploy.preset import Preset
 from flows.deploy.telling import tell
 from flows.deploy.turn import turn
@@ -27,6 +28,8 @@ from flows.promotion.notify import require_block
 from flows.promotion.retrain import follow_up, promotion_due
 from lineage.errors import ConfigError, GateError, PipelineError
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 1.0  # between two looks whether the process that started this one still lives
 _END_SECONDS = 30.0
 
@@ -36,12 +39,12 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
     _live_with_parent()
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None
-    sign(context.flow_run.id)
     try:
         pipeline = load_pipeline(*split_words(preset.words(option, overrides)))
     except ConfigError as error:
         return Failed(message=str(error))
     try:
+        sign(context.flow_run.id)
         if not any_code:
             _require_planned_code(context.flow_run.deployment_version, deployed_code(option, preset))
         return _run_in_turn(pipeline, context.flow_run, preset.words(option, overrides), may_leave=not overrides)
@@ -50,9 +53,11 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
     except PipelineError as error:
         tell(pipeline, context.flow_run.name, "failed", str(error))
         return Failed(message=str(error))
-    except OSError as error:  # of the store: full, read-only, gone
-        tell(pipeline, context.flow_run.name, "failed", str(error))
-        return Failed(message=f"{type(error).__name__}: {error}")
+    except Exception as error:  # of the store, full or gone; of Prefect's server; of what nobody foresaw
+        logger.exception("run=%s state=failed", context.flow_run.name)
+        cause = f"{type(error).__name__}: {error}"
+        tell(pipeline, context.flow_run.name, "failed", cause)
+        return Failed(message=cause)
 
 
 def _run_in_turn(pipeline: Pipeline, flow_run: FlowRun, words: Sequence[str], *, may_leave: bool) -> State[None]:
@@ -100,12 +105,7 @@ def _execute(plan: Plan, words: Sequence[str]) -> bool:
         require_block(plan.pipeline.operation.notify)
     with RunPage(plan) as page, open_run(plan, words, page, plan.stale) as run:
         page.link(run.tracker)
-        try:
-            run_stages(run)
-        finally:
-            show_tables(plan)
-            if execution_id := run.tracker.execution_id():
-                show_record(plan, execution_id)
+        run_stages(run)
         return approved(run)
 
 

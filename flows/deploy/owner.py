@@ -58,6 +58,8 @@ def _is_dead(run: FlowRun) -> bool:
         host, pid, started = signed
         here = host == socket.gethostname()
         return here and Holder(host=host, pid=int(pid), started=float(started), token="").is_dead(0.0)
+    if run.work_pool_name:  # a worker anywhere may still fetch the code of it
+        return False
     unclaimed = bool(run.state.is_pending() or run.state.is_cancelling())
     silent_seconds = time.time() - float(run.state.timestamp.timestamp())
     return unclaimed and silent_seconds > _STARTING_SECONDS

@@ -26,6 +26,7 @@ from tasks.evaluation_report import TABLE_FILE
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}
 _INTERVAL_SECONDS = 3.0
+_END_SECONDS = 30.0  # for an answer of Prefect's server, which may be gone
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ def show_record(plan: Plan, execution_id: str) -> None:
 class RunPage:
     """An observer that logs what becomes of each stage, and moves a progress bar for each that trains.
 
-    It also links the run in MLflow as soon as there is one: of a run under way one asks for its curves.
+    It also links the run in MLflow as soon as there is one, since of a run under way one asks for its curves; at the
+    end it shows the tables that the stages have written, and the runs of all of them.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -81,7 +83,8 @@ class RunPage:
 
     def __enter__(self) -> "RunPage":
         # In the context of the flow run: what is shown is then its own.
-        threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True, name="page").start()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True, name="page")
+        self._thread.start()
         return self
 
     def link(self, tracker: Tracker) -> None:
@@ -90,6 +93,10 @@ class RunPage:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        self._thread.join(_END_SECONDS)  # what it shows last is older than what follows
+        show_tables(self._plan)
+        if execution_id := self._tracker.execution_id():
+            show_record(self._plan, execution_id)
 
     def waiting(self, title: str, reason: str) -> None:
         if self._waits.get(title) != reason:

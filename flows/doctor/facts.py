@@ -69,14 +69,16 @@ class Gpus:
         seen: how many torch can use.
         nccl: version of torch's; None: it has none.
         trouble: why torch could not be asked; empty: it could.
+        driver_trouble: why the driver could not be asked; empty: it could. Nothing else is known then.
     """
 
-    names: Sequence[str]
-    driver: str
-    cuda: str | None
-    seen: int
-    nccl: str | None
+    names: Sequence[str] = ()
+    driver: str = ""
+    cuda: str | None = None
+    seen: int = 0
+    nccl: str | None = None
     trouble: str = ""
+    driver_trouble: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +121,16 @@ class Service:
     Args:
         status: of HTTP, where it speaks it; None: it does not, or does not answer.
         trouble: why there was no answer; empty: there was.
+        refusal: why a cluster cannot be joined, and behind a semicolon what to do; empty: it can.
+        answer: what a cluster holds.
     """
 
     url: str
     setting: str
     status: int | None = None
     trouble: str = ""
+    refusal: str = ""
+    answer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +141,6 @@ class Surroundings:
         exposed: servers of this user that listen beyond loopback.
         prefect, mlflow, ray: None: none is named.
         notify: the block of Prefect that the pipeline notifies.
-        absent: variable that the configuration names and that is not set -> where it is named.
     """
 
     exposed: Sequence[Server] = ()
@@ -143,6 +148,18 @@ class Surroundings:
     mlflow: Service | None = None
     ray: Service | None = None
     notify: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What keeps a configuration from being read. Where something does, nothing of the pipeline is known.
+
+    Args:
+        refusal: what is wrong with it; empty: nothing, or nothing but variables that are absent.
+        absent: variable that it names and that is not set -> where it is named.
+    """
+
+    refusal: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -153,3 +170,4 @@ class Facts:
     packages: Packages
     machine: Machine
     surroundings: Surroundings
+    configuration: Configuration

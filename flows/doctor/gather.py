@@ -5,40 +5,41 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
-from flows.doctor.facts import Facts, Surroundings
+from flows.doctor.facts import Configuration, Facts, Surroundings
+from flows.doctor.gather_exposed import exposed_servers
 from flows.doctor.gather_machine import gather_machine
 from flows.doctor.gather_packages import gather_packages
-from flows.doctor.gather_services import (
-    absent_variables,
-    exposed_servers,
-    mlflow_service,
-    prefect_service,
-    ray_service,
-)
+from flows.doctor.gather_services import absent_variables, mlflow_service, prefect_service, ray_service
 from lineage.errors import ConfigError
 from lineage.mlflow.address import tracking_uri
 
 
 def gather(overrides: Sequence[str], config_dir: Path | None) -> Facts:
-    """Looks at everything once.
-
-    Raises:
-        ConfigError: the configuration is wrong, in another way than that it names a variable that is not set.
-    """
+    """Looks at everything once; of a configuration that is wrong, at the machine and what the environment names."""
     from flows.declare.config import load_pipeline
 
-    pipeline, absent = None, {}
+    pipeline, uri, wrong = None, None, Configuration()
     try:
         pipeline = load_pipeline(overrides, config_dir)
-    except ConfigError:
-        absent = absent_variables(dict(_stated(overrides, config_dir)), os.environ)
-        if not absent:
-            raise
+        uri = tracking_uri(pipeline.tracking.uri) if pipeline.tracking.mlflow else None
+    except ConfigError as error:
+        absent = _absent(error, overrides, config_dir)
+        wrong = Configuration(refusal="" if absent else str(error), absent=absent)
     return Facts(
         packages=gather_packages(),
         machine=gather_machine(pipeline.store if pipeline else Path.cwd(), pipeline.stages if pipeline else ()),
-        surroundings=_surroundings(pipeline, absent),
+        surroundings=_surroundings(pipeline, uri),
+        configuration=wrong,
     )
+
+
+def _absent(error: ConfigError, overrides: Sequence[str], config_dir: Path | None) -> dict[str, str]:
+    """The variables for which a configuration cannot be read, if it is for them."""
+    from omegaconf.errors import InterpolationResolutionError
+
+    if not isinstance(error.__cause__, InterpolationResolutionError):
+        return {}  # its files may not even be YAML
+    return absent_variables(_stated(overrides, config_dir), os.environ)
 
 
 def _stated(overrides: Sequence[str], config_dir: Path | None) -> Iterator[tuple[str, str]]:
@@ -49,14 +50,11 @@ def _stated(overrides: Sequence[str], config_dir: Path | None) -> Iterator[tuple
         yield str(path), path.read_text()
 
 
-def _surroundings(pipeline: Pipeline | None, absent: dict[str, str]) -> Surroundings:
-    tracking = pipeline.tracking if pipeline else None
-    uri = tracking_uri(tracking.uri) if tracking and tracking.mlflow else None
+def _surroundings(pipeline: Pipeline | None, uri: str | None) -> Surroundings:
     return Surroundings(
         exposed=exposed_servers(),
         prefect=prefect_service(os.environ),
-        mlflow=mlflow_service(uri, bool(tracking and tracking.uri), os.environ),
-        ray=ray_service(os.environ),
+        mlflow=mlflow_service(uri, bool(pipeline and pipeline.tracking.uri), os.environ),
+        ray=ray_service(),
         notify=pipeline.operation.notify if pipeline else None,
-        absent=absent,
     )

@@ -81,6 +81,13 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     if gpus is None:
         yield Finding(check="gpu", level="ok", found="no NVIDIA GPU: stages run on the CPU")
         return
+    if gpus.driver_trouble:
+        yield Finding(
+            check="gpu", level="error", found=f"the NVIDIA driver cannot be asked: {gpus.driver_trouble}",
+            remedy="make `nvidia-smi` list the GPUs: install the driver anew, restart the machine after an update, "
+            "start a container with --gpus all; where there is no GPU, take nvidia-smi off PATH",
+        )  # fmt: skip
+        return
     names = ", ".join(f"{gpus.names.count(name)}x {name}" for name in dict.fromkeys(gpus.names))
     if gpus.trouble:
         yield Finding(

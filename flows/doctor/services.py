@@ -43,25 +43,42 @@ def check_prefect(facts: Facts) -> Iterator[Finding]:
 
 def check_mlflow(facts: Facts) -> Iterator[Finding]:
     """The server that is named answers, and lets us in."""
+    if facts.surroundings.mlflow is None and (facts.configuration.refusal or facts.configuration.absent):
+        return  # whether one is named nobody knows
     yield from _answers("mlflow", facts.surroundings.mlflow, "a database, or no record in MLflow",
                         "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
                         "start it, mend the address, or turn the record off with tracking.mlflow=false")  # fmt: skip
 
 
 def check_ray(facts: Facts) -> Iterator[Finding]:
-    """The cluster that is named answers."""
-    yield from _answers("ray", facts.surroundings.ray, "a cluster is started for each stage that needs one", "",
-                        "start it, mend the address, or unset it for a cluster of our own")  # fmt: skip
+    """The cluster that is named answers, and lets us in."""
+    service, mend = facts.surroundings.ray, "start it, mend the address, or unset it for a cluster of our own"
+    if service and service.refusal:
+        cause, _, remedy = service.refusal.rpartition("; ")
+        yield Finding(
+            check="ray", level="error", found=f"{service.setting}={service.url}: {cause or remedy}",
+            remedy=remedy if cause else mend,
+        )  # fmt: skip
+    else:
+        yield from _answers("ray", service, "a cluster is started for each stage that needs one", "", mend)
+
+
+def check_configuration(facts: Facts) -> Iterator[Finding]:
+    """The configuration is one that a run would take; of absent variables the next check tells."""
+    if facts.configuration.refusal:
+        yield Finding(check="configuration", level="error", found=facts.configuration.refusal, remedy="mend it as said")
+    elif not facts.configuration.absent:
+        yield Finding(check="configuration", level="ok", found="every key and value of it is accepted")
 
 
 def check_credentials(facts: Facts) -> Iterator[Finding]:
     """Every variable that the configuration names is set."""
-    for name, where in facts.surroundings.absent.items():
+    for name, where in facts.configuration.absent.items():
         yield Finding(
             check="credentials", level="error", found=f"{where} names the variable {name}, which is not set",
             remedy=f"export {name}=...",
         )  # fmt: skip
-    if not facts.surroundings.absent:
+    if not (facts.configuration.absent or facts.configuration.refusal):
         yield Finding(check="credentials", level="ok", found="every variable that the configuration names is set")
 
 
@@ -79,4 +96,5 @@ def _answers(check: str, service: Service | None, without: str, admit: str, mend
             found=f"{service.setting}={service.url}: does not let you in (HTTP {service.status})", remedy=admit,
         )  # fmt: skip
     else:
-        yield Finding(check=check, level="ok", found=f"{service.setting}={service.url} answers")
+        said = f": {service.answer}" if service.answer else ""
+        yield Finding(check=check, level="ok", found=f"{service.setting}={service.url} answers{said}")

@@ -103,9 +103,12 @@ class Engine:
                 self._end(*ended)
 
     def _start_ready(self, submit: Submit) -> None:
+        full = set()
         for node in self._graph.ready():
-            if not self._room.take(node.planned):
-                return  # what comes after it would overtake it for ever
+            place = self._room.place(node.planned)
+            if place in full or not self._room.take(node.planned):
+                full.add(place)  # there, what comes after it would overtake it for ever
+                continue
             for opened in self._graph.begin(node):
                 self._book.begins(opened.planned.trial)
             submit(node.title)

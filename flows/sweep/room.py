@@ -4,17 +4,14 @@
 asking it for everything at once: what is asked first is then what comes first.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.stages.admission import count_cpus, visible_gpus
-from flows.stages.process_settings import stage_environment
+from flows.stages.cluster_room import ask_cluster
 from lineage.errors import ConfigError
 
 _ASK_SECONDS = 120.0
@@ -47,6 +44,10 @@ class Room:
         self._here = _Pool(*here)
         self._cluster = _Pool(*(cluster or (None, None)))
 
+    def place(self, planned: PlannedStage) -> Literal["here", "cluster"]:
+        """Where a stage runs: what is full there keeps nothing from running elsewhere."""
+        return "cluster" if runs_elsewhere(planned) else "here"
+
     def take(self, planned: PlannedStage) -> bool:
         """Whether there is room for a stage, which then has it."""
         pool = self._pool(planned)
@@ -73,7 +74,7 @@ class Room:
         return max(1, min(counts, default=1))
 
     def _pool(self, planned: PlannedStage) -> _Pool:
-        return self._cluster if runs_elsewhere(planned) else self._here
+        return self._cluster if self.place(planned) == "cluster" else self._here
 
 
 def make_room(stages: Sequence[PlannedStage], parallel: int | None) -> Room:
@@ -92,19 +93,11 @@ def make_room(stages: Sequence[PlannedStage], parallel: int | None) -> Room:
 
 
 def _cluster() -> tuple[float, float]:
-    """CPUs and GPUs of the cluster at ``RAY_ADDRESS``, asked in a process that then leaves it."""
-    command = [sys.executable, "-m", "flows.stages.cluster_room"]
-    environment = {**stage_environment(), **os.environ}
+    """CPUs and GPUs of the cluster at ``RAY_ADDRESS``."""
     try:
-        answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
-        ).stdout
-        held = json.loads(answer.splitlines()[-1])
-        return float(held["CPU"]), float(held["GPU"])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        cause = [type(error).__name__, *(said or "").strip().splitlines()][-1]
+        return ask_cluster(_ASK_SECONDS)
+    except ConfigError as error:
         raise ConfigError(
-            f"the cluster does not say what it holds ({cause}); "
+            f"the cluster does not say what it holds ({error}); "
             "or state sweep.parallel, how many trials may be under way at once"
         ) from error

@@ -72,6 +72,16 @@ def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
     assert "Traceback" not in result.stderr
 
 
+def test_doctor_joins_a_cluster_and_says_what_it_holds(toy):
+    held = f"RAY_ADDRESS={toy.environment['RAY_ADDRESS']}"
+    assert f"{held} answers: 3 CPUs, 0 GPUs" in toy("doctor", "tracking=none").stdout
+    toy.environment["RAY_AUTH_TOKEN"] = "cd" * 32
+    refused = toy("doctor", "tracking=none")
+    assert refused.returncode == 1
+    assert f"{held}: the cluster wants a token and was given none, or another\n" in refused.stdout
+    assert "-> set RAY_AUTH_MODE=token and put the token" in refused.stdout
+
+
 def test_what_has_no_room_on_the_cluster_waits(toy):
     wide = ("stages.left.resources.num_workers=2", "stages.left.resources.micro_batch_size=2")
     result = toy("run", "--multirun", "--json", RATES, *wide)

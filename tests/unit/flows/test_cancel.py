@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -57,6 +58,13 @@ def test_a_run_is_named_by_enough_of_its_id(runs, word, day):
 def test_latest_is_the_last_run_where_none_runs(runs):
     note("20260102-000000-aa02", outcome="done").write(runs)
     assert find_run("latest", runs).id == "20260103-000000-aa03"
+
+
+def test_latest_is_what_runs_rather_than_what_waits(runs):
+    note("20260104-000000-aa04", waits_for="another run of toy").write(runs)
+    assert find_run("latest", runs).id == "20260102-000000-aa02"
+    note("20260102-000000-aa02", outcome="done").write(runs)
+    assert find_run("latest", runs).id == "20260104-000000-aa04"
 
 
 def test_a_run_that_is_none_is_refused(runs, tmp_path):
@@ -130,6 +138,22 @@ def test_what_does_not_end_in_time_is_told(tmp_path, sleeper, monkeypatch):
     running.write(tmp_path)
     with pytest.raises(PipelineError, match=rf"not within 0 s \(processes {sleeper.pid}\); .* kill -9 {sleeper.pid}"):
         cancel(running, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4200/api", "http://localhost:4200/api", "http://[::1]:4200/api"])
+def test_a_server_that_another_host_has_to_itself_is_asked_where_it_is_reached_from_here(url, monkeypatch):
+    links = Links(prefect_api=url)
+    assert module._api_of(note(links=links)) == url
+    elsewhere = note(links=links, driver=replace(Holder.here(), host="elsewhere"))
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.team:4200/api")
+    assert module._api_of(elsewhere) == "http://prefect.team:4200/api"
+    monkeypatch.delenv("PREFECT_API_URL")
+    with pytest.raises(
+        PipelineError, match=rf"whose server is {re.escape(url)} as elsewhere sees it; set PREFECT_API_URL"
+    ):
+        module._api_of(elsewhere)
+    shared = replace(elsewhere, links=Links(prefect_api="http://10.0.0.2:4200/api"))
+    assert module._api_of(shared) == "http://10.0.0.2:4200/api"
 
 
 def test_what_was_started_by_hand_elsewhere_is_ended_there(tmp_path):

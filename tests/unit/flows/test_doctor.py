@@ -2,33 +2,34 @@
 
 import http.server
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from flows.commands import doctor as command
 from flows.commands.doctor import CHECKS
+from flows.doctor import gather as gather_module
+from flows.doctor import gather_exposed as exposed_module
+from flows.doctor import gather_gpus as gpus_module
 from flows.doctor import gather_machine as machine_module
 from flows.doctor import gather_services as services_module
 from flows.doctor import packages as packages_module
-from flows.doctor.facts import Facts, Gpus, Machine, Packages, Server, Service, StorePlace, Surroundings
+from flows.doctor.facts import Configuration, Facts, Gpus, Machine, Packages, Server, Service, StorePlace, Surroundings
+from flows.doctor.gather import gather
+from flows.doctor.gather_exposed import exposed_servers, is_guarded, is_loopback, kind_of
+from flows.doctor.gather_gpus import gather_gpus
 from flows.doctor.gather_machine import gather_machine
 from flows.doctor.gather_packages import gather_packages, locked
-from flows.doctor.gather_services import (
-    absent_variables,
-    exposed_servers,
-    is_guarded,
-    is_loopback,
-    kind_of,
-    mlflow_service,
-    prefect_service,
-    ray_service,
-)
+from flows.doctor.gather_services import absent_variables, mlflow_service, prefect_service, ray_service
+from flows.doctor.services import check_ray
+from lineage.errors import ConfigError
 
 GIB = 2**30
 INSTALLED = {"prefect": "3.8.8", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0", "transformers": "5.23.0",
@@ -43,7 +44,7 @@ FIT = Facts(
         store=StorePlace(path="/s", free_bytes=50 * GIB, last_bytes=GIB, refusal="", links=True),
         tmp="/tmp", tmp_free_bytes=50 * GIB, shm_bytes=8 * GIB, open_files=65536, gpus=None,
     ),
-    surroundings=Surroundings(),
+    surroundings=Surroundings(), configuration=Configuration(),
 )  # fmt: skip
 GPUS = Gpus(names=["H200", "H200"], driver="570.1", cuda="13.0", seen=2, nccl="2.29.7")
 SERVICE = Service(url="http://m", setting="X", status=200)
@@ -68,6 +69,10 @@ def store(**fields):
 
 def around(**fields):
     return replace(FIT, surroundings=Surroundings(**fields))
+
+
+def configuration(**fields):
+    return replace(FIT, configuration=Configuration(**fields))
 
 
 def findings(facts):
@@ -112,6 +117,7 @@ def test_a_fit_machine_has_no_complaint(facts):
         (machine(tmp_free_bytes=GIB // 2), "tmp", "warn", "0.5 GiB free at /tmp"),
         (machine(shm_bytes=64 * 2**20), "shared memory", "warn", "/dev/shm holds 0.1 GiB"),
         (machine(open_files=1024), "open files", "warn", "1024 files"),
+        (machine(gpus=Gpus(driver_trouble="mismatch")), "gpu", "error", "the NVIDIA driver cannot be asked: mismatch"),
         (machine(gpus=replace(GPUS, trouble="no torch")), "gpu", "error", "torch cannot be asked: no torch"),
         (machine(gpus=replace(GPUS, cuda=None)), "gpu", "error", "2x H200, and a torch that was built without CUDA"),
         (machine(gpus=replace(GPUS, seen=0)), "gpu", "error", "driver 570.1; torch (CUDA 13.0) can use 0 of 2"),
@@ -128,7 +134,10 @@ def test_a_fit_machine_has_no_complaint(facts):
         (around(mlflow=replace(SERVICE, status=None, trouble="refused")), "mlflow", "error", "nothing answers"),
         (around(mlflow=replace(SERVICE, status=403)), "mlflow", "error", "does not let you in (HTTP 403)"),
         (around(ray=replace(SERVICE, status=None, trouble="refused")), "ray", "error", "nothing answers (refused)"),
-        (around(absent={"TOKEN": "a.yaml"}), "credentials", "error", "a.yaml names the variable TOKEN, which is not"),
+        (around(ray=Service(url="auto", setting="R", refusal="no token; give it")), "ray", "error", "R=auto: no token"),
+        (around(ray=Service(url="auto", setting="R", refusal="no answer")), "ray", "error", "R=auto: no answer"),
+        (configuration(refusal="a.b: unknown key"), "configuration", "error", "a.b: unknown key"),
+        (configuration(absent={"TOKEN": "a.yaml"}), "credentials", "error", "a.yaml names the variable TOKEN, which"),
     ],
 )  # fmt: skip
 def test_a_fault_is_found_with_its_remedy(facts, check, level, found):
@@ -165,7 +174,9 @@ def test_the_floors_of_what_is_not_installed_are_no_empty_line():
 @pytest.mark.parametrize(
     ("facts", "last", "code"),
     [(FIT, "0 errors, 0 warnings", 0), (store(links=False), "0 errors, 1 warning", 0),
-     (packages(python="3.12.1"), "1 error, 0 warnings", 1)],
+     (packages(python="3.12.1"), "1 error, 0 warnings", 1),
+     (configuration(absent={"A": "b"}), "1 error, 0 warnings", 1),
+     (configuration(refusal="a.b: unknown key"), "1 error, 0 warnings", 2)],
 )  # fmt: skip
 def test_the_last_line_counts(monkeypatch, capsys, facts, last, code):
     monkeypatch.setattr("flows.doctor.gather.gather", lambda overrides, config_dir: facts)
@@ -174,7 +185,7 @@ def test_the_last_line_counts(monkeypatch, capsys, facts, last, code):
 
 
 def test_a_store_is_looked_at_where_it_will_lie(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_module, "_gpus", lambda: None)
+    monkeypatch.setattr(machine_module, "gather_gpus", lambda: None)
     for digits, size in (("0" * 16, 10), ("1" * 16, 3)):
         output = tmp_path / "store" / "sft" / digits / "output"
         output.mkdir(parents=True)
@@ -193,20 +204,48 @@ def _refuse(*_, **__):
     raise OSError(30, "Read-only file system")
 
 
-def test_torch_is_asked_only_where_the_driver_shows_a_gpu(monkeypatch):
-    asked = []
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Puts an nvidia-smi on PATH that does as told; beside it is a torch that can use one GPU."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(gpus_module, "_ROOT", tmp_path)
+    answer = json.dumps({"cuda": "13.0", "seen": 1, "nccl": "2.29.7"})
+    monkeypatch.setattr(gpus_module, "_TORCH", f"print('a warning'); print({answer!r})")
 
-    def run(command, **_):
-        asked.append(command[0])
-        answer = {"cuda": "13.0", "seen": 1, "nccl": "2.29.7"}
-        out = "NVIDIA H200, 570.1\n" if command[0] == "nvidia-smi" else f"a warning\n{json.dumps(answer)}\n"
-        return subprocess.CompletedProcess(command, 0, out, "")
+    def does(script):
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
 
-    monkeypatch.setattr(machine_module.subprocess, "run", run)
-    assert machine_module._gpus() == Gpus(names=["NVIDIA H200"], driver="570.1", cuda="13.0", seen=1, nccl="2.29.7")
-    assert asked == ["nvidia-smi", sys.executable]
-    monkeypatch.setattr(machine_module.subprocess, "run", _refuse)
-    assert machine_module._gpus() is None
+    return does
+
+
+def test_torch_is_asked_what_it_can_use_of_what_the_driver_shows(driver):
+    driver("echo NVIDIA H200, 570.1")
+    assert gather_gpus() == Gpus(names=["NVIDIA H200"], driver="570.1", cuda="13.0", seen=1, nccl="2.29.7")
+
+
+@pytest.mark.parametrize(
+    ("script", "trouble"),
+    [("echo NVIDIA-SMI has failed; echo; exit 9", "NVIDIA-SMI has failed"),
+     ("echo Failed: mismatch; echo library 535.1; exit 18", "Failed: mismatch; library 535.1"),
+     ("exit 9", "returned non-zero exit status 9"),
+     ("echo No devices were found", "No devices were found"), ("", "nvidia-smi lists none"),
+     ("exec sleep 60", "timed out after 0.2 seconds")],
+)  # fmt: skip
+def test_a_driver_that_does_not_work_is_not_taken_for_none(driver, monkeypatch, script, trouble):
+    monkeypatch.setenv("PATH", os.environ["PATH"] + ":/bin:/usr/bin")  # of sleep
+    monkeypatch.setattr(gpus_module, "_SMI_SECONDS", 0.2 if "sleep" in script else 20)
+    driver(script)
+    assert trouble in gather_gpus().driver_trouble
+
+
+def test_there_is_no_gpu_where_nothing_speaks_of_one(driver, tmp_path):
+    assert gather_gpus() is None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert gather_gpus().driver_trouble == f"{tmp_path}/dev/nvidia0 is there, and no nvidia-smi on PATH"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +288,13 @@ def test_a_server_that_asks_for_credentials_is_guarded(tmp_path, kind, line, env
     assert is_guarded(kind, line.split(), {"PREFECT_HOME": str(tmp_path), **environment}) is expected
 
 
+def test_a_server_whose_environment_is_gone_is_guarded_only_if_its_words_say_so():
+    assert is_guarded("ray", ["ray::IDLE"], None) is is_guarded("prefect", ["prefect"], None) is None
+    assert is_guarded("mlflow", ["gunicorn: worker [mlflow.server:app]"], None) is False
+
+
 def test_a_listening_server_is_found(monkeypatch):
-    monkeypatch.setattr(services_module, "is_loopback", lambda address: False)  # as if it were bound to all
+    monkeypatch.setattr(exposed_module, "is_loopback", lambda address: False)  # as if it were bound to all
     script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
     server = subprocess.Popen(
         [sys.executable, "-c", script, "mlflow.server.fastapi_app:app"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -259,6 +303,36 @@ def test_a_listening_server_is_found(monkeypatch):
     found = [each for each in exposed_servers() if port in each.ports]
     server.communicate(b"\n")
     assert [(each.kind, each.address, each.guarded) for each in found] == [("mlflow", "127.0.0.1", False)]
+
+
+# A worker of Ray: its title lies over its environment. Under a raylet, or under a process that Ray knows nothing of.
+WORKER = """
+import socket, sys
+from ray._raylet import setproctitle
+server = socket.create_server(("127.0.0.1", 0))
+setproctitle("ray::IDLE")
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize(
+    ("parent", "environment", "expected"),
+    [("raylet", {"RAY_AUTH_MODE": "token"}, [True]), ("raylet", {"RAY_AUTH_MODE": "disabled"}, [False]),
+     ("session", {}, [])],
+)  # fmt: skip
+def test_a_worker_of_ray_is_guarded_as_its_raylet_is(tmp_path, monkeypatch, parent, environment, expected):
+    monkeypatch.setattr(exposed_module, "is_loopback", lambda address: False)
+    (tmp_path / parent).write_text(PARENT)
+    tree = subprocess.Popen(
+        [sys.executable, tmp_path / parent, WORKER], env={**os.environ, **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    port = int(tree.stdout.readline())
+    found = [each for each in exposed_servers() if port in each.ports]
+    tree.communicate()
+    assert [each.guarded for each in found] == expected
 
 
 @pytest.fixture
@@ -308,15 +382,76 @@ def test_mlflow_is_asked_with_the_credentials_that_there_are(service, credential
     assert mlflow_service("sqlite:///mlflow.db", False, credentials) is None
 
 
-def test_a_service_that_is_gone_says_so():
+@pytest.fixture
+def free_place():
+    """Where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        place = f"127.0.0.1:{free.getsockname()[1]}"
-        assert ray_service({"RAY_ADDRESS": place}).trouble == ""
-    assert ray_service({"RAY_ADDRESS": f"ray://{place}"}).trouble
-    assert mlflow_service(f"http://{place}", False, {}).trouble
-    assert ray_service({}) is ray_service({"RAY_ADDRESS": "auto"}) is None
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_server_of_mlflow_that_is_gone_says_so(free_place):
+    assert mlflow_service(f"http://{free_place}", False, {}).trouble
+
+
+def test_a_cluster_that_is_gone_is_not_joined(monkeypatch, free_place):
+    monkeypatch.setattr(services_module, "ask_cluster", lambda seconds: pytest.fail("was asked"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ray_service() is None
+    for address in (free_place, f"ray://{free_place}", "host:port"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert ray_service().trouble
+
+
+def test_a_cluster_is_asked_what_it_holds_however_it_is_named(monkeypatch):
+    monkeypatch.setattr(services_module, "ask_cluster", lambda seconds: (6.0, 1.0))
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        for address in ("auto", f"127.0.0.1:{there.getsockname()[1]}"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            [finding] = check_ray(around(ray=ray_service()))
+            assert (finding.level, finding.found) == ("ok", f"RAY_ADDRESS={address} answers: 6 CPUs, 1 GPU")
+
+
+def test_a_cluster_that_lets_nobody_in_says_why_and_what_to_do(monkeypatch):
+    def refuse(seconds):
+        raise ConfigError("RAY_ADDRESS=auto: wants a token; or none; put it in RAY_AUTH_TOKEN")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(services_module, "ask_cluster", refuse)
+    [finding] = check_ray(around(ray=ray_service()))
+    assert (finding.level, finding.found) == ("error", "RAY_ADDRESS=auto: wants a token; or none")
+    assert finding.remedy == "put it in RAY_AUTH_TOKEN"
 
 
 def test_a_variable_without_a_default_must_be_set():
-    texts = {"a.yaml": "uri: ${oc.env:ABSENT}\nkey: ${oc.env:GIVEN}\nother: ${oc.env:HAS_ONE,default}"}
-    assert absent_variables(texts, {"GIVEN": "x"}) == {"ABSENT": "a.yaml"}
+    text = "uri: ${oc.env:ABSENT}\nkey: ${oc.env:GIVEN}\nother: ${oc.env:HAS_ONE,default}"
+    assert absent_variables([("a.yaml", text)], {"GIVEN": "x"}) == {"ABSENT": "a.yaml"}
+
+
+@pytest.fixture
+def only_configuration(tmp_path, monkeypatch):
+    """Of the rest what is looked at is of no interest here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "ABSENT", "OTHER"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("gather_packages", "gather_machine", "exposed_servers"):
+        monkeypatch.setattr(gather_module, name, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "absent", "refusal"),
+    [(["store=x"], [], ""), (["tracking.uri=${oc.env:ABSENT}", "store=x"], ["ABSENT"], ""),
+     (["tracking.uri=${oc.env:ABSENT}", "store=${oc.env:OTHER}", "notify=null"], ["ABSENT", "OTHER"], ""),
+     (["stages.sft.method.betta=1"], [], "betta"), (["tracking.uri=${nope.x}"], [], "nope.x"),
+     (["tracking.uri=file:mlruns"], [], "is no address of an MLflow"), (["model=nonesuch"], [], "no such model")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_configuration_is_one_of_the_facts(only_configuration, overrides, absent, refusal):
+    found = gather(overrides, None).configuration
+    assert sorted(found.absent) == absent
+    assert refusal in found.refusal and bool(found.refusal) == bool(refusal)
+
+
+def test_a_file_that_is_no_yaml_is_told(only_configuration, tmp_path):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "broken.yaml").write_text("a: [")
+    assert gather(["model=broken"], Path("conf")).configuration.refusal

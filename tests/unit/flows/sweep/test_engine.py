@@ -54,6 +54,15 @@ def drive(tmp_path, monkeypatch):
     return drive
 
 
+def test_a_place_that_is_full_keeps_nothing_from_running_elsewhere():
+    nodes = [SimpleNamespace(planned=name, title=name) for name in ("here-1", "here-2", "cluster-1", "here-3")]
+    room = SimpleNamespace(place=lambda name: name[:-2], take=lambda name: name in ("here-1", "cluster-1", "here-3"))
+    graph, started = SimpleNamespace(ready=lambda: nodes, begin=lambda node: []), []
+    engine = SimpleNamespace(_graph=graph, _room=room)
+    Engine._start_ready(engine, started.append)
+    assert started == ["here-1", "cluster-1"]  # and here-3 does not overtake here-2
+
+
 def test_after_a_failure_of_what_all_share_no_trial_is_taken_up(drive):
     def execute(stage):
         if stage == "right":

@@ -48,6 +48,15 @@ def test_workers_on_a_cluster_take_its_cpus_and_not_ours(left, monkeypatch):
     assert not room.take(stage)
 
 
+def test_one_place_that_is_full_is_told_from_the_other(left, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    there, here = left("stages.left.resources.launcher=cluster"), left()
+    room = Room((1, 0), cluster=(2, 0))
+    assert (room.place(there), room.place(here)) == ("cluster", "here")
+    assert room.take(here) and not room.take(here)
+    assert room.take(there)
+
+
 def test_a_cluster_is_asked_what_it_holds_unless_parallel_is_stated(left, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     stage = left("stages.left.resources.launcher=cluster", "stages.left.resources.cpus_per_worker=2")
