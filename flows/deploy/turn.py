@@ -8,9 +8,12 @@ from pathlib import Path
 from prefect.logging import get_run_logger
 
 from flows.declare.pipeline import Pipeline
+from flows.progress.waiting_note import WaitingNote
 from lineage.digest import digest_of
 from lineage.fingerprint import short
 from lineage.lease import Lease, acquire_or
+
+_HOLDER = "run"  # the file in a place that names the run that has it
 
 
 @contextlib.contextmanager
@@ -29,7 +32,8 @@ def turn(pipeline: Pipeline, words: Sequence[str], run: str, *, may_leave: bool)
         The name of that other; None: it is our turn, for as long as the context lasts.
     """
     runs = pipeline.store / "runs"
-    lease = Lease(runs / f"{pipeline.name}.turn")
+    place = runs / f"{pipeline.name}.turn"
+    lease = Lease(place)
     if not lease.try_acquire():
         alike = f"{pipeline.name}.next-{short(digest_of({'words': shlex.join(words)}))}"
         with _waiting(runs / alike, run) if may_leave else contextlib.nullcontext() as other:
@@ -37,18 +41,33 @@ def turn(pipeline: Pipeline, words: Sequence[str], run: str, *, may_leave: bool)
                 yield other
                 return
             get_run_logger().info(f"waits for another run of {pipeline.name}")
-            acquire_or(lease, lambda: False, lambda: None)
+            note = WaitingNote(pipeline.store, pipeline.name, words)
+            with note.open():
+                acquire_or(lease, lambda: False, lambda: note.waits_for(_other(pipeline.name, place)))
     with lease.holding():
+        (place / _HOLDER).write_text(run)
         yield None
+
+
+def _other(pipeline: str, place: Path) -> str:
+    """Whose turn it is, in words."""
+    name = _holder(place)
+    return f"another run of {pipeline}{f': {name}' if name else ''}"
 
 
 @contextlib.contextmanager
 def _waiting(place: Path, run: str) -> Iterator[str | None]:
     """Takes the one place there is to wait in; else who has it."""
-    lease, name = Lease(place), place / "run"
+    lease = Lease(place)
     if lease.try_acquire():
         with lease.holding():
-            name.write_text(run)
+            (place / _HOLDER).write_text(run)
             yield None
     else:
-        yield name.read_text() if name.exists() else "that waits"
+        yield _holder(place) or "that waits"
+
+
+def _holder(place: Path) -> str:
+    """The name of the run that has a place; empty: it has not written it yet."""
+    name = place / _HOLDER
+    return name.read_text() if name.exists() else ""

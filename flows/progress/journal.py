@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,8 +11,19 @@ from pathlib import Path
 from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import judgements
-from flows.progress.run_notes import Links, Outcome, RunNote, StageNote, StageState, SweepNote, new_id, note_path
-from lineage.errors import PipelineError, StoppedError
+from flows.progress.flow_run_link import with_flow_run
+from flows.progress.run_notes import (
+    Links,
+    Outcome,
+    RunNote,
+    StageNote,
+    StageState,
+    SweepNote,
+    end_of,
+    new_id,
+    note_path,
+)
+from lineage.errors import PipelineError
 from lineage.lease import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.tracker import Tracker
@@ -71,8 +81,7 @@ class Journal:
             yield
             outcome, cause = self._verdict()
         except BaseException as error:
-            stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
-            outcome, cause = ("stopped", "") if stopped else ("failed", str(error) or type(error).__name__)
+            outcome, cause = end_of(error)
             raise
         finally:
             self._ended.set()
@@ -142,25 +151,9 @@ class Journal:
         self._changed.set()
 
     def _link(self) -> None:
-        """Names the flow run: whoever is in one has imported Prefect; nobody else is made to."""
-        if self._note.links.flow_run or "prefect.context" not in sys.modules:
-            return
-        from prefect.context import FlowRunContext
-        from prefect.settings import PREFECT_API_URL
-        from prefect.utilities.urls import url_for
-
-        context = FlowRunContext.get()
-        if context is None or context.flow_run is None:
-            return
-        run = context.flow_run
-        is_ours = os.environ.get("PREFECT_API_URL") != self._api  # started for this run, and without pages
+        is_ours = os.environ.get("PREFECT_API_URL") != self._api  # set since: a server was started for this run
         with self._lock:
-            links = replace(
-                self._note.links, flow_run=str(run.id), deployed=run.deployment_id is not None,
-                flow_page=None if is_ours else url_for("flow-run", run.id),
-                prefect_api=None if is_ours else shown(str(PREFECT_API_URL.value())),
-            )  # fmt: skip
-            self._note = replace(self._note, links=links)
+            self._note = replace(self._note, links=with_flow_run(self._note.links, is_ours=is_ours))
 
     def _keep(self) -> None:
         """Writes what changed, and touches the note while nothing does: a driver on another host is heard so."""

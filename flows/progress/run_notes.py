@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lineage.errors import StoppedError
 from lineage.lease import EXPIRY_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
@@ -88,6 +89,7 @@ class RunNote:
         words: the options and overrides of its command.
         driver: the process that runs it.
         stages: title -> what it is doing.
+        waits_for: what has to be over before it makes its plan; empty: it has one.
         outcome: None: it has not ended, or died before it could say so.
         cause: of a failure, or of a gate's refusal.
         sweep: None: it is none.
@@ -101,6 +103,7 @@ class RunNote:
     driver: Holder
     started: float
     stages: Mapping[str, StageNote]
+    waits_for: str = ""
     links: Links = field(default_factory=Links)
     ended: float | None = None
     outcome: Outcome | None = None
@@ -126,6 +129,13 @@ class RunNote:
 
     def is_live(self, store: Path) -> bool:
         return self.outcome is None and not self.is_dead(store)
+
+
+def end_of(error: BaseException) -> tuple[Outcome, str]:
+    """How a run ended that an error has left, and the cause."""
+    if not isinstance(error, Exception) or isinstance(error, StoppedError):
+        return "stopped", ""
+    return "failed", str(error) or type(error).__name__
 
 
 def new_id() -> str:

@@ -39,8 +39,8 @@ class RunView:
     """One run.
 
     Args:
-        state: ``running``, how it ended, or ``died``: its driver was killed.
-        ended: None: it runs. Of one that died: when it was last heard.
+        state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
+        ended: None: it is not over. Of one that died: when it was last heard.
         trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
     """
 
@@ -59,17 +59,19 @@ class RunView:
         return (self.ended or time.time()) - self.note.started
 
     def reached(self) -> str:
-        """How far its stages were that were cut off."""
+        """How far it was, or its stages were, when it was cut off."""
+        if self.note.waits_for:
+            return f"while it waited for {self.note.waits_for}"
         cut = [(each.title, each.progress) for each in self.stages if each.progress]
         return ", ".join(f"at step {at.step} of {title}" if at.step else f"in {title}" for title, at in cut)
 
 
 def views(store: Path) -> tuple[list[RunView], list[RunView]]:
-    """The runs that are under way, oldest first; and the last ones that ended, newest first."""
+    """The runs that wait or are under way, oldest first; and the last ones that ended, newest first."""
     notes = list(latest(store))
     live = [note for note in notes if note.is_live(store)]
     over = [note for note in notes if note not in live]
-    return [_view(note, store, "running") for note in reversed(live)], [
+    return [_view(note, store, "waiting" if note.waits_for else "running") for note in reversed(live)], [
         _view(note, store, note.outcome or "died") for note in islice(over, _LAST)
     ]
 

@@ -1,4 +1,4 @@
-"""What ``posttrain status`` says: the runs that are under way, and the last ones."""
+"""What ``posttrain status`` says: the runs that wait or are under way, and the last ones."""
 
 import time
 from collections import Counter
@@ -21,6 +21,7 @@ def _run_dict(run: RunView) -> dict[str, object]:
     note = run.note
     return {
         "id": note.id, "pipeline": note.pipeline, "state": run.state, "cause": note.cause, "said": note.said,
+        "waits_for": "" if run.ended else note.waits_for,
         "started": note.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
         "driver": {"host": note.driver.host, "pid": note.driver.pid}, "sweep": _sweep_dict(run),
         "links": dict(_links(run)), "prefect_flow_run": note.links.flow_run, "mlflow_run_id": note.links.mlflow_run,
@@ -55,8 +56,10 @@ def _live_lines(run: RunView) -> Iterator[str]:
     note = run.note
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
     driver = f"{note.driver.host}:{note.driver.pid}"
-    yield f"{note.id}  {_what(note)}  runs since {since} ({clock(run.seconds)})  on {driver}"
-    rows = [*_trial_rows(run), *_stage_rows(run.stages), *_links(run)]
+    does = "waits" if note.waits_for else "runs"
+    yield f"{note.id}  {_what(note)}  {does} since {since} ({clock(run.seconds)})  on {driver}"
+    waits = [("waits for", note.waits_for)] if note.waits_for else []
+    rows = [*waits, *_trial_rows(run), *_stage_rows(run.stages), *_links(run)]
     width = max((len(name) for name, _ in rows), default=0)
     yield from (f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
     yield from (f"  | {line}" for line in note.said.splitlines())

@@ -1,88 +1,29 @@
 """Retraining as data grows: four generations of toys, one of them bad, and two of the real pipeline in miniature."""
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from lineage.promotions import read_events, stacks
 from tests.command import Command
+from tests.generations import TOY_RETRAIN, Generations, champion
 from tests.miniature import MODEL, STEPS, write_own_rows
-from tests.webhook import webhook
-
-SAVE = (
-    "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
-    "json = {'subject': '{{subject}}', 'body': '{{body}}'}; "
-    "Block(name='team', url=sys.argv[2], json_data=json).save(sys.argv[1])"
-)
-
-
-def champion(folder: Path) -> str | None:
-    """The first digits of the fingerprint of the model that has the alias."""
-    held = stacks(read_events(folder / "artifacts")).get("champion", [])
-    return held[-1].fingerprint[:16] if held else None
-
-
-def save(toy: Command, name: str, url: str) -> None:
-    """Makes a block in Prefect, as a team would."""
-    subprocess.run([sys.executable, "-c", SAVE, name, url], env=toy.environment, check=True, capture_output=True)
-
-
-@dataclass
-class Generations:
-    """A folder whose rows grow, run by run.
-
-    Args:
-        heard: what the webhook was sent.
-    """
-
-    toy: Command
-    heard: list[dict[str, str]]
-    count: int = 0
-    rows: list[str] = field(default_factory=list)
-
-    def grow(self, word: str, count: int) -> None:
-        self.rows += [f"{word} row {number}" for number in range(self.count, self.count + count)]
-        self.count += count
-        self.write()
-
-    def write(self) -> None:
-        (self.toy.folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in self.rows))
-
-    def run(self, code: int = 0) -> dict[str, dict]:
-        result = self.toy("run", "--json")
-        assert result.returncode == code, result.stderr
-        return {row["stage"]: row for row in json.loads(result.stdout)["stages"]}
-
-    def say(self, subject: str, *parts: str) -> None:
-        """What was heard last, and that nothing else was."""
-        [said] = self.heard
-        self.heard.clear()
-        assert said["subject"] == f"toy-retrain: {subject}"
-        assert "\n" not in said["body"]
-        for part in parts:
-            assert part in said["body"]
+from tests.webhook import save_block, webhook
 
 
 @pytest.fixture
 def generations(tmp_path, prefect_url):
     with webhook() as (address, heard):
         environment = {"PREFECT_API_URL": prefect_url}
-        toy = Command(
-            tmp_path, "pipeline=toy-retrain", "model=none", "sources.rows.path=rows.jsonl", "notify=custom-webhook/ops",
-            environment=environment,
-        )  # fmt: skip
+        toy = Command(tmp_path, *TOY_RETRAIN, "notify=custom-webhook/ops", environment=environment)
         made = Generations(toy=toy, heard=heard)
         made.grow("good", 60)
         refused = toy("run")
         assert refused.returncode == 2 and "notify=custom-webhook/ops: Prefect has no such block" in refused.stderr
         assert "CustomWebhookNotificationBlock(" in refused.stderr
         assert "run" in set(toy.states().values())
-        save(toy, "ops", address)
+        save_block("ops", address, toy.environment)
         yield made
 
 
@@ -150,10 +91,7 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
 
 
 def test_a_file_that_shrank_renews_nothing(tmp_path, prefect_url):
-    toy = Command(
-        tmp_path, "pipeline=toy-retrain", "model=none", "sources.rows.path=rows.jsonl",
-        environment={"PREFECT_API_URL": prefect_url},
-    )  # fmt: skip
+    toy = Command(tmp_path, *TOY_RETRAIN, environment={"PREFECT_API_URL": prefect_url})
     made = Generations(toy=toy, heard=[])
     made.grow("good", 60)
     made.run()
@@ -168,16 +106,13 @@ def test_a_file_that_shrank_renews_nothing(tmp_path, prefect_url):
 
 
 def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, prefect_url):
-    toy = Command(
-        tmp_path, "pipeline=toy-retrain", "model=none", "sources.rows.path=rows.jsonl",
-        environment={"PREFECT_API_URL": prefect_url},
-    )  # fmt: skip
+    toy = Command(tmp_path, *TOY_RETRAIN, environment={"PREFECT_API_URL": prefect_url})
     Generations(toy=toy, heard=[]).grow("good", 60)
     result = toy("run", "--json", "retrain=null")
     assert result.returncode == 0, result.stderr
     assert champion(tmp_path) is None and "outcome" not in json.loads(result.stdout)
     assert "waits for alias champion: a run promotes it" in toy("plan").stdout
-    save(toy, "deaf", "http://127.0.0.1:9/its-secret")
+    save_block("deaf", "http://127.0.0.1:9/its-secret", toy.environment)
     done = toy("run", "--json", "notify=custom-webhook/deaf")
     assert done.returncode == 0, done.stderr
     assert "posttrain: notify=custom-webhook/deaf: nobody was told: ConnectError" in done.stderr

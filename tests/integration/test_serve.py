@@ -16,7 +16,7 @@ import pytest
 
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi
-from tests.webhook import webhook
+from tests.webhook import save_block, webhook
 
 pytestmark = pytest.mark.integration
 
@@ -30,10 +30,6 @@ defaults: [toy, _self_]
 name: toy-own
 stages: {data: {method: {_target_: own.OwnRows}}}
 """
-SAVE = (
-    "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
-    "Block(name='ops', url=sys.argv[1], json_data={'subject': '{{subject}}', 'body': '{{body}}'}).save('ops')"
-)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +62,7 @@ def api(prefect_url) -> PrefectApi:
 def heard(environment) -> Iterator[list[dict[str, str]]]:
     """What whom ``notify`` names was told so far."""
     with webhook() as (address, heard):
-        subprocess.run([sys.executable, "-c", SAVE, address], env=environment, check=True, capture_output=True)
+        save_block("ops", address, environment)
         yield heard
 
 
@@ -119,6 +115,12 @@ def nothing_goes_on(prefect_url) -> Iterator[None]:
     for run in api.post("/flow_runs/filter", {"flow_runs": active}):
         api.set_state(run["id"], "CANCELLING")
         api.end(run["id"])
+
+
+def posttrain(folder: Path, environment: dict[str, str], *words: str) -> str:
+    """What a command says."""
+    called = [sys.executable, "-m", "flows", *words]
+    return subprocess.run(called, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def drivers(served: subprocess.Popen) -> list[psutil.Process]:
@@ -242,23 +244,36 @@ def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
     assert api.get("/v2/concurrency_limits/a100")["active_slots"] == 0
 
 
-def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(served, api):
+def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(served, api, folder, environment):
     run, processes = running(api, served)
     other = api.start("toy/local")
     wait_until(lambda: "waits for another run of toy" in api.log(other), "the second waits")
     state = api.end(api.start("toy/local"))
     assert (state["type"], state["message"].split(",")[0]) == ("COMPLETED", f"left to the run {api.run(other)['name']}")
+
+    def noted() -> dict[str, dict]:
+        """By flow run."""
+        runs = json.loads(posttrain(folder, environment, "status", "--json"))["running"]
+        return {each["prefect_flow_run"]: each for each in runs}
+
+    third = api.start("toy/local", "stages.left.method.num_steps=2")  # another than what waits
+    wait_until(lambda: third in noted(), "the third waits too")
+    waits = ("waiting", f"another run of toy: {api.run(run)['name']}")
+    states = {flow_run: (each["state"], each["waits_for"]) for flow_run, each in noted().items()}
+    assert states == {run: ("running", ""), other: waits, third: waits}
+    assert " is stopped; " in posttrain(folder, environment, "cancel", noted()[third]["id"])
+    assert api.end(third)["type"] == "CANCELLED"
+    assert set(noted()) == {run, other}
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
     wait_until(lambda: not alive(processes), "all processes end")
-    assert api.end(other)["message"].startswith("nothing to do")
+    assert api.end(other)["type"] == "COMPLETED"
+    wait_until(lambda: noted() == {}, "neither is noted any more")
 
 
 def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environment):
     run, processes = running(api, served)
-    words = [sys.executable, "-m", "flows", "cancel", "latest"]
-    cancelled = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    assert " is stopped; " in cancelled.stdout
+    assert " is stopped; " in posttrain(folder, environment, "cancel", "latest")
     assert not alive(processes)
     assert api.end(run)["type"] == "CANCELLED"
 

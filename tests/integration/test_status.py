@@ -113,9 +113,12 @@ def test_doctor_finds_what_is_wrong_here(toy, prefect_url):
     assert any(finding["found"] == f"PREFECT_API_URL={prefect_url} answers" for finding in document["findings"])
 
     toy.environment["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
-    unfit = toy("doctor", "tracking.uri=${oc.env:NOT_SET_ANYWHERE}")
+    unfit = toy("doctor", "tracking.uri=${oc.env:NOT_SET_ANYWHERE}", "store=elsewhere")
     assert unfit.returncode == 1
     assert "PREFECT_API_URL=http://127.0.0.1:9/api: nothing answers" in unfit.stdout
     assert "an override names the variable NOT_SET_ANYWHERE, which is not set" in unfit.stdout
     assert unfit.stdout.splitlines()[-1].startswith("2 errors, ")
-    assert toy("doctor", "stages.sft.method.betta=1").returncode == 2
+    wrong = toy("doctor", "stages.sft.method.betta=1")
+    assert (wrong.returncode, wrong.stderr) == (2, "")
+    assert "error  configuration  stages.sft.method.betta" in wrong.stdout
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api: nothing answers" in wrong.stdout

@@ -1,14 +1,11 @@
 """Schedules and triggers against a real Prefect server: what is registered, what starts runs, and in which order."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import pairwise
 
 import pytest
@@ -18,41 +15,9 @@ from lineage.digest import DigestCache
 from lineage.remote_files import open_remote
 from lineage.sources import pin
 from tests.command import CONF, TOY, Command, wait_until
-from tests.prefect_api import PrefectApi
+from tests.triggered_runs import Server, serving
 
 TRIGGER = "trigger={sources: [rows], events: [rows.ready], poll: 0.3, settle: 0.5}"
-
-
-class Server(PrefectApi):
-    """The runs of the deployment ``toy/local`` that are made from now on."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.url = url
-        self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
-
-    def send(self, event: str) -> None:
-        said = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event}
-        self.post("/events", [{**said, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
-
-    def runs(self) -> list[dict]:
-        """Those that a trigger has started, in order."""
-        return [run for run in self._made() if any(tag.startswith("trigger:") for tag in run["tags"])]
-
-    def _made(self) -> list[dict]:
-        found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
-        return [run for run in found if run["id"] not in self._before]
-
-    def scheduled_ends(self) -> list[str]:
-        """Messages with which those that a schedule has made are completed."""
-        ended = [run["state"] for run in self._made() if run["auto_scheduled"]]
-        return [state["message"] for state in ended if state["type"] == "COMPLETED"]
-
-    def triggers(self) -> list[set[str]]:
-        return [{tag for tag in run["tags"] if tag.startswith("trigger:")} for run in self.runs()]
-
-    def ended(self) -> int:
-        return sum(run["state_type"] == "COMPLETED" for run in self.runs())
 
 
 @pytest.fixture
@@ -67,29 +32,10 @@ def rows(tmp_path):
     return path
 
 
-@contextlib.contextmanager
-def serving(server, folder, *words: str) -> Iterator[list[str]]:
-    """``posttrain serve``, and what it has said; ends with the context."""
-    command = Command(folder, environment={"PREFECT_API_URL": server.url})
-    said = folder / "serve.log"
-    process = command.start(
-        "serve", "--config-dir", str(CONF), *TOY, TRIGGER, "tracking=none", *words, stderr=said
-    )  # fmt: skip
-    try:
-        wait_until(lambda: "watches" in said.read_text() or process.poll() is not None, "it watches")
-        assert process.poll() is None, said.read_text()
-        wait_until((folder / "artifacts" / "watch" / "toy.json").exists, "it has looked once")
-        yield said
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 0, said.read_text()
-
-
 def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
     """Data, twice more data during the run, an event: three runs, the last of which has nothing to do."""
     schedule = 'schedule={cron: "0 3 1 1 *", timezone: Europe/Berlin}'  # its runs are none that are waited for
-    with serving(server, tmp_path, schedule, "stages.left.method.step_seconds=1"):
+    with serving(server, tmp_path, *TOY, TRIGGER, schedule, "stages.left.method.step_seconds=1"):
         wait_until(lambda: server.post("/deployments/filter", {}), "it is registered")
         rows.write_text("second")
         data = tmp_path / "artifacts" / "data"
@@ -115,12 +61,12 @@ def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
 
 def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, tmp_path):
     left = tmp_path / "artifacts" / "left"
-    with serving(server, tmp_path, "stages.left.method.step_seconds=100"):
+    with serving(server, tmp_path, *TOY, TRIGGER, "stages.left.method.step_seconds=100"):
         rows.write_text("second")
         wait_until(lambda: list(left.glob("*/lock")), "its data is made and it trains")
     [run] = server.runs()
     assert (run["state_type"], run["state"]["message"]) == ("CANCELLED", "Runner is shutting down.")
-    with serving(server, tmp_path):
+    with serving(server, tmp_path, *TOY, TRIGGER):
         wait_until(lambda: server.ended() == 1, "another has followed")
     assert server.triggers() == [{"trigger:rows"}] * 2
     assert len(list(left.glob("*/manifest.json"))) == 1
@@ -133,7 +79,7 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     dead = {"labels": {"posttrain.process": f"{socket.gethostname()} {os.getpid()} 0.0"}}  # our pid, of another time
     dead = server.post(f"/deployments/{server.deployment('toy/workers')['id']}/create_flow_run", dead)["id"]
     server.set_state(dead, "RUNNING")
-    with serving(server, tmp_path, "--name", "workers", "--watch-only") as said:
+    with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:
         rows.write_text("second")
         wait_until(lambda: len(server.runs()) == 1, "a run is created")
         [run] = server.runs()
@@ -192,8 +138,11 @@ def test_a_schedule_makes_runs_by_itself(rows, tmp_path):
     )  # fmt: skip
     try:
         server = Server(f"{process.stdout.readline().split()[1]}/api")
-        wait_until(server.scheduled_ends, "one has come and gone")
-        assert server.scheduled_ends()[0] == "nothing to do: all 4 stages are finished"
+        wait_until(server.scheduled, "one has come and gone")
+        [run, *_] = server.scheduled()
+        assert run["state"]["message"] == "nothing to do: all 4 stages are finished"
+        begun, ended = (datetime.fromisoformat(run[each]) for each in ("start_time", "end_time"))
+        assert (ended - begun).total_seconds() < 10
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

@@ -103,6 +103,20 @@ def test_links_lead_to_prefect_mlflow_and_ray(store, live):
     assert "mlflow    run r1 in sqlite:///mlflow.db" in text(store)
 
 
+def test_a_run_that_waits_as_a_whole_says_for_what(store, live):
+    waiting = replace(live, id=new_id(), waits_for="another run of toy: daily", stages={})
+    waiting.write(store)
+    shown = text(store)
+    assert f"{waiting.id}  cpt-sft-dpo  waits since " in shown
+    assert "\n  waits for  another run of toy: daily\n" in f"{shown}\n"
+    states = {run["id"]: (run["state"], run["waits_for"]) for run in status_dict(store, *views(store))["running"]}
+    assert states == {live.id: ("running", ""), waiting.id: ("waiting", "another run of toy: daily")}
+    died(waiting).write(store)
+    assert "its process was killed while it waited for another run of toy: daily; run the same" in text(store)
+    [run] = status_dict(store, *views(store))["last"]
+    assert (run["state"], run["waits_for"]) == ("died", "")
+
+
 def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
     died(live).write(store)
     shown = text(store)

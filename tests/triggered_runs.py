@@ -1,0 +1,59 @@
+"""``posttrain serve`` with a trigger, and the runs that it starts."""
+
+import contextlib
+import signal
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.command import CONF, Command, wait_until
+from tests.prefect_api import PrefectApi
+
+
+class Server(PrefectApi):
+    """The runs that are made from now on."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+        self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
+
+    def send(self, event: str) -> None:
+        said = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event}
+        self.post("/events", [{**said, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
+
+    def runs(self) -> list[dict]:
+        """Those that a trigger has started, in order."""
+        return [run for run in self._made() if any(tag.startswith("trigger:") for tag in run["tags"])]
+
+    def _made(self) -> list[dict]:
+        found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
+        return [run for run in found if run["id"] not in self._before]
+
+    def scheduled(self) -> list[dict]:
+        """Those that a schedule has made and that are completed."""
+        return [run for run in self._made() if run["auto_scheduled"] and run["state_type"] == "COMPLETED"]
+
+    def triggers(self) -> list[set[str]]:
+        return [{tag for tag in run["tags"] if tag.startswith("trigger:")} for run in self.runs()]
+
+    def ended(self) -> int:
+        return sum(run["state_type"] == "COMPLETED" for run in self.runs())
+
+
+@contextlib.contextmanager
+def serving(server: Server, folder: Path, *words: str) -> Iterator[Path]:
+    """``posttrain serve`` once it watches, and the file of what it says; ends with the context."""
+    command = Command(folder, environment={"PREFECT_API_URL": server.url})
+    said = folder / "serve.log"
+    process = command.start("serve", "--config-dir", str(CONF), "tracking=none", *words, stderr=said)
+    try:
+        wait_until(lambda: "watches" in said.read_text() or process.poll() is not None, "it watches")
+        assert process.poll() is None, said.read_text()
+        wait_until(lambda: list(folder.glob("artifacts/watch/*.json")), "it has looked once")
+        yield said
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0, said.read_text()
