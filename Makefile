@@ -2,8 +2,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# One more than there are CPUs, since tests wait for processes much of their time; each takes about 2 GB.
-TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n + 1 : 4 )))
+# One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 
 .PHONY: demo test check bench test-gpu dvc-yaml prefect-yaml lock clean
 
