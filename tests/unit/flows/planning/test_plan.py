@@ -5,26 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.declare.config import load_pipeline
-from flows.planning.plan import make_plan
 from lineage.digest import digest_files, digest_of
 from lineage.errors import ConfigError
 from lineage.lease import Lease
 from lineage.manifest import InputRecord, Manifest, provenance
-from tests.unit.flows.declare.test_config import CONF
 
 REPOSITORY = Path(__file__).parents[4]
-
-
-@pytest.fixture
-def toy(tmp_path):
-    (tmp_path / "rows.txt").write_text("rows")
-    base = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-
-    def plan(*overrides: str):
-        return make_plan(load_pipeline([*base, *overrides], CONF))
-
-    return plan
 
 
 def finish(plan, *names: str) -> None:

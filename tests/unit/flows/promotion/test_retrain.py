@@ -14,17 +14,6 @@ from tests.unit.flows.planning.test_plan import finish
 
 
 @pytest.fixture
-def toy(tmp_path):
-    (tmp_path / "rows.txt").write_text("rows")
-    base = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-
-    def plan(*overrides: str):
-        return make_plan(load_pipeline([*base, *overrides], CONF))
-
-    return plan
-
-
-@pytest.fixture
 def told(monkeypatch) -> list[tuple[str, str, str]]:
     heard: list[tuple[str, str, str]] = []
     monkeypatch.setattr(retrain, "_tell", lambda *said: heard.append(said))
