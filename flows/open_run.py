@@ -15,13 +15,15 @@ from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
 from flows.stages.execute import Run
-from flows.stages.launch import StageProcesses
+from flows.stages.launch import StageProcesses, shares_imports
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError
 from lineage.stated_labels import Statement, record_labels
 from lineage.tracker import Execution, NoTracker
 from tasks.context import Launcher
+
+_RAY_TRAIN = "flows.stages.ray_train"  # around every method that trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,9 @@ def open_run(
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     journal = Journal(plan, words, tracker, stages, _sweep_note(plan, trials) if trials else None, in_flow=in_flow)
     with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
-        if not foreground and any(_needs_torch(planned) for planned in stages):
-            processes.warm_up()
+        modules = [] if foreground else _modules(stages)
+        if modules:
+            processes.warm_up(modules)
         try:
             yield Run(plan=plan, processes=processes, observer=Observers(observer, journal), tracker=tracker)
         finally:
@@ -153,6 +156,9 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
             )
 
 
-def _needs_torch(planned: PlannedStage) -> bool:
-    method = planned.stage.method
-    return method.imports_torch and (method.trains or bool(planned.upstream))
+def _modules(stages: Sequence[PlannedStage]) -> list[str]:
+    """What the stages' processes import: each module once, in order."""
+    methods = [each.stage.method for each in stages if shares_imports(each.stage.method, is_first=not each.upstream)]
+    own = [module for method in methods for module in method.preload]
+    around = [_RAY_TRAIN] if any(method.trains for method in methods) else []
+    return list(dict.fromkeys([*own, *around]))

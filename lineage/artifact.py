@@ -1,8 +1,11 @@
 """What flows between stages: kinds of artifact, and the sources that a pipeline starts from."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt
 
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
 ALIAS = "alias:"  # before the name of an alias of the model registry
@@ -13,8 +16,10 @@ class Kind(StrEnum):
 
     ROWS = "rows"  # raw rows as a user has them, not yet checked
     TEXT = "text"  # checked rows {row_id, text}
-    CONVERSATIONS = "conversations"  # checked rows {row_id, messages}
-    PREFERENCES = "preferences"  # checked rows {row_id, prompt, chosen, rejected}
+    CONVERSATIONS = "conversations"  # checked rows {row_id, messages, tools}
+    PREFERENCES = "preferences"  # checked rows {row_id, prompt, chosen, rejected, kind, tools}
+    UNPAIRED = "unpaired"  # checked rows {row_id, prompt, completion, label, tools}: one answer, wanted or not
+    PROMPTS = "prompts"  # checked rows {row_id, prompt, columns, tools}: what a policy answers in training
     CHECKPOINT = "checkpoint"  # a causal language model with its tokenizer
     REWARD_MODEL = "reward_model"  # a sequence classifier with one label, with its tokenizer
     REPORT = "report"  # measurements
@@ -22,6 +27,7 @@ class Kind(StrEnum):
 
 
 MODELS = (Kind.CHECKPOINT, Kind.REWARD_MODEL)
+DATA = (Kind.TEXT, Kind.CONVERSATIONS, Kind.PREFERENCES, Kind.UNPAIRED, Kind.PROMPTS)  # what data stages produce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,15 @@ class Source:
             alias names, and ``alias:NAME/STAGE``, what that stage gave to the making of that model.
         kind: ``rows`` or ``checkpoint``; of ``alias:NAME/STAGE`` whatever the stage produces.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
-        split: of a hub data set.
+        split: of a hub data set or of one saved on disk; a slice of any rows: ``train[90%:]``, ``train[:1000]``.
+        format: the shape of the rows, where it shall not be detected: the name of one of ``tasks.data.formats``.
+        columns: names of the rows' columns -> the names that a format knows, such as ``question: prompt``.
+        sample_count: so many rows of the source, drawn by ``shuffle_seed``; None: all.
+        shuffle_seed: of the order in which rows are written; None: as they stand.
+        shuffle_buffer: how far a row may move when shuffled, in rows; None: anywhere.
+        streaming: rows of a hub data set are read as they are needed, for what does not fit the disk; how many must
+            be bounded by a slice or by ``sample_count``.
+        allow_code: lets ``python:FILE.py:FUNCTION`` run that file.
         labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``: every artifact that the source
             goes into carries them. Not identity.
         fallback: of an alias: a stage, or ``source:NAME``, that fills its slots while the alias names no such thing;
@@ -46,5 +60,12 @@ class Source:
     kind: Kind = Kind.ROWS
     revision: str | None = None
     split: str = "train"
+    format: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    sample_count: Annotated[int, Gt(0)] | None = None
+    shuffle_seed: Annotated[int, Ge(0)] | None = None
+    shuffle_buffer: Annotated[int, Gt(0)] | None = None
+    streaming: bool = False
+    allow_code: bool = False
     labels: tuple[str, ...] = ()
     fallback: str | None = None

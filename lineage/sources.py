@@ -18,6 +18,7 @@ from lineage.manifest import SourceRecord
 from lineage.remote_files import is_url, remote_versions, revision_of
 
 QUICKSTART = "quickstart:"
+_READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -60,6 +61,12 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     )
 
 
+def reading_options(source: Source) -> dict[str, object]:
+    """What a source states beyond where its rows are: how they are read. What is not stated is left out."""
+    stated = {name: getattr(source, name) for name in _READING}
+    return {name: value for name, value in stated.items() if value is not None and value != {}}
+
+
 def never_changes(source: Source) -> bool:
     """Whether its name says already what it holds: a commit of the hub, or the rows that ship with Python."""
     return source.path.startswith(QUICKSTART) or (_is_hub_id(source.path) and _is_commit(source.revision))
@@ -95,7 +102,8 @@ def local_paths(path: str) -> list[Path]:
 
 
 def _identity(source: Source, content: str) -> str:
-    identity = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
+    where = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
+    identity = {**where, **reading_options(source)}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 

@@ -11,8 +11,8 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
+from tasks.data.preparing.row_split import TRAIN
 from tasks.method import Inputs, Method
-from tasks.row_split import TRAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -27,10 +27,10 @@ class ContinuedPretraining(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+        from tasks.data.tokens.tokenize_rows import read_rows, tokenize_text
+        from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_policy, lora_config, save_output
         from tasks.packed_forward import install
-        from tasks.tokenize_rows import read_rows, tokenize_text
-        from tasks.tokenized_rows import show
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_policy(inputs["policy"])

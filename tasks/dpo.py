@@ -35,12 +35,12 @@ class DPO(Training):
         from trl import DPOConfig
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
+        from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_policy, lora_config, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
         from tasks.preference_trainer import StepZeroProof, TokenizedDPOTrainer
-        from tasks.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
-        from tasks.tokenized_rows import show
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_policy(inputs["policy"])

@@ -50,8 +50,8 @@ class Evaluate(Method):
     seed: Annotated[int, Ge(0)] = 0  # of the choice of rows
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.models import load_tokenizer
-        from tasks.tokenize_rows import require_chat_template
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:

@@ -34,7 +34,7 @@ class Gate(Method):
     }
     optional: ClassVar[frozenset[str]] = frozenset({PARENT, CHAMPION, "*"})
     produces: ClassVar[Kind] = Kind.VERDICT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
 
     rules: Annotated[Mapping[str, Rule], MinLen(1)]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.errors import DataError
-from tasks.completion_mask import IGNORED, Message, render, tokenize
-from tasks.row_split import HELD_OUT, canonical
+from tasks.data.preparing.row_split import HELD_OUT, canonical
+from tasks.data.tokens.completion_mask import IGNORED, Message, render, tokenize
+from tasks.data.tokens.tokenize_rows import end_of_document, tokenize_conversations, tokenize_preferences
 from tasks.scoring import Scored
-from tasks.tokenize_rows import end_of_document, tokenize_conversations, tokenize_preferences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

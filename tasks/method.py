@@ -36,6 +36,12 @@ class Input:
 
 Inputs = Mapping[str, Input]
 
+# What loads models, trains them and evaluates them; a method that needs less of it states less.
+_HEAVY = (
+    "torch", "transformers.trainer", "peft", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer",
+    "trl.trainer.sft_trainer",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
@@ -48,7 +54,8 @@ class Method(ABC):
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
         uses_gpu: whether it runs a model, and so asks for the GPUs of its resources.
-        imports_torch: whether it is worth starting in a process that has the heavy libraries loaded.
+        preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: it starts in a
+            fresh interpreter, unless it trains.
         chat_slot: the slot whose model must have a chat template, where one is needed.
     """
 
@@ -60,7 +67,7 @@ class Method(ABC):
     produces: ClassVar[Kind]
     trains: ClassVar[bool] = False
     uses_gpu: ClassVar[bool] = False
-    imports_torch: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = _HEAVY
     chat_slot: ClassVar[str | None] = None
 
     @abstractmethod

@@ -11,11 +11,12 @@ from annotated_types import Ge, Gt, Lt
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
+from tasks.data.formats.bad_row import BadRowError
+from tasks.data.formats.row_checks import Fields, check_conversation, check_group, check_preference, check_text
+from tasks.data.preparing.replay import OldRows
+from tasks.data.preparing.row_split import HELD_OUT, TRAIN, RowSplit, canonical
+from tasks.data.reading.read import read_rows
 from tasks.method import Inputs, Method
-from tasks.replay import OldRows
-from tasks.row_checks import BadRowError, Fields, check_conversation, check_group, check_preference, check_text
-from tasks.row_split import HELD_OUT, TRAIN, RowSplit, canonical
-from tasks.sources import read_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,7 @@ from tasks.context import Metrics, TrainContext
 from tasks.method import Inputs, Training
 
 if TYPE_CHECKING:
-    from tasks.tokenized_rows import TokenizedRows
+    from tasks.data.tokens.tokenized_rows import TokenizedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class RewardModel(Training):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
+        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
+        from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_reward_model, lora_config, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
-        from tasks.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
-        from tasks.tokenized_rows import show
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_reward_model(inputs["policy"], self.seed)

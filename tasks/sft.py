@@ -40,11 +40,11 @@ class SFT(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_conversations
+        from tasks.data.tokens.tokenized_rows import show
         from tasks.models import CHAT_TEMPLATE_FILE, load_policy, lora_config, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
-        from tasks.tokenize_rows import read_rows, require_chat_template, tokenize_conversations
-        from tasks.tokenized_rows import show
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_policy(inputs["policy"])

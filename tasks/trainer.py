@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from tasks.context import TrainContext
+    from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.method import Training
-    from tasks.tokenized_rows import TokenizedRows
 
 logger = logging.getLogger(__name__)
 

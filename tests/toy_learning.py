@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.preparing.row_split import TRAIN
 from tasks.method import Inputs, Method
 from tasks.row_scores import RowScores, write_scores
-from tasks.row_split import TRAIN
 
 _FILE = "skill.json"
 _ROWS = 400
@@ -21,7 +21,7 @@ class ToyBlank(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         (ctx.output_dir / _FILE).write_text("0")
@@ -34,7 +34,7 @@ class ToyLearner(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         import pyarrow.parquet as pq
@@ -52,7 +52,7 @@ class ToyExam(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
     produces: ClassVar[Kind] = Kind.REPORT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         skills = {name: json.loads((given.path / _FILE).read_text()) for name, given in inputs.items()}

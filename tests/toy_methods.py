@@ -34,7 +34,7 @@ class ToyModel(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
 
     size: int = 1
 
@@ -49,6 +49,7 @@ class ToyTraining(Training):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    preload: ClassVar[tuple[str, ...]] = ()
 
     learning_rate: float = 0.1
     num_steps: int = 3
@@ -76,7 +77,7 @@ class ToyEvaluate(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
     produces: ClassVar[Kind] = Kind.REPORT
-    imports_torch: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...]] = ()
 
     num_rows: int = 40
     wins: dict[str, int]

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 from flows.planning.plan import Plan
 from flows.planning.verdicts import Judgement, judgements
-from lineage.artifact import MODELS, Kind
+from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import PipelineError
 from lineage.graph.places import node_key
 from lineage.verdict import interval_text
-
-_DATA = (Kind.TEXT, Kind.CONVERSATIONS, Kind.PREFERENCES)
 
 
 def outcome(
@@ -45,7 +43,7 @@ def _data(plan: Plan) -> Iterator[str]:
     """``New rows: corpus 12 (and 5 replayed).``; where nothing is replayed, all rows count."""
     found = {}
     for planned in plan.stages:
-        manifest = plan.entry(planned).manifest() if planned.stage.method.produces in _DATA else None
+        manifest = plan.entry(planned).manifest() if planned.stage.method.produces in DATA else None
         if manifest and "rows" in manifest.metrics:
             found[planned.name] = manifest.metrics
     new = [name for name, metrics in found.items() if "new_rows" in metrics]

@@ -49,7 +49,7 @@ class Job:
 def _resolve(entry: JobInput) -> Input:
     path = entry.path
     if entry.source and entry.kind == Kind.CHECKPOINT and not entry.source.path.startswith(ALIAS):
-        from tasks.sources import fetch_model
+        from tasks.fetch_model import fetch_model
 
         path = fetch_model(entry.source)
     return Input(

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -20,6 +20,7 @@ from flows.stages.process_settings import stage_environment
 from flows.stages.stage_process import Answer, answer, stage_main
 from lineage.errors import PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
+from tasks.method import Method
 
 _GRACE_SECONDS = 5.0
 
@@ -40,11 +41,11 @@ class StageProcesses:
         self._starting = threading.Lock()  # apart: a start may wait for the fork server's imports, a stop must not
         self._stopped = threading.Event()
 
-    def warm_up(self) -> None:
+    def warm_up(self, modules: Sequence[str]) -> None:
         """Starts the fork server's imports, without waiting for them."""
         from multiprocessing.forkserver import ensure_running
 
-        self._server.set_forkserver_preload(["flows.stages.preload"])
+        self._server.set_forkserver_preload(list(modules))
         # A Ctrl-C is for us; the fork server would die of it while it still imports.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -76,7 +77,7 @@ class StageProcesses:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
                 return _result(answer(job))
         reader, writer = multiprocessing.Pipe(duplex=False)
-        context = self._fresh if _needs_no_torch(job) else self._server
+        context = self._server if shares_imports(job.method, is_first=_reads_sources(job)) else self._fresh
         process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
         try:
             with self._starting, _environment(stage_environment()):
@@ -137,10 +138,17 @@ class StageProcesses:
             self._running.pop(directory, None)
 
 
-def _needs_no_torch(job: Job) -> bool:
-    """Of methods that say so, and of those that read rows of sources alone."""
-    only_rows = all(entry.source is not None for entry in job.inputs.values()) and not job.method.trains
-    return only_rows or not job.method.imports_torch
+def shares_imports(method: Method, *, is_first: bool) -> bool:
+    """Whether a stage starts from the fork server: else it need not wait for what that imports.
+
+    Args:
+        is_first: it reads sources alone, and so begins while the imports still go on.
+    """
+    return method.trains or bool(method.preload and not is_first)
+
+
+def _reads_sources(job: Job) -> bool:
+    return all(entry.source is not None for entry in job.inputs.values())
 
 
 def _signal_group(process: BaseProcess, number: signal.Signals) -> None:

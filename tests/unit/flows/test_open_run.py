@@ -7,6 +7,7 @@ from flows.declare.config import load_pipeline
 from flows.open_run import Trials, open_run
 from flows.planning.plan import make_plan
 from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
+from flows.stages.launch import StageProcesses
 from tests.command import CONF
 
 
@@ -30,6 +31,19 @@ def test_what_a_run_starts_bears_its_id(plan, monkeypatch, outer):
     with open_run(plan, [], None, []):
         assert os.environ[RUN_VARIABLE] == the_note(plan).id
     assert os.environ.get(RUN_VARIABLE) == outer
+
+
+def test_a_run_imports_beforehand_what_its_methods_need_and_no_more(plan, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(StageProcesses, "warm_up", lambda _, modules: asked.append(modules))
+    default = make_plan(load_pipeline([f"store={tmp_path}/default", "tracking=none"]))
+    for each, names in ((plan, ["data", "model"]), (plan, ["left"]), (default, ["evaluate"]), (default, ["dpo"])):
+        with open_run(each, [], None, [each.stage(name) for name in names]):
+            pass
+    steps, evaluate, dpo = asked  # of stages that need none of it no process is started
+    assert steps == ["flows.stages.ray_train"]
+    assert "torch" in evaluate and "flows.stages.ray_train" not in evaluate
+    assert dpo == [*evaluate, "flows.stages.ray_train"]
 
 
 def test_the_note_of_a_sweep_says_that_it_is_one(plan):

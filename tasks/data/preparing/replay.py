@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN, RowSplit
 from tasks.method import Input
-from tasks.row_split import HELD_OUT, RESTING, TRAIN, RowSplit
 
 _ROWS_PER_READ = 10_000
 

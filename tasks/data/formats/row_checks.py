@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from tasks.data.formats.bad_row import BadRowError
+
 Fields = Mapping[str, object]
 Message = dict[str, str]
 
@@ -9,13 +11,6 @@ _ROLES = ("system", "user", "assistant")
 _TEXT = '{"text": "..."}'
 _MESSAGES = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 _PREFERENCE = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages'
-
-
-class BadRowError(Exception):
-    """What is wrong with a row, what is accepted, and what to do."""
-
-    def __init__(self, found: str, accepted: str, mend: str) -> None:
-        super().__init__(f"{found}; accepted: {accepted}; {mend}")
 
 
 def check_text(fields: Fields) -> dict[str, object]:

@@ -10,7 +10,8 @@ import pytest
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
-from tasks.sources import fetch_model, read_rows
+from tasks.data.reading.read import read_rows
+from tasks.fetch_model import fetch_model
 from tests.site import site
 
 

@@ -7,10 +7,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.completion_mask import IGNORED
+from tasks.data.tokens.completion_mask import IGNORED
+from tasks.data.tokens.tokenize_rows import (
+    require_chat_template,
+    tokenize_conversations,
+    tokenize_preferences,
+    tokenize_text,
+)
+from tasks.data.tokens.tokenized_rows import TokenizedRows, show
 from tasks.method import Input
-from tasks.tokenize_rows import require_chat_template, tokenize_conversations, tokenize_preferences, tokenize_text
-from tasks.tokenized_rows import TokenizedRows, show
 from tests import tiny
 
 CONVERSATION = [

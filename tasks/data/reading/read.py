@@ -1,35 +1,37 @@
-"""Reads what a source names: rows with the place that each came from, and the directory of a model."""
+"""Reads what a source names: rows with the place that each came from."""
 
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from lineage.artifact import Source
-from lineage.errors import ConfigError, DataError
+from lineage.errors import DataError
 from lineage.remote_files import is_url, open_remote, remote_versions
 from lineage.sources import QUICKSTART, local_paths
+from tasks.data.reading.chunk import Chunk, ParsedChunk, Row
 from tasks.quickstart import quickstart_rows
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one JSON object per line
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # read by the builder of `datasets` of that name
 _DATA = {*_LINES, *_TABLES, ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip"}  # what must not be passed over
-_MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row as the user has it.
+_ROWS_PER_CHUNK = 1000
 
-    Args:
-        where: ``file:line`` or ``dataset[index]``, for messages.
+
+def read_chunks(source: Source) -> Iterator[Chunk]:
+    """The rows of a source in order, in pieces.
+
+    Raises:
+        DataError: nothing can be read from it at all. One line that is no row is a ``Broken`` in its chunk.
     """
-
-    fields: Mapping[str, object]
-    where: str
+    rows = _rows(source)
+    while entries := tuple(islice(rows, _ROWS_PER_CHUNK)):
+        yield ParsedChunk(entries=entries)
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -168,31 +170,3 @@ def _read_dataset(path: str, source: Source, local: Path | None) -> Iterator[Row
 def _numbered(rows: Iterable[Mapping[str, object]], name: str) -> Iterator[Row]:
     for index, fields in enumerate(rows):
         yield Row(fields=fields, where=f"{name}[{index}]")
-
-
-def fetch_model(source: Source) -> Path:
-    """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision.
-
-    Raises:
-        ConfigError: it holds no model, or none in safetensors.
-    """
-    matches = local_paths(source.path)
-    if matches:
-        directory = matches[0]
-    else:
-        from huggingface_hub import snapshot_download
-
-        try:
-            fetched = snapshot_download(
-                source.path, revision=source.revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
-            )
-        except Exception as error:  # the hub's errors and its HTTP library's have no common base
-            raise ConfigError(
-                f"model {source.path}: no such directory, and the hub gave none at revision {source.revision} "
-                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
-            ) from error
-        directory = Path(fetched)
-    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
-        if not any(directory.glob(pattern)):
-            raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
-    return directory

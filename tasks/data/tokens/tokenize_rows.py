@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from tasks.completion_mask import IGNORED, Message, common_prefix, labels_of, render, tokenize
-from tasks.row_split import TRAIN
-from tasks.tokenized_rows import NUM_SAMPLES, TokenizedRows, marked
+from tasks.data.preparing.row_split import TRAIN
+from tasks.data.tokens.completion_mask import IGNORED, Message, common_prefix, labels_of, render, tokenize
+from tasks.data.tokens.tokenized_rows import NUM_SAMPLES, TokenizedRows, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,37 @@
+"""The directory of a model that a source names."""
+
+from pathlib import Path
+
+from lineage.artifact import Source
+from lineage.errors import ConfigError
+from lineage.sources import local_paths
+
+_MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
+
+
+def fetch_model(source: Source) -> Path:
+    """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision.
+
+    Raises:
+        ConfigError: it holds no model, or none in safetensors.
+    """
+    matches = local_paths(source.path)
+    if matches:
+        directory = matches[0]
+    else:
+        from huggingface_hub import snapshot_download
+
+        try:
+            fetched = snapshot_download(
+                source.path, revision=source.revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
+            )
+        except Exception as error:  # the hub's errors and its HTTP library's have no common base
+            raise ConfigError(
+                f"model {source.path}: no such directory, and the hub gave none at revision {source.revision} "
+                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
+            ) from error
+        directory = Path(fetched)
+    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
+        if not any(directory.glob(pattern)):
+            raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
+    return directory
