@@ -12,6 +12,7 @@ STOPPED = 130
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
+    "data": "read rows as a data stage would, and say what is in them; run nothing",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
     "impact": "show all that a source, a file, a row, a label or a model went into",

@@ -35,7 +35,8 @@ class Source:
     """A root of the graph: rows or a model that no stage of ours made.
 
     Args:
-        path: a file, a directory, a hub id (``owner/name``), ``quickstart:NAME``; or ``alias:NAME``, the model that an
+        path: a file, a directory, a hub id (``owner/name``), a URL, ``quickstart:NAME``, a function that yields rows
+            (``python:PACKAGE.MODULE.FUNCTION``, ``python:FILE.py:FUNCTION``); or ``alias:NAME``, the model that an
             alias names, and ``alias:NAME/STAGE``, what that stage gave to the making of that model.
         kind: ``rows`` or ``checkpoint``; of ``alias:NAME/STAGE`` whatever the stage produces.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
@@ -48,6 +49,8 @@ class Source:
         streaming: rows of a hub data set are read as they are needed, for what does not fit the disk; how many must
             be bounded by a slice or by ``sample_count``.
         allow_code: lets ``python:FILE.py:FUNCTION`` run that file.
+        credentials: of a URL: option of its file system in fsspec -> the environment variable that holds it, such as
+            ``secret: MY_SECRET``; never a value. Not identity.
         labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``: every artifact that the source
             goes into carries them. Not identity.
         fallback: of an alias: a stage, or ``source:NAME``, that fills its slots while the alias names no such thing;
@@ -61,11 +64,12 @@ class Source:
     revision: str | None = None
     split: str = "train"
     format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
     sample_count: Annotated[int, Gt(0)] | None = None
     shuffle_seed: Annotated[int, Ge(0)] | None = None
     shuffle_buffer: Annotated[int, Gt(0)] | None = None
     streaming: bool = False
     allow_code: bool = False
+    credentials: Mapping[str, str] = field(default_factory=dict, hash=False)
     labels: tuple[str, ...] = ()
     fallback: str | None = None

@@ -22,13 +22,13 @@ def code_digest(module: str) -> str:
 
 def code_digest_now(module: str) -> str:
     """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
-    for cached in (_source_file, _imports):
+    for cached in (source_file, _imports):
         cached.cache_clear()
     return code_digest(module)
 
 
 def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
-    path = _source_file(module)
+    path = source_file(module)
     if path is None or module in files:
         return
     files[module] = path
@@ -38,8 +38,8 @@ def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
 
 
 @cache
-def _source_file(module: str) -> Path | None:
-    """Where a module's source lies, found by its path: asking for the spec of ``a.b.c`` would import ``a.b``."""
+def source_file(module: str) -> Path | None:
+    """Where a module lies, found by its path: asking for the spec of ``a.b.c`` would import ``a.b``."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None:

@@ -4,40 +4,69 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lineage.fingerprint import canonical_json
 
 # A smaller file is read again each time: that costs nothing, and no clock can hide a change of it.
 _CACHED_BYTES = 16 * 2**20
+_TICK_NANOSECONDS = 2 * 10**9  # of the coarsest clock of a file system
 
 
 class DigestCache:
-    """Digests of large files by path, size, time of change and inode, so that a plan need not read them again."""
+    """Digests of large files, so that a plan need not read them again.
 
-    def __init__(self, path: Path) -> None:
+    A file is taken to be unchanged while its path, size, inode and both its times are: that of its last change can be
+    set back, the one at which the inode changed cannot. A new hard link or other permissions move the latter too, which
+    costs one reading. What was written in the last two seconds may be written again within the same tick of its file
+    system's clock, and is not remembered.
+
+    Args:
+        path: of the JSON that is kept from one command to the next; None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        try:
-            self._known: dict[str, str] = json.loads(path.read_text())
-        except (OSError, ValueError):  # none yet, or damaged: it is only a cache
-            self._known = {}
+        self._known = self._read()
+        self._writing = threading.Lock()
 
     def digest(self, file: Path, algorithm: str = "sha256") -> str:
         """Digest of a file's bytes, in hex."""
         status = file.stat()
         if status.st_size < _CACHED_BYTES:
             return digest_file(file, algorithm)
-        key = f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        key = f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
         if algorithm != "sha256":
             key = f"{algorithm}:{key}"
-        if key not in self._known:
-            self._known[key] = digest_file(file, algorithm)
+        if key in self._known:
+            return self._known[key]
+        is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _TICK_NANOSECONDS
+        digest = digest_file(file, algorithm)
+        if is_settled:
+            self._remember(key, digest)
+        return digest
+
+    def _read(self) -> dict[str, str]:
+        if self._path is None:
+            return {}
+        try:
+            return dict(json.loads(self._path.read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or damaged: it is only a cache
+            return {}
+
+    def _remember(self, key: str, digest: str) -> None:
+        """Keeps what other processes wrote meanwhile; of two that write at once one is lost, and made again."""
+        with self._writing:
+            self._known = {**self._read(), **self._known, key: digest}
+            if self._path is None:
+                return
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             draft.write_text(json.dumps(self._known))
             draft.replace(self._path)
-        return self._known[key]
 
 
 def digest_file(path: Path, algorithm: str = "sha256") -> str:
@@ -46,14 +75,24 @@ def digest_file(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
-def digest_files(directory: Path, cache: DigestCache | None = None) -> dict[str, str]:
-    """Relative POSIX path -> SHA-256, of every file below a directory, in order of path.
+def digest_all(files: Sequence[Path], cache: DigestCache | None = None) -> list[str]:
+    """SHA-256 of each file, on all CPUs at once: Python's lock is free while one is hashed.
 
     Args:
         cache: of large files that were not written since; None: every byte is read.
     """
-    digest = cache.digest if cache else digest_file
-    return {name: digest(directory / name) for name in file_names(directory)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(cache.digest if cache else digest_file, files))
+
+
+def digest_files(directory: Path, cache: DigestCache | None = None) -> dict[str, str]:
+    """Relative POSIX path -> SHA-256, of every file below a directory, in order of path.
+
+    Args:
+        cache: as in ``digest_all``.
+    """
+    names = file_names(directory)
+    return dict(zip(names, digest_all([directory / name for name in names], cache), strict=True))
 
 
 def digest_of(files: Mapping[str, str]) -> str:

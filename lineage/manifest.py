@@ -35,6 +35,7 @@ class SourceRecord:
     Args:
         files: absolute path -> SHA-256, of every file that was read; empty where the revision is the identity.
         dvc: the hash in the ``.dvc`` file beside it, where DVC tracks it.
+        reading: how its rows were read, where the source stated it: format, columns, sample_count ...
     """
 
     path: str
@@ -44,6 +45,11 @@ class SourceRecord:
     labels: list[str]
     files: dict[str, str]
     dvc: str | None
+    reading: dict[str, object] = field(default_factory=dict)
+
+    def stated(self) -> dict[str, object]:
+        """What the declaration said of it beyond its path: each of these is identity."""
+        return {"kind": self.kind, "revision": self.revision, "split": self.split, **self.reading}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,23 @@
 """Files behind a URL: of a bucket, of a DVC remote, of whatever fsspec has a file system for."""
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from glob import has_magic
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
+from lineage.secrets import secrets_of, without_secrets
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+Credentials = Mapping[str, str]  # option of a file system in fsspec -> the environment variable that holds it
+
+_NONE: Credentials = MappingProxyType({})
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _DVC = "dvc://"  # a path that DVC tracks, in the repository of this folder, as its commit has it
 
@@ -25,17 +31,18 @@ def is_url(path: str) -> bool:
     return bool(_URL.match(path))
 
 
-def remote_versions(name: str, url: str) -> dict[str, str]:
+def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> dict[str, str]:
     """URL -> version, of every file that a URL of a file, a directory or a glob names; in order. Nothing is downloaded.
 
     Args:
         name: of the source, for messages.
 
     Raises:
-        ConfigError: nothing is there or answers, there is no such file system here, or it tells no versions.
+        ConfigError: nothing is there or answers, there is no such file system here, it tells no versions, or what
+            ``credentials`` names is not set.
     """
     try:
-        with _file_system(url) as (files, path):
+        with _file_system(url, credentials) as (files, path):
             files.invalidate_cache()
             found = _listed(files, path)
             told = {place: _told(files, place, found[place]) for place in sorted(found)}
@@ -44,10 +51,10 @@ def remote_versions(name: str, url: str) -> dict[str, str]:
                 for place, each in told.items()
                 if each["type"] == "file"
             }
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"sources.{name}.{error}") from error
     except Exception as error:  # of a file system's own library: no common base
-        raise _unreachable(name, url, error) from error
+        raise _unreachable(name, url, without_secrets(error, credentials)) from error
     if not versions:
         raise ConfigError(
             f"sources.{name}.path={url}: no file there, or its server does not answer; "
@@ -62,23 +69,37 @@ def revision_of(versions: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def open_remote(url: str) -> Iterator[IO[bytes]]:
+def open_remote(url: str, credentials: Credentials = _NONE) -> Iterator[IO[bytes]]:
     """A file behind a URL, to be read."""
-    with _file_system(url) as (files, path), files.open(path, "rb") as file:
+    with _file_system(url, credentials) as (files, path), files.open(path, "rb") as file:
         yield file
 
 
 @contextlib.contextmanager
-def _file_system(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
-    from fsspec.core import url_to_fs
+def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["AbstractFileSystem", str]]:
+    from fsspec.core import get_filesystem_class, url_to_fs
 
+    if credentials:
+        _require_options(get_filesystem_class(url.partition("://")[0]), credentials)
     # What is committed, and not what lies in the folder: the two may differ, and only one has a version.
-    files, path = url_to_fs(url, **({"rev": "HEAD"} if url.startswith(_DVC) else {}))
+    stated = {"rev": "HEAD"} if url.startswith(_DVC) else {}
+    files, path = url_to_fs(url, **stated, **secrets_of(credentials))
     try:
         yield files, path
     finally:
         if url.startswith(_DVC):  # it holds a repository open; the others are shared
             files.close()
+
+
+def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials) -> None:
+    """That the file system has these options: it would ignore others without a word."""
+    accepted = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "args", "kwargs")]
+    for option in credentials:
+        if option not in accepted:
+            raise ConfigError(
+                f"credentials.{option}: {kind.__name__} has no such option; accepted: {', '.join(accepted) or 'none'}; "
+                "rename or remove it"
+            )
 
 
 def _listed(files: "AbstractFileSystem", path: str) -> Mapping[str, Mapping[str, object]]:
@@ -111,10 +132,9 @@ def _version(name: str, place: str, told: Mapping[str, object]) -> str:
     )
 
 
-def _unreachable(name: str, url: str, error: Exception) -> ConfigError:
-    cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def _unreachable(name: str, url: str, cause: str) -> ConfigError:
     return ConfigError(
         f"sources.{name}.path={url}: cannot be listed ({cause}); give a URL that fsspec reads, with its package "
         "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://) and credentials where that package looks for "
-        "them; or dvc://PATH, inside a DVC repository"
+        f"them or as sources.{name}.credentials; or dvc://PATH, inside a DVC repository"
     )

@@ -10,15 +10,16 @@ from glob import glob
 from pathlib import Path
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache, digest_of, file_names
+from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
+from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, remote_versions, revision_of
+from lineage.source_checks import check_options, reading_options
 
 QUICKSTART = "quickstart:"
-_READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -43,28 +44,26 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     """Pins a source to what it is now.
 
     Raises:
-        ConfigError: there is no such file, directory, bucket or hub repository.
+        ConfigError: there is no such file, directory, bucket, hub repository or function, or it states what cannot be.
     """
+    matches = local_paths(source.path)
+    is_hub = not matches and _is_hub_id(source.path)
+    check_options(name, source, is_hub=is_hub, is_url=is_url(source.path))
     if source.path.startswith(QUICKSTART):
         # These rows come from the interpreter's own documentation, so the interpreter is their revision.
         return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
     if is_url(source.path):
         return _by_revision(source, _remote_revision(name, source))
-    matches = local_paths(source.path)
+    if source.path.startswith(PYTHON):
+        return _by_code(name, source)
     if matches:
         return _by_content(source, matches, cache)
-    if _is_hub_id(source.path):
+    if is_hub:
         return _by_revision(source, _hub_commit(name, source))
     raise ConfigError(
         f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is no hub id "
         f"(owner/name); give a path that exists, a hub id, or a URL such as s3://bucket/rows.jsonl"
     )
-
-
-def reading_options(source: Source) -> dict[str, object]:
-    """What a source states beyond where its rows are: how they are read. What is not stated is left out."""
-    stated = {name: getattr(source, name) for name in _READING}
-    return {name: value for name, value in stated.items() if value is not None and value != {}}
 
 
 def never_changes(source: Source) -> bool:
@@ -78,11 +77,34 @@ def _by_revision(source: Source, revision: str) -> Pinned:
     return Pinned(source=pinned, fingerprint=_identity(pinned, pinned.path), digest=None, record=record)
 
 
+def _by_code(name: str, source: Source) -> Pinned:
+    """A function's rows are taken to be what its code is: what else it reads, such as a clock, nobody can know."""
+    try:
+        function = row_function(source.path)
+        if function.file and not source.allow_code:
+            raise ConfigError(
+                f"path={source.path}: the rows would come from running that file; state sources.{name}.allow_code=true "
+                "to let it run, or give a function of a module, as python:PACKAGE.MODULE.FUNCTION"
+            )
+        digest = code_of(function)
+    except ConfigError as error:
+        raise ConfigError(f"sources.{name}: {error}") from error
+    if source.split.partition("[")[0] != "train":
+        raise ConfigError(
+            f"sources.{name}.split={source.split}: a function has no splits; accepted: train, and a slice of it such "
+            "as train[:1000]"
+        )
+    pinned = replace(source, path=function.absolute(), revision=digest)
+    record = _record(pinned, files={}, dvc=None)
+    return Pinned(source=pinned, fingerprint=_identity(pinned, PYTHON + function.name), digest=None, record=record)
+
+
 def _by_content(source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
     # Absolute, for a worker that was started elsewhere; the identity is the content alone.
     path = os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
     pinned = replace(source, revision=None, path=path)
-    files = {str(file.absolute()): cache.digest(file) for match in matches for file in _files(match)}
+    paths = [file.absolute() for match in matches for file in _files(match)]
+    files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
     digest = digest_of(_by_place(matches, files))
     record = _record(pinned, files=files, dvc=tracked_hash(Path(path), cache))
     return Pinned(source=pinned, fingerprint=_identity(pinned, digest), digest=digest, record=record)
@@ -91,7 +113,7 @@ def _by_content(source: Source, matches: list[Path], cache: DigestCache) -> Pinn
 def _record(source: Source, files: dict[str, str], dvc: str | None) -> SourceRecord:
     return SourceRecord(
         path=source.path, kind=source.kind, revision=source.revision, split=source.split,
-        labels=sorted(source.labels), files=files, dvc=dvc,
+        labels=sorted(source.labels), files=files, dvc=dvc, reading=reading_options(source),
     )  # fmt: skip
 
 
@@ -125,7 +147,7 @@ def _is_hub_id(path: str) -> bool:
     return (
         bool(owner and name)
         and "/" not in name
-        and not path.startswith((".", "~", "/"))
+        and not path.startswith((".", "~", "/", PYTHON))
         and not path.endswith(".jsonl")
     )
 
@@ -140,7 +162,7 @@ def _remote_revision(name: str, source: Source) -> str:
             f"sources.{name}.path={source.path}: a model is not read from a URL; "
             "give a directory, a hub id or alias:NAME"
         )
-    return revision_of(remote_versions(name, source.path))
+    return revision_of(remote_versions(name, source.path, source.credentials))
 
 
 def _hub_commit(name: str, source: Source) -> str:

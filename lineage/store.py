@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
-RESERVED = ("logs", "pipelines", "runs", "sweeps", "watch")  # directories of the store that belong to no stage
+CACHE = "cache"  # what stages share and can make again, such as tokens
+RESERVED = (CACHE, "logs", "pipelines", "runs", "sweeps", "watch")  # directories of the store that belong to no stage
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 

@@ -1,4 +1,13 @@
-"""The chat template that we install where a model has none."""
+"""The chat templates that we install where a model has none."""
+
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS = ("<|im_start|>", "<|im_end|>")  # what begins and what ends a turn, in each of them
 
 # ChatML, except that the newline after a turn belongs to the next turn: so a turn ends exactly with its
 # <|im_end|>, which is what a model generates last and what a completion mask must end with. A prefix of
@@ -11,4 +20,56 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-CHAT_TEMPLATES = {"chatml": CHATML}
+# ChatML as above, with tools as Hermes 2 Pro and Qwen 2.5 write them: their JSON schemas at the end of the system turn,
+# each call as JSON in <tool_call>, the results of a round in one turn of the user, each in <tool_response>.
+HERMES = (
+    "{% set begins_with_system = messages[0]['role'] == 'system' %}"
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if begins_with_system %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{{ '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}"
+    "{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}"
+    "{{ '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}'
+    "\\n</tool_call><|im_end|>' }}"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{% if not (tools and loop.first and begins_with_system) %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}"
+    "{% if tools or not loop.first %}{{ '\\n' }}{% endif %}{{ '<|im_start|>user' }}"
+    "{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>' }}{% endif %}"
+    "{% else %}"
+    "{% if tools or not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ '<tool_call>\\n{\"name\": ' }}{{ call['function']['name'] | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ call['function']['arguments'] | tojson }}{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' }}"
+    "{% endif %}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+CHAT_TEMPLATES = {"chatml": CHATML, "hermes": HERMES}
+
+
+def install_chat_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+    """Gives the tokenizer a template.
+
+    Raises:
+        ConfigError: the vocabulary lacks the template's tokens; adding them would change the tokenizer.
+    """
+    missing = [token for token in TOKENS if token not in tokenizer.get_vocab()]
+    if missing:
+        raise ConfigError(
+            f"chat_template={name} needs the tokens {', '.join(TOKENS)} and the model's vocabulary lacks "
+            f"{', '.join(missing)}; start from a model whose tokenizer has them or that brings a chat template"
+        )
+    tokenizer.chat_template = CHAT_TEMPLATES[name]

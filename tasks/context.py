@@ -69,6 +69,7 @@ class TrainContext:
         output_dir: the artifact is written here (``output/`` of the stage's directory).
         work_dir: scratch space of the stage, deleted when it ends.
         report: ``report(step, metrics)``; every rank calls it, rank 0 records.
+        cache_dir: what stages of one store share and can make again, such as tokens; None: nothing is kept.
     """
 
     output_dir: Path
@@ -77,3 +78,4 @@ class TrainContext:
     rank: int = 0
     world_size: int = 1
     report: Report = _no_report
+    cache_dir: Path | None = None

@@ -8,6 +8,7 @@ from annotated_types import Gt
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import Inputs, Training
 
 
@@ -23,18 +24,23 @@ class ContinuedPretraining(Training):
     global_batch_size: Annotated[int, Gt(0)] = 64  # chunks per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens per chunk
 
+    def tokenization(self) -> Tokenization:
+        return Tokenization(kind=Kind.TEXT, max_length=self.max_length)
+
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        from tasks.data.tokens.tokenize_rows import read_rows, tokenize_text
+        from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_policy, lora_config, save_output
         from tasks.packed_forward import install
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_policy(inputs["policy"])
-        rows = tokenize_text(read_rows(inputs["rows"]), policy.tokenizer, self.max_length)
+        rows = load_or_make(
+            self.tokenization(), inputs["rows"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
+        )
         show(rows, inputs["rows"], self.max_length)
         trainer = SFTTrainer(
             policy.model,

@@ -8,6 +8,7 @@ from annotated_types import Gt
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
 
@@ -18,6 +19,9 @@ class DPO(Training):
     Args:
         beta: strength of the KL to the reference.
         loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
+        too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
+            beginning of its prompt is, it is left out, or it is an error.
+        max_prompt_length: a longer prompt keeps its last tokens.
     """
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
@@ -30,12 +34,21 @@ class DPO(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    too_long: TooLong | None = None
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+
+    def tokenization(self) -> Tokenization:
+        return Tokenization(
+            kind=Kind.PREFERENCES, max_length=self.max_length, too_long=self.too_long,
+            max_prompt_length=self.max_prompt_length,
+        )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from trl import DPOConfig
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
+        from tasks.data.tokens.load_or_make import load_or_make
+        from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_policy, lora_config, save_output
         from tasks.packed_batches import collator_for
@@ -47,7 +60,9 @@ class DPO(Training):
         # With LoRA the reference is the policy with its adapter switched off; else a second copy of the policy.
         reference = None if self.adapter else load_policy(inputs["policy"]).model
         require_chat_template(policy.tokenizer, inputs["policy"])
-        rows = tokenize_preferences(read_rows(inputs["pairs"]), policy.tokenizer, self.max_length)
+        rows = load_or_make(
+            self.tokenization(), inputs["pairs"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
+        )
         show(rows, inputs["pairs"], self.max_length)
         trainer = TokenizedDPOTrainer(
             policy.model,

@@ -1,14 +1,18 @@
 """The held-out rows that policies are measured on, as tokens."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.preparing.row_split import HELD_OUT, canonical
-from tasks.data.tokens.completion_mask import IGNORED, Message, render, tokenize
-from tasks.data.tokens.tokenize_rows import end_of_document, tokenize_conversations, tokenize_preferences
+from tasks.data.schema import messages_of
+from tasks.data.tokens.encoding import encoder_of
+from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer, TokenRow
 from tasks.scoring import Scored
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from tasks.method import Input, Inputs
 
 Row = dict[str, object]
+Message = dict[str, str]  # as a file of prepared rows holds it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,50 +88,54 @@ def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
 
 def text_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Scored]:
     """Each document with its end; every token but the first counts."""
-    end = tokenizer.convert_tokens_to_ids(end_of_document(tokenizer))
-    texts = [str(row["text"]) for row in rows]
-    tokens = tokenize(tokenizer, texts)
-    cut = [[*tokens[text], end][:max_length] for text in texts]
+    cut = [
+        (row, each.columns["input_ids"][:max_length]) for row, each in _tokens(Kind.TEXT, rows, tokenizer, max_length)
+    ]
     return [
         Scored(input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row))
-        for row, ids in zip(rows, cut, strict=True)
+        for row, ids in cut
         if len(ids) > 1
     ]
 
 
 def answer_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Scored]:
     """Each conversation; what the assistant says counts, as in training."""
-    result = tokenize_conversations(rows, tokenizer, max_length)
-    columns, kept = result.columns, _kept(rows, result.dropped)
     return [
         Scored(
-            input_ids=ids,
-            mask=[int(label != IGNORED) for label in labels],
+            input_ids=each.columns["input_ids"],
+            mask=[int(label != IGNORED) for label in each.columns["labels"]],
             row_id=str(row["row_id"]),
             group=_content(row),
         )
-        for row, ids, labels in zip(kept, columns["input_ids"], columns["labels"], strict=True)
+        for row, each in _tokens(Kind.CONVERSATIONS, rows, tokenizer, max_length)
     ]
 
 
 def pair_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Pairs:
     """Each pair's two conversations; the answers count, as in training."""
-    result = tokenize_preferences(rows, tokenizer, max_length)
-    columns, kept = result.columns, _kept(rows, result.dropped)
+    found = list(_tokens(Kind.PREFERENCES, rows, tokenizer, max_length))
     sides = {
         side: [
             Scored(
-                input_ids=[*prompt, *answer],
-                mask=[0] * len(prompt) + [1] * len(answer),
+                input_ids=[*each.columns["prompt_ids"], *each.columns[side]],
+                mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns[side]),
                 row_id=str(row["row_id"]),
                 group=digest(row["prompt"]),
             )
-            for row, prompt, answer in zip(kept, columns["prompt_ids"], columns[f"{side}_ids"], strict=True)
+            for row, each in found
         ]
-        for side in ("chosen", "rejected")
+        for side in ("chosen_ids", "rejected_ids")
     }
-    kinds = [None if row["kind"] is None else str(row["kind"]) for row in kept]
-    return Pairs(chosen=sides["chosen"], rejected=sides["rejected"], kinds=kinds)
+    kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in found]
+    return Pairs(chosen=sides["chosen_ids"], rejected=sides["rejected_ids"], kinds=kinds)
+
+
+def _tokens(
+    kind: Kind, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> Iterator[tuple[Row, TokenRow]]:
+    """The tokens of each row that would be trained on."""
+    tokenize = RowTokenizer.of(Tokenization(kind=kind, max_length=max_length), tokenizer)
+    return ((row, each) for row, each in zip(rows, tokenize(rows), strict=True) if not each.fate.dropped)
 
 
 def digest(value: object) -> str:
@@ -137,11 +146,6 @@ def digest(value: object) -> str:
 def _content(row: Row) -> str:
     """The name that a row shares with its duplicates, which say nothing new."""
     return str(row["row_id"]).partition("-")[0]
-
-
-def _kept(rows: Sequence[Row], dropped: Sequence[str]) -> list[Row]:
-    left_out = set(dropped)
-    return [row for row in rows if row["row_id"] not in left_out]
 
 
 def distinct_prompts(rows: Sequence[Row], count: int) -> list[list[Message]]:
@@ -158,18 +162,18 @@ def prompt_tokens(
     prompts: Sequence[list[Message]], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[list[int]]:
     """Each prompt up to where the assistant begins to speak; a long one keeps its end."""
-    texts = [str(tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True)) for p in prompts]
-    tokens = tokenize(tokenizer, texts)
-    return [tokens[text][-max_length:] for text in texts]
+    renderer = Renderer.of(tokenizer)
+    texts = [renderer.text(messages_of(prompt), prompt=True) for prompt in prompts]
+    return [each.ids[-max_length:] for each in encoder_of(tokenizer).encode(texts)]
 
 
 def answered_tokens(
     prompts: Sequence[list[Message]], answers: Sequence[str], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[list[int]]:
     """Each prompt with an answer to it, as a reward model reads them."""
+    renderer = Renderer.of(tokenizer)
     texts = [
-        render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], f"prompt {index}").text
+        renderer.turns([*messages_of(prompt), {"role": "assistant", "content": answer}], None, f"prompt {index}").text
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    tokens = tokenize(tokenizer, texts)
-    return [tokens[text][:max_length] for text in texts]
+    return [each.ids[:max_length] for each in encoder_of(tokenizer).encode(texts)]

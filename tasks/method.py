@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Lt
 from lineage.artifact import Kind, Source
 from lineage.fingerprint import without_nones
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.tokenization import Tokenization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +118,10 @@ class Training(Method):
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     adapter: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        self.tokenization()  # refuses options that cannot work together
+
+    def tokenization(self) -> Tokenization | None:
+        """How its rows become tokens, so that they can be checked before it runs; None: in a way of its own."""
+        return None

@@ -46,12 +46,17 @@ class Policy:
 
 def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model; a missing pad token is filled in memory only, padding is never trained."""
+    return tokenizer_of(policy.path)
+
+
+def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
+    """As ``load_tokenizer``, of a directory that holds one."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of weights that are loaded and written: it fills logs, and says nothing
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        policy.path, trust_remote_code=False, local_files_only=True
+        directory, trust_remote_code=False, local_files_only=True
     )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,6 +1,6 @@
 """Micro batches for the packed forward: TRL's collators, with the layout of the real tokens added."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tasks.packed_forward import is_packable, pack
@@ -29,6 +29,18 @@ class PackedCollator:
         batch = self.collate(examples)
         shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
         return {**batch, **pack(batch["attention_mask"], shared)}
+
+
+def unpacked(collate: Collator) -> Collator:
+    """Collates the rows of packs, each as a row of its own: a row that is not in the grid of another cannot see it."""
+
+    def rows(example: Example) -> Iterator[Example]:
+        place = 0
+        for length in example["seq_lengths"]:
+            yield {name: example[name][place : place + length] for name in ("input_ids", "labels")}
+            place += length
+
+    return lambda examples: collate([row for example in examples for row in rows(example)])
 
 
 def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":

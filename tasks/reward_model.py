@@ -1,17 +1,18 @@
 """A reward model from preference pairs: Ouyang et al. 2022, arXiv:2203.02155, eq. 1 (Bradley-Terry)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
 if TYPE_CHECKING:
-    from tasks.data.tokens.tokenized_rows import TokenizedRows
+    from tasks.packed_batches import Batch, Collator, Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,11 @@ class RewardModel(Training):
     """Trains the policy's backbone under a new scalar head to score chosen answers above rejected ones.
 
     The loss is ``-log sigmoid(r(chosen) - r(rejected))``: ln 2 when the two cannot be told apart.
+
+    Args:
+        too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
+            beginning of its prompt is, it is left out, or it is an error.
+        max_prompt_length: a longer prompt keeps its last tokens.
     """
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
@@ -29,12 +35,21 @@ class RewardModel(Training):
     num_steps: Annotated[int, Gt(0)] = 1000
     global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
+    too_long: TooLong | None = None
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+
+    def tokenization(self) -> Tokenization:
+        return Tokenization(
+            kind=Kind.PREFERENCES, max_length=self.max_length, too_long=self.too_long,
+            max_prompt_length=self.max_prompt_length,
+        )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
-        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_preferences
+        from tasks.data.tokens.load_or_make import load_or_make
+        from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
         from tasks.models import load_reward_model, lora_config, save_output
         from tasks.packed_batches import collator_for
@@ -43,14 +58,18 @@ class RewardModel(Training):
 
         policy = load_reward_model(inputs["policy"], self.seed)
         require_chat_template(policy.tokenizer, inputs["policy"])
-        rows = tokenize_preferences(read_rows(inputs["pairs"]), policy.tokenizer, self.max_length)
+        rows = load_or_make(
+            self.tokenization(), inputs["pairs"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
+        )
         show(rows, inputs["pairs"], self.max_length)
-        collate = DataCollatorForPreference(policy.tokenizer.pad_token_id)
+        collate = whole_sequences(DataCollatorForPreference(policy.tokenizer.pad_token_id))
+        # TRL turns all dropout off; a LoRA that asks for it gets it.
+        disable_dropout = not (self.adapter and self.adapter.dropout)
         trainer = RewardTrainer(
             policy.model,
-            # TRL turns all dropout off; a LoRA that asks for it gets it.
-            args=RewardConfig(disable_dropout=not (self.adapter and self.adapter.dropout), **trainer_args(self, ctx)),
-            train_dataset=ordered(whole_sequences(rows), self),
+            # TRL knows no column of prompts, and would take it away.
+            args=RewardConfig(disable_dropout=disable_dropout, remove_unused_columns=False, **trainer_args(self, ctx)),
+            train_dataset=ordered(rows, self),
             data_collator=collator_for(policy.model, collate, pairs=True),
             processing_class=policy.tokenizer,
             peft_config=lora_config(self.adapter, "SEQ_CLS"),
@@ -61,11 +80,11 @@ class RewardModel(Training):
         return {**rows.metrics, **metrics}
 
 
-def whole_sequences(rows: "TokenizedRows") -> "TokenizedRows":
-    """Prompt and answer as one sequence: what a reward model reads."""
-    prompts = rows.columns["prompt_ids"]
-    columns = {
-        name: [prompt + answer for prompt, answer in zip(prompts, rows.columns[name], strict=True)]
-        for name in ("chosen_ids", "rejected_ids")
-    }
-    return replace(rows, columns=columns)
+def whole_sequences(collate: "Collator") -> "Collator":
+    """Collates prompt and answer as one sequence: what a reward model reads."""
+
+    def joined(examples: "list[Example]") -> "Batch":
+        sides = ("chosen_ids", "rejected_ids")
+        return collate([{side: example["prompt_ids"] + example[side] for side in sides} for example in examples])
+
+    return joined

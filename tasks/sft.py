@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Gt
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
-from tasks.chat_template import CHAT_TEMPLATES
+from tasks.chat_template import CHAT_TEMPLATES, TOKENS, install_chat_template
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
 from tasks.method import Inputs, Training
 
 if TYPE_CHECKING:
-    from tasks.models import Policy
-
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+    from transformers import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +22,11 @@ class SFT(Training):
 
     Args:
         chat_template: installs a template for training and writes it into the output: for a model that has none.
+        too_long: what becomes of a row of more than ``max_length`` tokens: its end is cut off (None), the
+            beginning of its prompt is, it is left out, or it is an error.
+        max_prompt_length: what precedes the first answer keeps its last tokens.
+        packing: several conversations, none cut for it, share the ``max_length`` tokens of one example, and none sees
+            another; ``global_batch_size`` then counts such packs.
     """
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.CONVERSATIONS}
@@ -34,30 +37,44 @@ class SFT(Training):
     num_steps: Annotated[int, Gt(0)] = 1000
     global_batch_size: Annotated[int, Gt(0)] = 64  # conversations per step
     max_length: Annotated[int, Gt(0)] = 2048
-    chat_template: Literal["chatml"] | None = None
+    chat_template: Literal["chatml", "hermes"] | None = None  # hermes: with tools
+    too_long: TooLong | None = None
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    packing: Packing | None = None
+
+    def tokenization(self) -> Tokenization:
+        return Tokenization(
+            kind=Kind.CONVERSATIONS, max_length=self.max_length, too_long=self.too_long,
+            max_prompt_length=self.max_prompt_length, packing=self.packing, chat_template=self.chat_template,
+        )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        from tasks.data.tokens.tokenize_rows import read_rows, require_chat_template, tokenize_conversations
+        from tasks.data.tokens.load_or_make import load_or_make
+        from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
         from tasks.models import CHAT_TEMPLATE_FILE, load_policy, lora_config, save_output
-        from tasks.packed_batches import collator_for
+        from tasks.packed_batches import collator_for, unpacked
         from tasks.packed_forward import install
         from tasks.trainer import fit, ordered, trainer_args
 
         policy = load_policy(inputs["policy"])
         if self.chat_template:
-            install_chat_template(policy, self.chat_template)
+            install_chat_template(policy.tokenizer, self.chat_template)
+            _stop_at(policy.tokenizer.convert_tokens_to_ids(TOKENS[1]), policy.model.generation_config)
         require_chat_template(policy.tokenizer, inputs["policy"])
-        rows = tokenize_conversations(read_rows(inputs["rows"]), policy.tokenizer, self.max_length)
+        rows = load_or_make(
+            self.tokenization(), inputs["rows"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
+        )
         show(rows, inputs["rows"], self.max_length)
+        collate = collator_for(policy.model, DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id))
         trainer = SFTTrainer(
             policy.model,
             args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **trainer_args(self, ctx)),
             train_dataset=ordered(rows, self),
-            data_collator=collator_for(policy.model, DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id)),
+            data_collator=unpacked(collate) if self.packing else collate,
             processing_class=policy.tokenizer,
             peft_config=lora_config(self.adapter, "CAUSAL_LM"),
         )
@@ -69,20 +86,8 @@ class SFT(Training):
         return {**rows.metrics, **metrics}
 
 
-def install_chat_template(policy: "Policy", name: str) -> None:
-    """Gives the tokenizer a template, and lets the model's generation stop at its end of turn.
-
-    Raises:
-        ConfigError: the vocabulary lacks the template's tokens; adding them would change the tokenizer.
-    """
-    missing = [token for token in CHATML_TOKENS if token not in policy.tokenizer.get_vocab()]
-    if missing:
-        raise ConfigError(
-            f"chat_template={name} needs the tokens {', '.join(CHATML_TOKENS)} and the model's vocabulary lacks "
-            f"{', '.join(missing)}; start from a model whose tokenizer has them or that brings a chat template"
-        )
-    policy.tokenizer.chat_template = CHAT_TEMPLATES[name]
-    end_of_turn = policy.tokenizer.convert_tokens_to_ids(CHATML_TOKENS[1])
-    ends = policy.model.generation_config.eos_token_id
+def _stop_at(end_of_turn: int, generation: "GenerationConfig") -> None:
+    """Lets the model's generation stop at its end of turn."""
+    ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    policy.model.generation_config.eos_token_id = [end_of_turn, *(token for token in ends if token != end_of_turn)]
+    generation.eos_token_id = [end_of_turn, *(token for token in ends if token != end_of_turn)]

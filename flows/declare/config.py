@@ -60,6 +60,7 @@ class Root:
     gate: GateDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
+    accept_label_drop: tuple[str, ...]
     tags: tuple[str, ...]
     schedule: Schedule | None
     trigger: Trigger | None
@@ -99,6 +100,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         stages=stages,
         aliases=root.aliases,
         non_commercial_labels=root.non_commercial_labels,
+        accept_label_drop=root.accept_label_drop,
         operation=Operation(
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),

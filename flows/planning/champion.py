@@ -11,6 +11,7 @@ from lineage.fingerprint import fingerprint
 from lineage.graph.places import node_key
 from lineage.manifest import SourceRecord
 from lineage.promotions import Event, read_events, stacks
+from lineage.source_checks import check_options
 from lineage.sources import Pinned
 from lineage.store import Entry, Store
 
@@ -123,6 +124,7 @@ def _champion(pipeline: Pipeline, name: str, entry: Entry, alias: str) -> Champi
             f"sources.{name}.kind={source.kind}: {source.path} is {entry.path}, which is {manifest.produces}; state "
             f"kind: {manifest.produces}"
         )
+    check_options(name, source, is_hub=False, is_url=False)
     record = SourceRecord(
         path=str(entry.output), kind=source.kind, revision=source.path, split=source.split,
         labels=sorted(source.labels), files={}, dvc=None,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage
 from flows.planning.champion import Champion, resolve_champions
+from flows.planning.data_preflight import check_data
 from flows.planning.gate_check import check_gates
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
@@ -132,11 +133,13 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
 
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
-            judged, old rows were split otherwise, or ``code_drift=refuse`` and a reused stage's code changed.
+            judged, old rows were split otherwise, a mixture names no slot, or ``code_drift=refuse`` and a reused
+            stage's code changed.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
     check_replay(pipeline)
+    check_data(pipeline)
     check_models(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)

@@ -10,7 +10,7 @@ from flows.declare.pipeline import CodeDrift
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
 from lineage.lease import living_holder
-from lineage.manifest import Manifest
+from lineage.manifest import InputRecord, Manifest
 from lineage.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -78,4 +78,12 @@ def _changes(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"],
         before = f"{old.artifact}@{short(old.fingerprint)}" if old else "(none)"
         after = f"{new.name}@{short(new.fingerprint)}" if new else "(none)"
         if before != after:
-            yield f"input {slot}: {before} -> {after}"
+            yield f"input {slot}: {before} -> {after}{_other_reading(old, new)}"
+
+
+def _other_reading(old: InputRecord | None, new: "PlannedInput | None") -> str:
+    """What is stated otherwise of a source than it was; empty where only its bytes changed, or it is another one."""
+    if not (old and old.source and new and new.pinned and old.artifact == new.name):
+        return ""
+    changes = "; ".join(differences(old.source.stated(), new.pinned.record.stated()))
+    return f" ({changes})" if changes else ""

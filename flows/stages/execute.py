@@ -10,6 +10,7 @@ from flows.planning.needs import needs, pool_of
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.observer import Observer
 from flows.stages.admission import admitted
+from flows.stages.data_checks import DataChecks
 from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged_sources
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses
@@ -36,6 +37,7 @@ class Run:
     observer: Observer
     tracker: Tracker
     titles: Mapping[str, str] = field(default_factory=dict)
+    checks: DataChecks = field(default_factory=DataChecks)
 
     def title(self, planned: PlannedStage) -> str:
         return self.titles.get(planned.name, planned.name)
@@ -81,6 +83,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
         entry.begin()
+        run.checks.require(run.plan, planned, run.processes, run.observer)
         manifest, seconds = _tracked(run, planned, entry, parents, lease)
     run.observer.done(run.title(planned), seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)

@@ -103,7 +103,11 @@ def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
 
 def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:
     """What fills its slots, for the process that runs it."""
-    return {slot: _job_input(plan, planned, slot, given, parents) for slot, given in planned.inputs.items()}
+    consumes = planned.stage.method.consumes
+    return {
+        slot: job_input(plan, given, consumes[slot] if slot in consumes else consumes["*"], parents)
+        for slot, given in planned.inputs.items()
+    }
 
 
 def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
@@ -111,11 +115,8 @@ def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dic
     return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
 
 
-def _job_input(
-    plan: Plan, planned: PlannedStage, slot: str, given: PlannedInput, parents: Mapping[str, Manifest]
-) -> JobInput:
-    consumes = planned.stage.method.consumes
-    kind = consumes[slot] if slot in consumes else consumes["*"]
+def job_input(plan: Plan, given: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
+    """What fills one slot."""
     return JobInput(
         name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
         digest=_record(given, parents).digest,

@@ -46,6 +46,26 @@ class Job:
         return {slot: _resolve(entry) for slot, entry in self.inputs.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckJob(Job):
+    """One stage whose rows are to be checked, long before it runs: its policy is the model that brings the tokenizer.
+
+    Args:
+        chat_template: that a stage before it, or itself, installs.
+        held_out: data stage -> its output, of all that something may be measured on.
+        previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+    """
+
+    chat_template: str | None
+    held_out: Mapping[str, Path]
+    previous_percent: float | None
+
+    @property
+    def leakage(self) -> Path:
+        """The held-out rows that it would train on, where there are any."""
+        return self.directory / "logs" / f"leakage-{self.stage}.parquet"
+
+
 def _resolve(entry: JobInput) -> Input:
     path = entry.path
     if entry.source and entry.kind == Kind.CHECKPOINT and not entry.source.path.startswith(ALIAS):

@@ -10,7 +10,7 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from lineage.errors import PipelineError, StageError
 from tasks.context import Launcher, Metrics
 
@@ -47,6 +47,10 @@ def answer(job: Job) -> Answer:
 
 def run(job: Job) -> Metrics:
     """Runs a job in this process: under Ray Train if it trains."""
+    if isinstance(job, CheckJob):
+        from flows.stages.worker import run_check
+
+        return run_check(job)
     if job.method.trains:
         from flows.stages.ray_train import train
 

@@ -3,13 +3,16 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from lineage.errors import ArtifactError
+from lineage.store import CACHE
 from tasks.context import Metrics, Report, TrainContext
+from tasks.method import Training
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +29,43 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
             "give a `store` that every node mounts"
         )
     pin_threads(job.resources.cpus_per_worker)
-    context = TrainContext(
+    context = _context(job, rank, world_size)
+    start = time.perf_counter()
+    metrics = job.method.run(job.resolve_inputs(), context)
+    logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
+    return metrics
+
+
+def run_check(job: CheckJob) -> Metrics:
+    """Looks at the rows of a stage that is yet to be trained."""
+    from tasks.check_rows import check_rows, leaked, rows_slot
+
+    pin_threads(job.resources.cpus_per_worker)
+    context, inputs = _context(job), job.resolve_inputs()
+    assert isinstance(job.method, Training)
+    check_rows(
+        job.method, inputs, context, stage=job.stage, chat_template=job.chat_template,
+        previous_percent=job.previous_percent,
+    )  # fmt: skip
+    found = leaked(inputs[rows_slot(job.method)], job.held_out, context)
+    if found is None:
+        return {"leaked_rows": 0}
+    import pyarrow.parquet as pq
+
+    shutil.copyfile(found, job.leakage)
+    return {"leaked_rows": pq.read_metadata(found).num_rows}
+
+
+def _context(job: Job, rank: int = 0, world_size: int = 1) -> TrainContext:
+    return TrainContext(
         output_dir=job.directory / "output",
         work_dir=job.directory / "work",
         resources=job.resources,
         rank=rank,
         world_size=world_size,
         report=_reporter(job.directory / "metrics.jsonl", rank),
+        cache_dir=job.directory.parents[1] / CACHE,
     )
-    start = time.perf_counter()
-    metrics = job.method.run(job.resolve_inputs(), context)
-    logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
-    return metrics
 
 
 def pin_threads(count: int) -> None:

@@ -1,7 +1,7 @@
 """What sets two artifacts apart that stand for each other, ranked by how likely it changes the result."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import differences, short
@@ -98,8 +98,7 @@ def _source(a: Node, b: Node) -> Iterator[str]:
         if a.fingerprint != b.fingerprint:
             yield f"content: {short(a.fingerprint)} -> {short(b.fingerprint)}"
         return
-    fields = ("kind", "revision", "split", "labels", "dvc")
-    yield from differences(_only(before, fields), _only(after, fields))
+    yield from differences(_said(before), _said(after))
     yield from _files(before.files, after.files)
     if a.rows != b.rows:
         yield f"rows: {a.rows} -> {b.rows}"
@@ -107,8 +106,8 @@ def _source(a: Node, b: Node) -> Iterator[str]:
         yield f"path: {before.path} -> {after.path}"
 
 
-def _only(source: SourceRecord, fields: tuple[str, ...]) -> dict[str, object]:
-    return {name: value for name, value in asdict(source).items() if name in fields}
+def _said(source: SourceRecord) -> dict[str, object]:
+    return {**source.stated(), "labels": source.labels, "dvc": source.dvc}
 
 
 def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

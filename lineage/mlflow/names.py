@@ -9,6 +9,7 @@ from pathlib import Path
 from lineage.artifact import SOURCE, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
+from lineage.python_source import PYTHON
 from lineage.remote_files import is_url
 from lineage.sources import QUICKSTART
 
@@ -121,6 +122,8 @@ def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
     """Type and place of a source, as MLflow's own classes write them."""
     if source.path.startswith(QUICKSTART):
         return "quickstart", {"uri": source.path, "revision": source.revision}
+    if source.path.startswith(PYTHON):
+        return "code", {"uri": source.path, "revision": source.revision}
     if is_url(source.path):
         return source.path.partition("://")[0], {"uri": source.path}
     if source.revision:

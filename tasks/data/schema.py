@@ -31,6 +31,31 @@ def schema(kind: Kind) -> "pa.Schema":
     return pa.schema([("row_id", pa.string()), *columns.items()])
 
 
+def texts_of(rows: "pa.RecordBatch") -> "pa.Array":
+    """The text of each prepared row: all that is said in it, a line for each message; what it is called is left out."""
+    import pyarrow.compute as pc
+
+    said = [rows.column(name) for name in rows.schema.names if name not in _NAMES]
+    texts = [_said(column) for column in said]
+    return texts[0] if len(texts) == 1 else pc.binary_join_element_wise(*texts, "\n", null_handling="skip")
+
+
+def _said(column: "pa.Array") -> "pa.Array":
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_list(column.type):
+        return column
+    messages = column.flatten()
+    lines = messages.field("content")
+    calls = messages.field("tool_calls")
+    if calls.null_count < len(calls):
+        lines = pc.binary_join_element_wise(lines, calls, "\n", null_handling="skip")
+    offsets = pc.subtract(column.offsets, column.offsets[0])  # a part of a longer array begins within it
+    return pc.binary_join(pa.ListArray.from_arrays(offsets, lines), "\n")
+
+
+_NAMES = ("row_id", "kind", "label", "tools", "columns")
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 

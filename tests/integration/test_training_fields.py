@@ -34,6 +34,9 @@ CHANGES: dict[str, object] = {
     "beta": 0.5,
     "loss_type": "ipo",
     "chat_template": "chatml",
+    "too_long": "cut_prompt",
+    "max_prompt_length": 6,
+    "packing": "best_fit",
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
 FIELDS = [(name, field.name) for name, cls in training.METHODS.items() for field in dataclasses.fields(cls)]
@@ -63,6 +66,12 @@ def test_every_field_changes_the_run(
             training.train(training.method(name), root, tmp_path / "refused", policy=policy)
         run = training.train(training.method(name, chat_template=value), root, tmp_path / "output", policy=policy)
         assert AutoTokenizer.from_pretrained(run.output).chat_template == tiny.CHATML
+        return
+    if field == "too_long":  # of no effect where nothing is
+        shorter = {"max_length": SHORTER[name]}
+        cut = training.train(training.method(name, **shorter), root, tmp_path / "cut")
+        run = training.train(training.method(name, **shorter, too_long=value), root, tmp_path / "output")
+        assert not same(weights(run.output), weights(cut.output))
         return
     run = training.train(training.method(name, **{field: value}), root, tmp_path / "output")
     assert not same(weights(run.output), baselines[name, False])

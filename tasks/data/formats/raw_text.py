@@ -1,16 +1,20 @@
 """Raw text: ``{"text": "..."}``."""
 
 from lineage.artifact import Kind
-from tasks.data.formats.format import Evidence, Fields, Format
-from tasks.data.formats.row_checks import check_text
+from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format
+from tasks.data.formats.values import required, text
+
+_ACCEPTED = '{"text": "..."}'
 
 
 def _recognize(fields: Fields) -> Evidence | None:
-    if not isinstance(fields.get("text"), str):
-        return None
-    return Evidence(columns=frozenset({"text"}), words="text is a string")
+    return (
+        Evidence(columns=frozenset({"text"}), words="text is a string") if isinstance(fields.get("text"), str) else None
+    )
 
 
-RAW_TEXT = Format(
-    name="text", kind=Kind.TEXT, mapping={"text": "the document"}, recognize=_recognize, convert=check_text
-)
+def _convert(fields: Fields) -> CanonicalRow:
+    return {"text": text(required(fields, "text", _ACCEPTED), "text", _ACCEPTED, empty="no text")}
+
+
+RAW_TEXT = Format(name="text", kind=Kind.TEXT, mapping={"text": "the document"}, recognize=_recognize, convert=_convert)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 REPORT = "report.json"
+NUM_LISTED = 20  # of near-duplicates and overlaps in a report; files beside it hold all
 
 
 @dataclass(kw_only=True)
@@ -49,12 +50,15 @@ class Lengths:
 
     Args:
         unit: ``tokens``, counted by ``tokenizer``; or ``bytes`` of UTF-8 where none was given.
+        rows: how many were measured: all of them, or a sample.
         edges, counts: the histogram: ``counts[i]`` rows are at least ``edges[i]`` and below ``edges[i + 1]`` long.
         suggested_max_length: the smallest multiple of 64 that holds 95 % of the rows; tokens alone.
+        suggests_packing: whether the mean row fills less than half of that.
     """
 
     unit: str
     tokenizer: str | None
+    rows: int
     p50: int
     p95: int
     p99: int
@@ -63,6 +67,15 @@ class Lengths:
     counts: Sequence[int]
     suggested_max_length: int | None = None
     suggests_packing: bool | None = None
+
+    def described(self) -> str:
+        """The numbers in words, with what they suggest."""
+        words = f"of {self.rows} rows half have at most {self.p50} {self.unit}, 95 % {self.p95}, 99 % {self.p99}, "
+        words += f"all {self.max}"
+        if self.suggested_max_length is None:
+            return words
+        packing = "; packing would fill them, since the mean row fills less than half" if self.suggests_packing else ""
+        return f"{words}; max_length={self.suggested_max_length} holds 95 %{packing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +92,7 @@ class Overlap:
     """A held-out row that training rows repeat.
 
     Args:
-        kind: ``exact``, the same text; or ``n-gram``, at least ``shared`` of its word 13-grams.
+        kind: ``exact``, the same words; or ``n-gram``, ``shared`` of its word 13-grams, which is half of them or more.
     """
 
     kind: str
@@ -90,6 +103,22 @@ class Overlap:
     held_out_set: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """What of the training rows is learnt from.
+
+    Args:
+        max_length: in tokens; a longer row is cut, and dropped where nothing is left to train.
+        samples: the first rows as they are trained, the trained part in ⟦ ⟧.
+    """
+
+    max_length: int
+    trained_tokens_percent: float
+    rows_cut: int
+    rows_dropped: int
+    samples: Sequence[str]
+
+
 @dataclass(kw_only=True)
 class DataReport:
     """Of one data stage.
@@ -98,6 +127,7 @@ class DataReport:
         counts: rows, train_rows, held_out_rows, duplicates (exact), near_duplicates ...: also the stage's metrics.
         near_duplicates, leakage: the first of them; the files beside the report hold all.
         rejects: the file that holds every bad row with its reason.
+        labels: where a model was named, and so its tokens.
     """
 
     counts: dict[str, int]
@@ -106,10 +136,31 @@ class DataReport:
     near_duplicates: list[Likeness] = field(default_factory=list)
     leakage: list[Overlap] = field(default_factory=list)
     rejects: str | None = None
+    labels: Labels | None = None
 
     def write(self, directory: Path) -> None:
-        (directory / REPORT).write_text(self.to_json() + "\n")
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        # Half a surrogate pair, of a file name that is not UTF-8, then stands there as JSON writes it.
+        (directory / REPORT).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, object]:
+        """The counts beside the rest."""
         fields = asdict(self)
-        return json.dumps({**fields.pop("counts"), **fields}, indent=2, ensure_ascii=False)
+        return {**fields.pop("counts"), **fields}
+
+    @staticmethod
+    def read(directory: Path) -> "DataReport":
+        """The report that a data stage wrote there."""
+        told = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+        sources = told.pop("sources")
+        for source in sources.values():
+            source["remarks"] = {what: Remark(**remark) for what, remark in source["remarks"].items()}
+        return DataReport(
+            sources={slot: SourceReport(**source) for slot, source in sources.items()},
+            near_duplicates=[Likeness(**pair) for pair in told.pop("near_duplicates")],
+            leakage=[Overlap(**overlap) for overlap in told.pop("leakage")],
+            lengths=Lengths(**lengths) if (lengths := told.pop("lengths")) else None,
+            labels=Labels(**labels) if (labels := told.pop("labels")) else None,
+            rejects=told.pop("rejects"),
+            counts=told,
+        )

@@ -1,64 +1,134 @@
-"""Rows of the data stages -> tokens that trainers read; nothing is lost without being counted and named."""
+"""Prepared rows -> the tokens that trainers read; what is lost of a row is said in its fate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.preparing.row_split import TRAIN
-from tasks.data.tokens.completion_mask import IGNORED, Message, common_prefix, labels_of, render, tokenize
-from tasks.data.tokens.tokenized_rows import NUM_SAMPLES, TokenizedRows, marked
+from tasks.data.schema import messages_of, tools_of
+from tasks.data.tokens.encoding import Encoder, common_prefix, encoder_of
+from tasks.data.tokens.fate import Fate
+from tasks.data.tokens.length_policy import keep
+from tasks.data.tokens.rendering import Renderer, Turns
+from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tasks.method import Input
 
-Row = dict[str, object]
+Row = Mapping[str, object]
+Columns = dict[str, list[int]]
+IGNORED = -100  # label of a token that is not trained
+NOTHING_TO_TRAIN = "nothing_to_train"
+_NO_TEMPLATE = (
+    "{model} has no chat template, and conversations cannot be rendered without one; set chat_template=chatml on the "
+    "sft stage (the template then travels with its output)"
+)
 
 
-def read_rows(rows: "Input") -> list[Row]:
-    """The training rows that a data stage wrote."""
-    import pyarrow.parquet as pq
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A row as a trainer reads it, unless its fate is to be left out."""
 
-    table: list[Row] = pq.read_table(rows.path / TRAIN).to_pylist()
-    return table
+    fate: Fate
+    columns: Columns
 
 
-def require_chat_template(tokenizer: "PreTrainedTokenizerBase", policy: "Input") -> None:
-    """Refuses a model that cannot render a conversation."""
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"the model of {policy.name!r} has no chat template, and conversations cannot be rendered without one; "
-            "set chat_template=chatml on the sft stage (the template then travels with its output)"
+@dataclass(frozen=True, kw_only=True)
+class RowTokenizer:
+    """Makes tokens of rows, each for itself. Can be pickled.
+
+    Args:
+        renderer: None: the tokenizer has no chat template, and text needs none.
+        end_of_document: the token after a text.
+    """
+
+    tokenization: Tokenization
+    encoder: Encoder
+    renderer: Renderer | None
+    bos: int | None
+    end_of_document: int
+
+    @staticmethod
+    def of(tokenization: Tokenization, tokenizer: "PreTrainedTokenizerBase") -> "RowTokenizer":
+        return RowTokenizer(
+            tokenization=tokenization,
+            encoder=encoder_of(tokenizer),
+            renderer=Renderer.of(tokenizer) if tokenizer.chat_template is not None else None,
+            bos=tokenizer.bos_token_id,
+            end_of_document=tokenizer.convert_tokens_to_ids(end_of_document(tokenizer)),
         )
 
+    def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """Conversations have ``input_ids`` and ``labels``: every assistant turn is trained, and nothing else.
 
-def tokenize_text(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedRows:
-    """Documents joined with the end-of-document token and cut in chunks of ``max_length``; every token is trained.
+        Pairs have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``. A text has
+        ``input_ids``, its end included and nothing cut.
+        """
+        kinds = {
+            Kind.TEXT: self._texts, Kind.CONVERSATIONS: self._conversations, Kind.PREFERENCES: self._preferences,
+        }  # fmt: skip
+        return kinds[self.tokenization.kind](rows)
 
-    The end of the stream that fills no chunk is left out: the document that it begins in is counted as
-    cut, the documents wholly inside it as dropped.
-    """
-    end = tokenizer.convert_tokens_to_ids(end_of_document(tokenizer))
-    texts = [str(row["text"]) for row in rows]
-    tokens = tokenize(tokenizer, texts)
-    stream: list[int] = []
-    starts: list[int] = []
-    for text in texts:
-        starts.append(len(stream))
-        stream += [*tokens[text], end]
-    kept = len(stream) // max_length * max_length
-    chunks = [stream[place : place + max_length] for place in range(0, kept, max_length)]
-    ends = [*starts[1:], len(stream)]
-    result = TokenizedRows(num_rows=len(rows), columns={"input_ids": chunks, "labels": chunks})
-    for row, first, last in zip(rows, starts, ends, strict=True):
-        if first >= kept:
-            result.dropped.append(str(row["row_id"]))
-        elif last > kept:
-            result.cut.append(str(row["row_id"]))
-    result.num_tokens = result.num_trained = kept
-    result.samples = [f"⟦{tokenizer.decode(chunk)}⟧" for chunk in chunks[:NUM_SAMPLES]]
-    return result
+    def _texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
+            ids = [*encoded.ids, self.end_of_document]
+            yield TokenRow(fate=Fate(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
+
+    def _conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        rendered = [self._render(row, "messages") for row in rows]
+        encoded = self.encoder.encode([turns.text for turns in rendered])
+        for row, turns, whole in zip(rows, rendered, encoded, strict=True):
+            places = [[whole.tokens_before(place) for place in span] for span in turns.spans]
+            labels = [IGNORED] * len(whole.ids)
+            for start, end in places:
+                labels[start:end] = whole.ids[start:end]
+            fate = Fate(row_id=str(row["row_id"]), length=len(whole.ids))
+            kept = keep(self.tokenization, fate, places[0][0], self._head(whole.ids))
+            columns = {"input_ids": kept.of(whole.ids), "labels": kept.of(labels)}
+            predicted = columns["labels"][1:]
+            fate.tokens, fate.trained = len(columns["labels"]), len(predicted) - predicted.count(IGNORED)
+            if not fate.trained:
+                fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+            yield TokenRow(fate=fate, columns=columns)
+
+    def _preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        rendered = [self._render(row, "prompt", side) for row in rows for side in ("chosen", "rejected")]
+        encoded = self.encoder.encode([turns.text for turns in rendered])
+        sides = zip(rendered, encoded, strict=True)
+        for row in rows:
+            answers = sum(message["role"] == "assistant" for message in messages_of(row["prompt"]))
+            chosen, rejected = (
+                (whole.ids, whole.tokens_before(turns.spans[answers][0])) for turns, whole in (next(sides), next(sides))
+            )
+            yield self._pair(str(row["row_id"]), chosen, rejected)
+
+    def _pair(self, row_id: str, chosen: tuple[list[int], int], rejected: tuple[list[int], int]) -> TokenRow:
+        """A pair from the tokens of each side and the place where its answer begins; the prompt is what both share."""
+        fate = Fate(row_id=row_id, length=max(len(chosen[0]), len(rejected[0])))
+        start = min(chosen[1], rejected[1], common_prefix(chosen[0], rejected[0]))
+        kept = keep(self.tokenization, fate, start, self._head(chosen[0]))
+        left, right = kept.of(chosen[0]), kept.of(rejected[0])
+        start -= kept.removed
+        prompt, good, bad = left[:start], left[start:], right[start:]
+        fate.tokens, fate.trained = 2 * len(prompt) + len(good) + len(bad), len(good) + len(bad)
+        if not (good and bad):
+            fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+        elif good == bad:
+            fate.dropped = fate.dropped or "equal_after_the_cut"
+        return TokenRow(fate=fate, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
+
+    def _render(self, row: Row, *columns: str) -> Turns:
+        if self.renderer is None:
+            raise ConfigError(_NO_TEMPLATE.format(model="the model"))
+        messages = [message for column in columns for message in messages_of(row[column])]
+        return self.renderer.turns(messages, tools_of(row), str(row["row_id"]))
+
+    def _head(self, ids: Sequence[int]) -> int:
+        """How many first tokens stay whatever is cut."""
+        return int(self.bos is not None and ids[0] == self.bos)
 
 
 def end_of_document(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -66,61 +136,7 @@ def end_of_document(tokenizer: "PreTrainedTokenizerBase") -> str:
     return "<|endoftext|>" if "<|endoftext|>" in tokenizer.get_vocab() else str(tokenizer.eos_token)
 
 
-def tokenize_conversations(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedRows:
-    """Conversations as ``input_ids`` and ``labels``; every assistant turn is trained, and nothing else."""
-    rendered = [render(tokenizer, _messages(row["messages"]), str(row["row_id"])) for row in rows]
-    tokens = tokenize(tokenizer, [text for turns in rendered for text in (turns.text, *sum(turns.spans, ()))])
-    result = TokenizedRows(num_rows=len(rows), columns={"input_ids": [], "labels": []})
-    for row, turns in zip(rows, rendered, strict=True):
-        row_id, ids = str(row["row_id"]), tokens[turns.text]
-        labels = labels_of(turns, tokens)[:max_length]
-        if len(ids) > max_length:
-            result.cut.append(row_id)
-        trained = sum(label != IGNORED for label in labels[1:])
-        if not trained:
-            result.dropped.append(row_id)
-            continue
-        result.columns["input_ids"].append(ids[:max_length])
-        result.columns["labels"].append(labels)
-        result.num_tokens += len(labels)
-        result.num_trained += trained
-        if len(result.samples) < NUM_SAMPLES:
-            result.samples.append(marked(tokenizer, ids[:max_length], [label != IGNORED for label in labels]))
-    return result
-
-
-def tokenize_preferences(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedRows:
-    """Pairs as ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; prompt + completion fit ``max_length``."""
-    pairs = [
-        tuple(
-            render(tokenizer, [*_messages(row["prompt"]), *_messages(row[side])], str(row["row_id"]))
-            for side in ("chosen", "rejected")
-        )
-        for row in rows
-    ]
-    texts = [text for pair in pairs for turns in pair for text in (turns.text, turns.spans[-1][0])]
-    tokens = tokenize(tokenizer, texts)
-    result = TokenizedRows(num_rows=len(rows), columns={"prompt_ids": [], "chosen_ids": [], "rejected_ids": []})
-    for row, pair in zip(rows, pairs, strict=True):
-        chosen, rejected = (tokens[turns.text] for turns in pair)
-        start = min(common_prefix(tokens[turns.spans[-1][0]], tokens[turns.text]) for turns in pair)
-        if max(len(chosen), len(rejected)) > max_length:
-            result.cut.append(str(row["row_id"]))
-        prompt, *answers = chosen[:start], chosen[start:max_length], rejected[start:max_length]
-        if start >= max_length or answers[0] == answers[1] or not all(answers):
-            result.dropped.append(str(row["row_id"]))
-            continue
-        for name, ids in zip(result.columns, (prompt, *answers), strict=True):
-            result.columns[name].append(ids)
-        result.num_tokens += 2 * len(prompt) + len(answers[0]) + len(answers[1])
-        result.num_trained += len(answers[0]) + len(answers[1])
-        if len(result.samples) < NUM_SAMPLES:
-            result.samples.append(
-                tokenizer.decode(prompt) + "".join(f"⟦{tokenizer.decode(answer)}⟧" for answer in answers)
-            )
-    return result
-
-
-def _messages(value: object) -> list[Message]:
-    assert isinstance(value, list)
-    return value
+def require_chat_template(tokenizer: "PreTrainedTokenizerBase", policy: "Input") -> None:
+    """Refuses a model that cannot render a conversation."""
+    if tokenizer.chat_template is None:
+        raise ConfigError(_NO_TEMPLATE.format(model=f"the model of {policy.name!r}"))

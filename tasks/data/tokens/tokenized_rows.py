@@ -2,72 +2,64 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.errors import DataError
+from tasks.data.tokens.account import Account
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
     from tasks.method import Input
 
 logger = logging.getLogger(__name__)
-NUM_SAMPLES = 3
-Columns = dict[str, list[list[int]]]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenizedRows:
-    """What a trainer is given, and what became of every row.
+    """The tokens of prepared rows, on disk, and what became of every row.
 
     Args:
-        num_rows: rows that came in.
-        columns: token lists, one entry per row that is trained on (per chunk, for raw text).
-        samples: texts of the first rows as they are trained, the trained part in ⟦ ⟧.
-        cut, dropped: row_ids of rows that lost their end, and of rows that are not trained on.
-        num_tokens, num_trained: tokens in ``columns``, and those among them that are trained.
+        examples: what a trainer is given, in the order of the rows that came in: rows, chunks or packs.
     """
 
-    num_rows: int
-    columns: Columns
-    samples: list[str] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    num_trained: int = 0
+    account: Account
+    examples: "Dataset"
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {
-            "rows": float(self.num_rows),
-            "rows_cut": float(len(self.cut)),
-            "rows_dropped": float(len(self.dropped)),
-            "trained_tokens_percent": 100.0 * self.num_trained / max(self.num_tokens, 1),
-        }
+        return self.account.metrics
+
+    @property
+    def columns(self) -> dict[str, list[list[int]]]:
+        """All tokens, in memory."""
+        found: dict[str, list[list[int]]] = self.examples[:]
+        return found
 
     def dataset(self, order: Sequence[int]) -> "Dataset":
         """The rows in the order of training."""
-        from datasets import Dataset
-
-        return Dataset.from_dict(self.columns).select(order)
+        return self.examples.select(order)
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
+        return self.account.num_examples
 
+    def require_like(self, previous_percent: float | None, stage: str = "STAGE") -> None:
+        """That the share of trained tokens is like that of the last run: where it halves, a mask or a template broke.
 
-def marked(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], trained: Sequence[bool]) -> str:
-    """The decoded text with every trained stretch in ⟦ ⟧."""
-    text, place = "", 0
-    while place < len(ids):
-        end = place
-        while end < len(ids) and trained[end] == trained[place]:
-            end += 1
-        piece = tokenizer.decode(ids[place:end])
-        text += f"⟦{piece}⟧" if trained[place] else piece
-        place = end
-    return text
+        Args:
+            previous_percent: of the last run; None: there is none.
+        Raises:
+            DataError: nothing is trained, or less than half of what was.
+        """
+        percent = self.account.trained_percent
+        if percent == 0 or (previous_percent is not None and percent < previous_percent / 2):
+            before = f", and the last run trained {previous_percent:.3g} %" if previous_percent is not None else ""
+            raise DataError(
+                f"{percent:.3g} % of the tokens get loss{before}; at least half of the last run's share is accepted; "
+                "look at the samples in the log, and mend the rows, the chat template or max_length; or accept it: "
+                f"accept_label_drop=[{stage}]"
+            )
 
 
 def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
@@ -76,18 +68,20 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
     Raises:
         DataError: nothing would be trained.
     """
+    account = result.account
     if not len(result):
         raise DataError(
-            f"no row of {rows.name!r} has a trained token within max_length={max_length}: all {result.num_rows} rows "
+            f"no row of {rows.name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "
             "were left out; raise max_length, or check that the rows have answers that fit it"
         )
-    shares = " ".join(f"{name}={value:g}" for name, value in result.metrics.items())
-    logger.info("rows_of=%s max_length=%d %s", rows.name, max_length, shares)
-    if result.cut:
-        logger.warning("rows_cut=%d max_length=%d row_ids=%s", len(result.cut), max_length, ",".join(result.cut))
-    if result.dropped:
-        logger.warning(
-            "rows_dropped=%d reason=nothing_to_train row_ids=%s", len(result.dropped), ",".join(result.dropped)
-        )
-    for sample in result.samples:
+    shares = " ".join(f"{name}={value:g}" for name, value in account.metrics.items())
+    lengths = " ".join(f"length_{name}={value}" for name, value in account.quantiles.items())
+    logger.info("rows_of=%s max_length=%d %s %s", rows.name, max_length, shares, lengths)
+    if account.cut.count:
+        logger.warning("rows_cut=%d max_length=%d row_ids=%s", account.cut.count, max_length, account.cut)
+    if account.prompts_cut.count:
+        logger.warning("prompts_cut=%d row_ids=%s", account.prompts_cut.count, account.prompts_cut)
+    for reason, named in account.dropped.items():
+        logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
+    for sample in account.samples:
         logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)

@@ -66,6 +66,17 @@ def test_a_revision_and_a_label_are_data(store):
     assert texts == ['source:hub: labels: [] -> ["nc"]', f'source:hub: revision: "{"1" * 40}" -> "{"2" * 40}"']
 
 
+def test_how_a_source_is_read_is_data(store):
+    first = store.stage("corpus", {"rows": store.source("rows", "a", reading={"columns": {"q": "prompt"}})})
+    read = {"columns": {"q": "prompt", "a": "completion"}, "format": "prompt"}
+    second = store.stage("corpus", {"rows": store.source("rows", "b", split="train[:5]", reading=read, files={})})
+    texts = [each for what, each in found(store, first, second) if what == "data" and "file" not in each]
+    assert texts == [
+        'source:rows: columns.a: (none) -> "completion"', 'source:rows: format: (none) -> "prompt"',
+        'source:rows: split: "train" -> "train[:5]"',
+    ]  # fmt: skip
+
+
 def test_another_shape_of_the_graph_is_named(store):
     made = store.chain()
     direct = store.stage("dpo", {"policy": made["base"], "pairs": made["pairs"]}, recipe={"beta": 0.1})

@@ -1,4 +1,8 @@
 import gc
+import json
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +11,7 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
-from lineage.digest import DigestCache, digest_file
+from lineage.digest import DigestCache, digest_file, digest_files
 from lineage.errors import ConfigError
 from lineage.sources import pin as pin_with
 
@@ -104,17 +108,109 @@ def test_a_glob_over_equal_names_covers_each(tmp_path):
     assert pin("rows", source).fingerprint != before
 
 
-def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
-    large = tmp_path / "model.safetensors"
-    large.write_bytes(b"0" * (17 * 2**20))
-    hashed = []
-    monkeypatch.setattr("lineage.digest.digest_file", lambda path, *how: hashed.append(path) or digest_file(path, *how))
+@pytest.fixture
+def large(tmp_path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    os.truncate(path, 17 * 2**20)  # sparse: it takes no room
+    return path
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> list[Path]:
+    """The files that are read in full; what was just written is remembered like anything else."""
+    read: list[Path] = []
+    monkeypatch.setattr("lineage.digest.digest_file", lambda path, *how: read.append(path) or digest_file(path, *how))
+    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", 0)
+    return read
+
+
+def change_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(2**20)
+        file.write(b"x")
+
+
+def test_a_large_file_is_hashed_once_until_a_byte_changes(tmp_path, large, hashed):
     cache = tmp_path / "store" / "digests.json"
-    first, second = (pin_with("base", Source(path=str(large)), DigestCache(cache)).fingerprint for _ in range(2))
+    first, second = (pin_with("rows", Source(path=str(large)), DigestCache(cache)).fingerprint for _ in range(2))
     assert first == second
     assert len(hashed) == 1
-    large.write_bytes(b"1" * (17 * 2**20))
-    assert pin_with("base", Source(path=str(large)), DigestCache(cache)).fingerprint != first
+    change_a_byte(large)
+    assert pin_with("rows", Source(path=str(large)), DigestCache(cache)).fingerprint != first
+
+
+def test_a_change_is_seen_whose_time_was_set_back(tmp_path, large, hashed):
+    cache = DigestCache(tmp_path / "digests.json")
+    status, before = large.stat(), cache.digest(large)
+    change_a_byte(large)
+    os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
+    now = large.stat()
+    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (status.st_size, status.st_mtime_ns, status.st_ino)
+    assert cache.digest(large) != before
+
+
+def test_a_new_hard_link_costs_one_reading(tmp_path, large, hashed):
+    cache = DigestCache(tmp_path / "digests.json")
+    before = cache.digest(large)
+    os.link(large, tmp_path / "link.jsonl")
+    assert [cache.digest(large) for _ in range(2)] == [before] * 2
+    assert len(hashed) == 2
+
+
+def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatch):
+    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", 60 * 10**9)
+    cache = DigestCache(tmp_path / "digests.json")
+    assert cache.digest(large) == cache.digest(large)
+    assert len(hashed) == 2 and not (tmp_path / "digests.json").exists()
+
+
+def test_what_two_processes_learn_is_kept_of_both(tmp_path, large, hashed):
+    other = tmp_path / "other.jsonl"
+    other.touch()
+    os.truncate(other, 18 * 2**20)
+    first, second = (DigestCache(tmp_path / "digests.json") for _ in range(2))  # both found none
+    first.digest(large)
+    second.digest(other)
+    last = DigestCache(tmp_path / "digests.json")
+    assert last.digest(large) == digest_file(large) and last.digest(other) == digest_file(other)
+    assert len(hashed) == 2
+
+
+def test_two_processes_may_begin_a_cache_at_once(tmp_path, large):
+    code = (
+        "import sys, lineage.digest as d; from pathlib import Path; d._TICK_NANOSECONDS = 0;"
+        "print(d.DigestCache(Path(sys.argv[1])).digest(Path(sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "store" / "digests.json"), str(large)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in both] == [digest_file(large)] * 2
+    assert len(json.loads((tmp_path / "store" / "digests.json").read_text())) == 1
+
+
+def test_many_files_are_digested_at_once_each_under_its_name(tmp_path, hashed, monkeypatch):
+    monkeypatch.setattr("lineage.digest._CACHED_BYTES", 0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}").write_bytes(b"x" * (4000 * (40 - number)))  # the first take the longest
+    for _ in range(2):
+        digests = digest_files(folder, DigestCache(tmp_path / "digests.json"))
+        assert list(digests) == [f"{number:02}" for number in range(40)]
+        assert digests == {name: digest_file(folder / name) for name in digests}
+    assert len(hashed) == 40  # the second time all were known
+
+
+def test_without_a_file_nothing_is_kept(large, hashed):
+    assert DigestCache(None).digest(large) == DigestCache(None).digest(large)
+    assert len(hashed) == 2
+
+
+def test_a_damaged_cache_is_begun_anew(tmp_path, large, hashed):
+    (tmp_path / "digests.json").write_text("[1, 2]")
+    cache = DigestCache(tmp_path / "digests.json")
+    assert cache.digest(large) == cache.digest(large)
+    assert len(hashed) == 1
 
 
 def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(tmp_path, monkeypatch):
@@ -142,7 +238,7 @@ def test_threads_may_digest_at_once():
     gc.set_threshold(50)
     try:
         with ThreadPoolExecutor(4) as pool:
-            assert len(set(pool.map(code_digest_now, ["tasks.prepare_data"] * 8))) == 1
+            assert len(set(pool.map(code_digest_now, ["lineage.view"] * 8))) == 1
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(let_others_in)

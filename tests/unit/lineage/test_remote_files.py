@@ -1,11 +1,13 @@
 """Files behind a URL, of a bucket in memory."""
 
-import importlib.util
 import json
 import os
+import sys
+from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
@@ -13,6 +15,35 @@ from lineage.errors import ConfigError
 from lineage.remote_files import open_remote, remote_versions
 from lineage.sources import pin
 from tests.site import site
+
+KNOWN = sys.modules["fsspec.registry"]._registry  # protocol -> file system, of those that were asked for
+
+
+class Drive(MemoryFileSystem):
+    """A store in memory that asks for a token and tells what Google's does."""
+
+    protocol = "gs"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    root_marker = ""
+
+    def __init__(self, token: str | None = None, **options: object) -> None:
+        super().__init__(**options)
+        if token != "hunter2hunter2":
+            raise PermissionError(f"the token {token} is not known")
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("gs://", "memory://"))
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    monkeypatch.setitem(KNOWN, "gs", Drive)
+    monkeypatch.setenv("DRIVE_TOKEN", "hunter2hunter2")
+    Drive(token="hunter2hunter2").pipe("/drive/a.jsonl", b"one")
+    yield
+    Drive.store.clear()
 
 
 @pytest.fixture
@@ -67,11 +98,17 @@ def test_a_file_system_that_tells_no_version_is_refused(monkeypatch, bucket):
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("memory://none", "no file there"), ("zzz://bucket/a.jsonl", "cannot be listed"), ("s3://bucket", "Install s3fs")],
-)
-def test_what_cannot_be_listed_is_told(url, message, tmp_path):
-    if url.startswith("s3") and importlib.util.find_spec("s3fs"):
-        pytest.skip("s3fs is installed here")
+    [
+        ("memory://none", "no file there"), ("zzz://bucket/a.jsonl", "cannot be listed"),
+        ("s3://bucket", "with its package installed .s3fs for s3://"),
+        ("gs://bucket", "with its package installed .s3fs for s3://, gcsfs for gs://"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_listed_is_told(url, message, tmp_path, monkeypatch):
+    for package in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    for protocol in ("s3", "gs"):
+        monkeypatch.delitem(KNOWN, protocol, raising=False)
     with pytest.raises(ConfigError, match=message):
         fingerprint(url, tmp_path)
 
@@ -96,3 +133,30 @@ def test_a_model_is_not_read_from_a_url(tmp_path):
     source = Source(path="memory://bucket/model", kind=Kind.CHECKPOINT)
     with pytest.raises(ConfigError, match="a model is not read from a URL"):
         pin("base", source, DigestCache(tmp_path / "digests.json"))
+
+
+def test_a_file_system_is_given_what_the_named_variables_hold(drive):
+    credentials = {"token": "DRIVE_TOKEN"}
+    (url,) = remote_versions("rows", "gs://drive/a.jsonl", credentials)
+    with open_remote(url, credentials) as file:
+        assert file.read() == b"one"
+
+
+def test_what_a_file_system_says_of_a_secret_is_not_repeated(drive, monkeypatch):
+    monkeypatch.setenv("DRIVE_TOKEN", "another secret")
+    with pytest.raises(ConfigError, match=r"the token \$DRIVE_TOKEN is not known") as error:
+        remote_versions("rows", "gs://drive/a.jsonl", {"token": "DRIVE_TOKEN"})
+    assert "another secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("credentials", "message"),
+    [
+        ({"secret": "DRIVE_TOKEN"}, r"sources.rows.credentials.secret: Drive has no such option; accepted: token"),
+        ({"token": "NOT_SET"}, r"sources.rows.credentials.token=NOT_SET: no environment variable of that name is set"),
+        ({"token": "ya29.A0value"}, r"sources.rows.credentials.token is no name of an environment variable"),
+    ],
+)
+def test_credentials_that_cannot_be_are_named(drive, credentials, message):
+    with pytest.raises(ConfigError, match=message):
+        remote_versions("rows", "gs://drive/a.jsonl", credentials)

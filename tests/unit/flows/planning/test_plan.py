@@ -5,37 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lineage.digest import digest_files, digest_of
 from lineage.errors import ConfigError
-from lineage.lease import Lease
-from lineage.manifest import InputRecord, Manifest, provenance
+from tests.finished import finish
 
 REPOSITORY = Path(__file__).parents[4]
-
-
-def finish(plan, *names: str) -> None:
-    """Commits outputs for stages without running them."""
-    for planned in plan.stages:
-        if names and planned.name not in names:
-            continue
-        entry = plan.entry(planned)
-        lease = Lease(entry.path)
-        lease.try_acquire()
-        entry.begin()
-        (entry.output / "f").write_text(planned.name)
-        files = digest_files(entry.output)
-        entry.commit(
-            Manifest(
-                pipeline="toy", stage=planned.name, method="m", recipe=dict(planned.stage.method.recipe()),
-                fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics={},
-                inputs={
-                    slot: InputRecord(artifact=given.name, fingerprint=given.fingerprint, digest=None)
-                    for slot, given in planned.inputs.items()
-                },
-                provenance=provenance(start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}),
-            ),
-            lease,
-        )  # fmt: skip
 
 
 def states(plan) -> dict[str, str]:

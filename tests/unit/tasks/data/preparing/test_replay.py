@@ -1,23 +1,26 @@
 """What a data stage makes of the rows that a model was trained on before."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind, Source
 from tasks.context import TrainContext
+from tasks.data.schema import messages_of, schema
 from tasks.method import Input
-from tasks.prepare_data import PreparePreferences, PrepareText
+from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
+from tests import tiny
 
 REPLAY = PrepareText(held_out=0.2, replay_share=0.25)
 
 
 def generation(
-    directory: Path, name: str, rows: Sequence[dict[str, str]], old: str | None = None, method=REPLAY
+    directory: Path, name: str, rows: Sequence[Mapping[str, object]], old: str | None = None, method=REPLAY
 ) -> dict[str, float]:
     file = directory / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,3 +126,20 @@ def test_the_pairs_of_an_old_prompt_keep_their_side(tmp_path: Path) -> None:
         for side in ("train", "held_out", "resting")
     }
     assert prompts["held_out"] and not prompts["held_out"] & (prompts["train"] | prompts["resting"])
+
+
+def test_old_rows_of_an_earlier_version_come_out_in_the_columns_of_now(tmp_path: Path) -> None:
+    """Messages once had a role and a content, and nothing else."""
+    (tmp_path / "a").mkdir()
+    turns = [{"role": "user", "content": "old"}, {"role": "assistant", "content": "a"}]
+    for side, row_id in (("train", "0" * 16), ("held_out", "1" * 16)):
+        table = pa.Table.from_pylist([{"row_id": row_id, "messages": turns}], schema=tiny.CONVERSATIONS_SCHEMA)
+        pq.write_table(table, tmp_path / "a" / f"{side}.parquet")
+    rows = [{"messages": [{"role": "user", "content": f"q{index}"}, turns[1]]} for index in range(30)]
+    made = generation(tmp_path, "b", rows, old="a", method=PrepareConversations(held_out=0.2, replay_share=0.03))
+    assert made["replayed_rows"] == 1
+    for side, row_id in (("train", "0" * 16), ("held_out", "1" * 16)):
+        table = pq.read_table(tmp_path / "b" / f"{side}.parquet")
+        assert table.schema.equals(schema(Kind.CONVERSATIONS))
+        last = table.to_pylist()[-1]
+        assert (last["row_id"], messages_of(last["messages"]), last["tools"]) == (row_id, turns, None)

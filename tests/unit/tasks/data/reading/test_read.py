@@ -1,5 +1,6 @@
-"""Rows and models from where a source says; each refusal names the place."""
+"""Rows from where a source says; each refusal names the place."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -7,44 +8,88 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
-from tasks.data.reading.read import read_rows
+from tasks.data.reading.chunk import Row
+from tasks.data.reading.read import read_chunks
 from tasks.fetch_model import fetch_model
 from tests.site import site
+from tests.unit.tasks.data.reading.written import json_lines, read, write
 
 
-def written(directory: Path, name: str, content: bytes | str) -> Path:
-    path = directory / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
+def texts(path: Path | str, **fields: object) -> list[tuple[object, str]]:
+    rows = read(path, **fields)
+    assert all(isinstance(row, Row) for row in rows), rows
+    return [(row.fields["text"], row.where) for row in rows if isinstance(row, Row)]
 
 
-def texts(path: Path | str, **fields: str) -> list[tuple[object, str]]:
-    return [(row.fields["text"], row.where) for row in read_rows(Source(path=str(path), **fields))]  # type: ignore[arg-type]
-
-
-def test_lines_of_json_are_rows_named_by_file_and_line(tmp_path: Path) -> None:
-    file = written(tmp_path, "rows.jsonl", '\ufeff{"text": "a"}\n\n{"text": "ü"}')
-    assert texts(file) == [("a", f"{file}:1"), ("ü", f"{file}:3")]
+def row(text: str) -> bytes:
+    return json_lines([{"text": text}])
 
 
 def test_a_directory_and_a_glob_are_read_in_order_of_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b.jsonl", "a.ndjson", "c.jsonlines"):
-        written(tmp_path, name, f'{{"text": "{name}"}}\n')
-    written(tmp_path, "notes.txt", "not read")
-    assert [text for text, _ in texts(tmp_path)] == ["a.ndjson", "b.jsonl", "c.jsonlines"]
-    assert [text for text, _ in texts(tmp_path / "*.jsonl*")] == ["b.jsonl", "c.jsonlines"]
+    for name in ("b.jsonl", "a.ndjson", "sub/d.jsonlines", "c.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, row(name))
+    write(tmp_path / "e.csv", "text\ne.csv\n")
+    for name in ("README.md", "LICENSE", ".gitattributes", "_SUCCESS", "dataset_infos.json"):
+        write(tmp_path / name, "not read")
+    assert [text for text, _ in texts(tmp_path)] == ["a.ndjson", "b.jsonl", "c.json", "e.csv", "sub/d.jsonlines"]
+    assert [text for text, _ in texts(tmp_path / "[a-c].json*")] == ["b.jsonl", "c.json"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert [text for text, _ in texts("~/b.jsonl")] == ["b.jsonl"]
+    assert texts("~/b.jsonl") == [("b.jsonl", f"{tmp_path}/b.jsonl:1")]
 
 
-def test_parquet_is_read_through_datasets(tmp_path: Path) -> None:
-    file = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"text": ["a", "b"]}), file)
-    assert texts(file) == [("a", f"{file}[0]"), ("b", f"{file}[1]")]
-    assert texts(tmp_path) == [("a", f"{tmp_path}[0]"), ("b", f"{tmp_path}[1]")]
+def test_what_nothing_reads_in_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", row("a"))
+    write(tmp_path / "b.xlsx", "")
+    with pytest.raises(DataError) as refusal:
+        read(tmp_path)
+    assert str(refusal.value) == (
+        f"{tmp_path}: holds b.xlsx, of which rows are not read; a directory is read as a whole; convert or remove it, "
+        f"or name the files you mean by a glob such as {tmp_path}/*.jsonl"
+    )
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ((), "no data in this directory; put files of rows there, or give another"),
+        (("README.md",), "no data in this directory (README.md and the like are no data); "
+                         "put files of rows there, or give another"),
+    ],
+)  # fmt: skip
+def test_a_directory_without_data_is_refused(tmp_path: Path, beside: tuple[str, ...], message: str) -> None:
+    for name in beside:
+        write(tmp_path / name, "x")
+    with pytest.raises(DataError) as refusal:
+        read(tmp_path)
+    assert str(refusal.value) == f"{tmp_path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
+        ("train/a.jsonl", "test/a.jsonl"),
+        ("rows.jsonl", "rows_eval.jsonl"),
+        ("latest.jsonl", "my.Test.jsonl"),
+    ],
+)
+def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train: str, test: str
+) -> None:
+    for name, text in ((train, "a"), (test, "b")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, row(text))
+    with caplog.at_level(logging.INFO):
+        assert texts(tmp_path) == [("a", f"{tmp_path}/{train}:1")]
+    assert f"directory={tmp_path} split=train files=1 not_read=test" in caplog.text
+    assert texts(tmp_path, split="test[:100]") == [("b", f"{tmp_path}/{test}:1")]
+    with pytest.raises(ConfigError, match=r"no split 'validation' in it; it has (train, test|test, train); set split"):
+        read(tmp_path, split="validation")
 
 
 def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_path: Path) -> None:
@@ -57,75 +102,75 @@ def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_pat
         ]  # fmt: skip
         files.pipe({"/bucket/README.md": b"x", "/bucket/.hidden": b"x"})
         assert [text for text, _ in texts("memory://bucket")] == ["b", "c"]
-        with pytest.raises(DataError, match=r"memory:///bucket/README.md: rows are not read from .md"):
-            texts("memory://bucket/README.md")
-        files.pipe("/bucket/old.csv.gz", b"x")
-        with pytest.raises(DataError, match=r"memory:///bucket/old.csv.gz: rows are not read from .gz"):
+        files.pipe("/bucket/old.csv.xz", b"x")
+        with pytest.raises(DataError, match=r"memory:///bucket/old.csv.xz: rows are not read from .xz"):
             texts("memory://bucket")
     finally:
         files.store.clear()
 
 
 def test_a_web_page_is_read_with_its_query_or_without(tmp_path: Path) -> None:
-    written(tmp_path, "a.jsonl", '{"text": "a"}')
+    write(tmp_path / "a.jsonl", row("a"))
     with site(tmp_path) as address:
         for url in (f"{address}/a.jsonl", f"{address}/a.jsonl?token=b/c.csv"):
             assert texts(url) == [("a", f"{url}:1")]
 
 
 def test_a_saved_data_set_is_read_at_its_split(tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict
-
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "one")
-    DatasetDict({"test": Dataset.from_dict({"text": ["t"]})}).save_to_disk(tmp_path / "split")
+    DatasetDict({"test": Dataset.from_dict({"text": ["t", "u"]})}).save_to_disk(tmp_path / "split")
     assert texts(tmp_path / "one") == [("a", f"{tmp_path}/one[0]")]
-    assert texts(tmp_path / "split", split="test") == [("t", f"{tmp_path}/split[0]")]
-    with pytest.raises(DataError, match="`datasets` reads no split 'train' from it"):
-        texts(tmp_path / "split")
+    where = f"{tmp_path}/split"
+    assert texts(tmp_path / "split", split="test") == [("t", f"{where}[0]"), ("u", f"{where}[1]")]
+    for place, split, there in (("split", "train", "test"), ("one", "test", "train")):
+        with pytest.raises(ConfigError) as refusal:
+            read(tmp_path / place, split=split)
+        assert str(refusal.value) == (
+            f"{tmp_path}/{place}: no split {split!r} in it; it has {there}; set split to one of them"
+        )
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b'{"text": "a"}\n{"text": "b"\n',
-            ":2: not JSON: Expecting ',' delimiter at column 1; one JSON object per line is accepted; "
-            "mend or remove the line",
-        ),
-        (
-            b'[\n{"text": "a"}\n]\n',
-            ":1: not JSON: Expecting value at column 1; one JSON object per line is accepted; "
-            "for one array over the whole file, write its items as lines: `jq -c '.[]' FILE > FILE.jsonl`",
-        ),
-        (b'"text"\n', ":1: a JSON str; one JSON object per line is accepted; mend or remove the line"),
-        (
-            b'{"text": "a"}\n{"text": "\xe4"}\n',
-            ":2: byte 0xe4 at column 11 is not UTF-8; UTF-8 is accepted; "
-            "convert the file, such as with `iconv -f ENCODING -t UTF-8`",
-        ),
-        (b"\n", ': no rows; give at least one row, such as a line {"text": "..."}'),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, content: bytes, message: str) -> None:
-    file = written(tmp_path, "rows.jsonl", content)
-    with pytest.raises(DataError) as refusal:
-        texts(file)
-    assert str(refusal.value) == f"{file}{message}"
-
-
-def test_a_file_that_is_not_there_is_refused() -> None:
+def test_a_data_set_that_is_not_there_is_refused() -> None:
     with pytest.raises(DataError, match=re.escape("no/such/rows.jsonl: `datasets` reads no split 'train' from it")):
-        texts("no/such/rows.jsonl")
+        read("no/such/rows.jsonl")
+
+
+def test_a_file_has_no_splits_but_slices_that_the_counting_stage_cuts(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", row("a") + row("b"))
+    assert len(read(file, split="train[:1]")) == 2
+    for path in (file, "quickstart:preferences", "memory://bucket"):
+        with pytest.raises(ConfigError) as refusal:
+            read(path, split="test")
+        assert str(refusal.value) == (
+            f"{path}: split='test' of what has no splits; a slice of all rows is accepted, such as split=train[:1000]; "
+            "leave split out, or give the file of that split"
+        )
+
+
+def test_only_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", row("a"))
+    for path in (file, tmp_path, "quickstart:preferences"):
+        with pytest.raises(ConfigError) as refusal:
+            read(path, streaming=True, sample_count=1)
+        assert str(refusal.value) == (
+            f"{path}: streaming is for data sets of the hub; all else is read piece by piece anyway; "
+            "leave streaming out"
+        )
+
+
+def test_rows_that_ship_with_python_are_named_by_their_number() -> None:
+    first = next(iter(next(read_chunks(Source(path="quickstart:corpus"))).rows()))
+    assert isinstance(first, Row) and first.where == "quickstart:corpus[0]" and first.fields["text"]
 
 
 def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json in .*; save it with model\.save_pretrained"):
         fetch_model(Source(path=str(tmp_path)))
-    written(tmp_path, "config.json", "{}")
-    written(tmp_path, "pytorch_model.bin", "")
+    write(tmp_path / "config.json", "{}")
+    write(tmp_path / "pytorch_model.bin", "")
     with pytest.raises(ConfigError, match="no weights in safetensors"):
         fetch_model(Source(path=str(tmp_path)))
-    written(tmp_path, "model.safetensors", "")
+    write(tmp_path / "model.safetensors", "")
     assert fetch_model(Source(path=str(tmp_path))) == tmp_path
 
 
@@ -136,8 +181,8 @@ def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
 
     def snapshot_download(repo_id: str, **options: object) -> str:
         calls.append((repo_id, options))
-        written(tmp_path, "config.json", "{}")
-        written(tmp_path, "model.safetensors", "")
+        write(tmp_path / "config.json", "{}")
+        write(tmp_path / "model.safetensors", "")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)

@@ -1,0 +1,122 @@
+"""The rows of every stage that will train, seen before the first of them trains: hours later it would be too late."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.progress.observer import Observer
+from flows.stages.admission import Waiting, admitted
+from flows.stages.given import job_input
+from flows.stages.job import CheckJob
+from flows.stages.launch import StageProcesses
+from flows.wording import counted
+from lineage.artifact import DATA
+from lineage.errors import PipelineError, StoppedError
+from lineage.manifest import Manifest
+from lineage.store import Store
+from tasks.check_rows import POLICY, rows_slot
+from tasks.method import Training
+
+
+@dataclass
+class DataChecks:
+    """What was checked in one run: each stage's rows once, whoever asks first."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _errors: dict[str, PipelineError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
+
+    def require(self, plan: Plan, planned: PlannedStage, processes: StageProcesses, observer: Observer) -> None:
+        """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
+
+        Raises:
+            PipelineError: the rows of one of them cannot be trained on.
+        """
+        if not isinstance(planned.stage.method, Training):
+            return
+        with self._lock:
+            for each in [planned, *(other for other in plan.stale if other is not planned)]:
+                job = check_job(plan, each, plan.entry(planned).path)
+                if job is None:
+                    continue
+                if each.fingerprint not in self._errors:
+                    waiting = partial(observer.waiting, planned.name, f"the rows of {each.name}, checked first")
+                    waiting()
+                    self._errors[each.fingerprint] = _check(job, waiting, processes, observer)
+                error = self._errors[each.fingerprint]
+                if error:
+                    raise error
+
+
+def _check(job: CheckJob, waiting: Waiting, processes: StageProcesses, observer: Observer) -> PipelineError | None:
+    try:
+        with admitted(job.resources.cpus_per_worker, 0, waiting):
+            found = processes.run(job)
+    except StoppedError:
+        raise
+    except PipelineError as error:
+        return error
+    if found["leaked_rows"]:
+        observer.announce(
+            f"{job.stage}: {counted(int(found['leaked_rows']), 'held-out row')} among what it trains on: {job.leakage}"
+        )
+    return None
+
+
+def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | None:
+    """The check of one stage's rows; None where it does not train, or what it needs is not made yet.
+
+    Args:
+        directory: of the stage that asks: its log tells of the check.
+    """
+    method = planned.stage.method
+    if not isinstance(method, Training) or method.tokenization() is None or POLICY not in planned.inputs:
+        return None
+    slot = rows_slot(method)
+    rows, (tokenizer, template) = planned.inputs[slot], _tokenizer(plan, planned)
+    parents = {given.name: manifest for given in (rows, tokenizer) if (manifest := _manifest(plan, given))}
+    if any(given.pinned is None and given.name not in parents for given in (rows, tokenizer)):
+        return None
+    return CheckJob(
+        stage=planned.name, method=method, resources=planned.stage.resources, directory=directory,
+        inputs={
+            slot: job_input(plan, rows, method.consumes[slot], parents),
+            POLICY: job_input(plan, tokenizer, method.consumes[POLICY], parents),
+        },
+        chat_template=template, held_out=dict(_held_out(plan)), previous_percent=_previous_percent(plan, planned),
+    )  # fmt: skip
+
+
+def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | None]:
+    """The model whose tokenizer a stage will be given, and the template that a stage between the two installs."""
+    template: str | None = None
+    while True:
+        stated = planned.stage.method.recipe().get("chat_template")
+        template = template or (str(stated) if stated else None)
+        given = planned.inputs[POLICY]
+        if given.pinned or not isinstance(plan.stage(given.name).stage.method, Training):
+            return given, template
+        planned = plan.stage(given.name)
+
+
+def _manifest(plan: Plan, given: PlannedInput) -> Manifest | None:
+    entry = given.entry or (None if given.pinned else plan.entry(plan.stage(given.name)))
+    return entry.manifest() if entry else None
+
+
+def _held_out(plan: Plan) -> Iterator[tuple[str, Path]]:
+    """Every set of rows that something may be measured on."""
+    for planned in plan.stages:
+        if planned.stage.method.produces in DATA and plan.entry(planned).is_finished():
+            yield planned.name, plan.entry(planned).output
+
+
+def _previous_percent(plan: Plan, planned: PlannedStage) -> float | None:
+    """The share of tokens that this stage trained when this pipeline trained it last; None: never, or not asked."""
+    if planned.name in plan.pipeline.accept_label_drop:
+        return None
+    finished = Store(plan.pipeline.store).finished(planned.name)
+    mine = (manifest.metrics for manifest in finished if manifest.pipeline == plan.pipeline.name)
+    return next((metrics["trained_tokens_percent"] for metrics in mine if "trained_tokens_percent" in metrics), None)

@@ -1,0 +1,67 @@
+"""What a source states, checked when the plan is made: no option that nothing would read."""
+
+import re
+
+from lineage.artifact import Kind, Source
+from lineage.errors import ConfigError
+
+_READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
+
+_BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an unknown number
+
+
+def reading_options(source: Source) -> dict[str, object]:
+    """What a source states beyond where its rows are: how they are read. What is not stated is left out.
+
+    Streaming is among it: of a stream a sample is drawn as it goes by, of a whole data set from all of its rows.
+    """
+    stated: dict[str, object] = {name: getattr(source, name) for name in _READING}
+    return {name: value for name, value in stated.items() if value is not None and value is not False and value != {}}
+
+
+def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> None:
+    """That a source states nothing that would not be read.
+
+    Args:
+        is_hub, is_url: what its path is.
+
+    Raises:
+        ConfigError: names the field, and what to do.
+    """
+    if source.kind != Kind.ROWS:
+        _refuse_reading(name, source)
+    if source.shuffle_buffer is not None and source.shuffle_seed is None:
+        raise ConfigError(
+            f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; state "
+            f"sources.{name}.shuffle_seed=0, or remove shuffle_buffer"
+        )
+    if source.streaming:
+        _check_streaming(name, source, is_hub)
+    if source.credentials and not is_url:
+        raise ConfigError(
+            f"sources.{name}.credentials: {source.path} is read without any; they are for a URL, such as "
+            "s3://bucket/rows.jsonl; remove them"
+        )
+
+
+def _refuse_reading(name: str, source: Source) -> None:
+    stated = list(reading_options(source))
+    if stated:
+        raise ConfigError(
+            f"sources.{name}.{stated[0]}: it says how rows are read, and this source is of kind {source.kind}; "
+            f"remove {', '.join(stated)}, or state kind: rows"
+        )
+
+
+def _check_streaming(name: str, source: Source, is_hub: bool) -> None:
+    if not is_hub:
+        raise ConfigError(
+            f"sources.{name}.streaming=true: {source.path} is no hub data set; what lies in files is never loaded "
+            "whole: remove streaming"
+        )
+    if source.sample_count is None and not _BOUNDED.fullmatch(source.split):
+        raise ConfigError(
+            f"sources.{name}.streaming=true: split={source.split} does not say how many rows to take, and a stream may "
+            f'have no end; state a slice up to a row, such as "sources.{name}.split=train[:10000]", or '
+            f"sources.{name}.sample_count=10000"
+        )

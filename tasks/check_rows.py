@@ -1,0 +1,96 @@
+"""What can be known of a stage's rows long before it trains on them: their tokens, and whether they are measured on."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from lineage.artifact import DATA
+from lineage.digest import DigestCache
+from lineage.fingerprint import canonical_json, short
+from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.method import Inputs, Training
+
+if TYPE_CHECKING:
+    from tasks.context import Metrics, TrainContext
+    from tasks.method import Input
+
+_VERSION = 1  # raise it when the same rows are now found to repeat others
+POLICY = "policy"  # the slot of what a training stage starts from, and takes its tokenizer from
+
+
+def check_rows(
+    method: Training,
+    inputs: Inputs,
+    ctx: "TrainContext",
+    *,
+    stage: str,
+    chat_template: str | None,
+    previous_percent: float | None,
+) -> "Metrics":
+    """Makes the tokens that the stage will train on, into the cache, and looks at their labels.
+
+    Args:
+        method: one that states its tokenization.
+        inputs: the rows; as policy, the model that brings the tokenizer.
+        chat_template: that it will have by then; None: that of the policy.
+        previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+
+    Raises:
+        DataError: rows cannot be rendered, nothing would be trained, or less than half of what was the last time.
+        ConfigError: the chat template cannot be used.
+    """
+    from tasks.data.tokens.load_or_make import load_or_make
+    from tasks.data.tokens.tokenized_rows import show
+
+    rows = inputs[rows_slot(method)]
+    stated = method.tokenization()
+    assert stated
+    tokenization = replace(stated, chat_template=chat_template)
+    tokens = load_or_make(tokenization, rows, inputs[POLICY].path, ctx.cache_dir, ctx.resources.cpus_per_worker)
+    show(tokens, rows, method.max_length)
+    tokens.require_like(previous_percent, stage)
+    return tokens.metrics
+
+
+def rows_slot(method: Training) -> str:
+    """The slot of the rows that a method trains on."""
+    return next(slot for slot, kind in method.consumes.items() if kind in DATA)
+
+
+def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> Path | None:
+    """The list of the rows of other data stages' held-out sets that these training rows repeat; None: there are none.
+
+    Args:
+        held_out: data stage -> its output. That of the rows' own stage was compared when it was made.
+
+    Returns:
+        Parquet with a line for each, and the ids on both sides.
+    """
+    import pyarrow.parquet as pq
+
+    assert ctx.cache_dir
+    sets = {name: directory / HELD_OUT for name, directory in sorted(held_out.items()) if name != rows.name}
+    cache = ctx.cache_dir / "leakage"
+    cache.mkdir(parents=True, exist_ok=True)
+    digests = DigestCache(cache / "digests.json")
+    train = rows.path / TRAIN
+    key = [digests.digest(train), {name: digests.digest(file) for name, file in sets.items()}, _VERSION]
+    found = cache / f"{short(hashlib.sha256(canonical_json(key).encode()).hexdigest())}.parquet"
+    if not found.exists():
+        _compare(rows.name, train, sets, ctx, found)
+    return found if pq.read_metadata(found).num_rows else None
+
+
+def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
+    from tasks.data.preparing.database import open_database
+    from tasks.data.preparing.leakage import LEAKAGE, NamedSet, find
+
+    others = [NamedSet(name=other, file=file) for other, file in sets.items()]
+    with TemporaryDirectory(dir=found.parent) as scratch:
+        connection = open_database(Path(scratch), ctx.resources.cpus_per_worker)
+        find([NamedSet(name=name, file=train)], others, connection, Path(scratch))
+        connection.close()
+        Path(scratch, LEAKAGE).rename(found)

@@ -1,0 +1,30 @@
+"""Prompts alone, with whatever other columns a reward function asks for."""
+
+from lineage.artifact import Kind
+from tasks.data.formats.conversations import prompt
+from tasks.data.formats.format import REST, CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.tool_schemas import add_tools
+from tasks.data.formats.values import as_json, required
+
+_ACCEPTED = '{"prompt": "..."}, a string or a list of messages'
+_MAPPING = {"prompt": "prompt", "tools": "tools", REST: "columns, for a reward function"}
+_READ = ("prompt", "tools", "group")  # a group says what is held out together
+
+
+def _recognize(fields: Fields) -> Evidence | None:
+    if not isinstance(fields.get("prompt"), str | list):
+        return None
+    return evidence(fields, _MAPPING, "prompt is a string or messages, without an answer")
+
+
+def _convert(fields: Fields) -> CanonicalRow:
+    row: CanonicalRow = {
+        "prompt": prompt(required(fields, "prompt", _ACCEPTED, missing="empty prompt"), "prompt", _ACCEPTED)
+    }
+    others = {name: value for name, value in sorted(fields.items()) if name not in _READ}
+    if others:
+        row["columns"] = as_json(others, f"one of {', '.join(others)}")
+    return add_tools(row, fields)
+
+
+PROMPTS = Format(name="prompts", kind=Kind.PROMPTS, mapping=_MAPPING, recognize=_recognize, convert=_convert)

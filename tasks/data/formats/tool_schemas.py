@@ -1,0 +1,113 @@
+"""The tools that an assistant may call, and its calls, in OpenAI's form, as the JSON text that prepared rows hold.
+
+Keys keep the user's order, below the fixed outer ones: a chat template writes them as they stand, so another order
+would be another text than the one that the model meets when it is used.
+"""
+
+from collections.abc import Mapping
+
+from tasks.data.formats.bad_row import BadRowError
+from tasks.data.formats.format import CanonicalRow, Fields
+from tasks.data.formats.values import as_json, is_nothing, named, parsed_json
+
+_TOOL = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or that as JSON text'
+_CALL = 'a list of {"name": ..., "arguments": {...}}, bare or as "function" of {"type": "function"}'
+_BAD_TOOLS, _BAD_CALL = "tools that cannot be read", "tool call that cannot be read"
+_OUTER = {"type", "id", "index"}  # beside a function; the index is that of a part of a stream
+_UNCLOSED = "unclosed tool call"  # JSON that ends too early, mostly
+
+
+def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:
+    """The row, with the tools of a user's column where it holds some."""
+    tools = fields.get(name)
+    if not is_nothing(tools):
+        text = tools_json(tools, name)
+        if text is not None:
+            row["tools"] = text
+    return row
+
+
+def tools_json(value: object, what: str) -> str | None:
+    """JSON text of the tools; None: there are none."""
+    tools = _items(value, what, _TOOL, _BAD_TOOLS)
+    return as_json([_tool(tool, f"{what}[{index}]") for index, tool in enumerate(tools)], what) if tools else None
+
+
+def _tool(value: object, what: str) -> Mapping[str, object]:
+    outer, function = _function(value, what, _TOOL, _BAD_TOOLS)
+    if outer is function:
+        function = {key: item for key, item in function.items() if key != "type"}
+    return {"type": "function", "function": function}
+
+
+def calls_json(value: object, what: str) -> str:
+    """JSON text of at least one call.
+
+    Raises:
+        BadRowError: it is none; one that is no JSON is counted as an unclosed tool call.
+    """
+    calls = _items(value, what, _CALL, _BAD_CALL)
+    if not calls:
+        raise BadRowError(f"{what} is empty", _CALL, "add the call or remove the row", reason="no answer")
+    return as_json([_call(call, f"{what}[{index}]") for index, call in enumerate(calls)], what)
+
+
+def _call(value: object, what: str) -> Mapping[str, object]:
+    outer, function = _function(value, what, _CALL, _BAD_CALL)
+    _require_nothing_else(function, {"name", "arguments", *(_OUTER if outer is function else ())}, what, _CALL)
+    given = outer.get("id")
+    if not (given is None or isinstance(given, str)):
+        raise BadRowError(f"{what} id is {named(given)}", "a string", "write a string", reason=_BAD_CALL)
+    call = {"name": function["name"], "arguments": _arguments(function.get("arguments"), f"{what} arguments")}
+    return {"type": "function", **({"id": given} if given else {}), "function": call}
+
+
+def _arguments(value: object, what: str) -> Mapping[str, object]:
+    if is_nothing(value):
+        return {}  # a function without arguments
+    arguments = parsed_json(value, what, reason=_UNCLOSED) if isinstance(value, str) else value
+    if not isinstance(arguments, Mapping):
+        raise BadRowError(
+            f"{what} is {named(arguments)}", 'an object, such as {"city": "Paris"}', "name each argument",
+            reason=_BAD_CALL,
+        )  # fmt: skip
+    return arguments
+
+
+def _items(value: object, what: str, accepted: str, reason: str) -> list[object]:
+    """Of a list, of one object, or of their JSON text."""
+    if isinstance(value, str):
+        value = parsed_json(value, what, reason=_UNCLOSED if reason == _BAD_CALL else reason)
+    if isinstance(value, Mapping):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise BadRowError(f"{what} is {named(value)}", accepted, "write a list", reason=reason)
+
+
+def _function(
+    value: object, what: str, accepted: str, reason: str
+) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """A tool or a call as given, and the function of it: the same where it is bare."""
+    if not isinstance(value, Mapping):
+        raise BadRowError(f"{what} is {named(value)}", accepted, "write an object", reason=reason)
+    kind = value.get("type")
+    if kind not in (None, "function"):
+        raise BadRowError(f"{what} type is {named(kind)}", accepted, "only functions are read", reason=reason)
+    function = value.get("function", value)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise BadRowError(f"{what} names no function", accepted, "name it", reason=reason)
+    assert isinstance(function, Mapping)
+    if function is not value:
+        _require_nothing_else(value, {"function", *_OUTER}, what, accepted)
+    return value, function
+
+
+def _require_nothing_else(value: Mapping[str, object], known: set[str], what: str, accepted: str) -> None:
+    """Refuses what would be lost, such as arguments of another name."""
+    extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
+    if extra:
+        raise BadRowError(
+            f"{what} has {', '.join(extra)}", accepted, "rename or remove it", reason="unknown field"
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Runs one function over many items in processes: results in the order of the items, few of them in memory."""
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from typing import TypeVar, cast
+
+from lineage.errors import PipelineError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AHEAD = 3  # items per worker that are read before their results are asked for: no worker waits for the reader
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
+    ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS"), "1"
+)
+
+
+def ordered_map(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int, *, inline_below: int
+) -> Iterator[Result]:
+    """``function`` of each item, in order.
+
+    Args:
+        function: is sent to each process once, and so may keep what it builds there from one item to the next.
+        workers: processes, of one thread each; 1: this process alone.
+        inline_below: fewer items than this are worked on here: a process takes a second to start.
+    Raises:
+        PipelineError: a process died. What ``function`` or ``items`` raises comes out as itself.
+    """
+    remaining = iter(items)
+    first = list(islice(remaining, inline_below))
+    if workers == 1 or len(first) < inline_below:
+        yield from map(function, chain(first, remaining))
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy threads' locks as they stand
+        initializer=_begin,
+        initargs=(pickle.dumps(function),),
+    )
+    try:
+        yield from _in_order(pool, chain(first, remaining), workers * _AHEAD)
+    except BrokenProcessPool as error:
+        raise PipelineError(
+            "a process that works on rows died without a word; out of memory? Free some, or set fewer "
+            "cpus_per_worker: each CPU is one process"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, items: Iterable[Item], window: int) -> Iterator[Result]:
+    pending: deque[Future[Result]] = deque()
+    work = cast("Callable[[Item], Result]", _work)
+    for item in items:
+        pending.append(pool.submit(work, item))
+        if len(pending) == window:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _begin(function: bytes) -> None:
+    """Of a process: the threads are set before the function's imports read them; it ends when its parent does."""
+    global _work_on
+    os.environ.update(_ONE_THREAD)
+    threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
+    _work_on = pickle.loads(function)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+_work_on: Callable[..., object]
+
+
+def _work(item: object) -> object:
+    return _work_on(item)

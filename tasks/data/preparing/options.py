@@ -1,0 +1,132 @@
+"""The fields that every data stage has."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.data.formats.prompting import placeholders
+from tasks.method import Inputs, Method
+
+ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
+
+_SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Method):
+    """Reads, checks, names, splits and writes a user's rows.
+
+    Slots:
+        rows, and any further ones: rows to prepare. Several are a mixture.
+        replay: prepared rows that an earlier model was trained on.
+        tokenizer: a model, in whose tokens the report measures rows.
+
+    Args:
+        held_out: below 1 a share of the keys: a row's ``group``, else its prompt, else the row itself. From 1 on a
+            count of rows; whole keys, and so a few more. Either is decided by the hash of the key. A key's side under a
+            share depends on no other row. A count moves its border down as rows are added: therefore as many rows again
+            beyond it go to neither side, so that until the data has doubled none that was held out is trained on.
+        seed: of the split, and of what a mixture takes.
+        replay_share: of the training rows, drawn from the old ones.
+        max_bad_rows: how many may be left out; one more, and the stage refuses. ``rejects.jsonl`` holds all of them.
+        system_prompt: put before every conversation or prompt that has none.
+        prompt_template: makes the prompt of a row out of its columns, such as ``{context}\\n\\n{question}``.
+        proportions: slot -> share of the training rows, of all slots, with the sum 1. Held-out rows are all kept.
+        temperature: proportions by size: a slot of n rows weighs n^(1/temperature), so that 1 is the sizes themselves
+            and more makes them more alike (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2).
+        stopping: of a mixture: ``first_exhausted`` (None means it) is the largest that repeats no row,
+            ``all_exhausted`` the smallest that has every row.
+    """
+
+    version: ClassVar[int] = 2
+    optional: ClassVar[frozenset[str]] = frozenset({REPLAY, TOKENIZER, "*"})
+    preload: ClassVar[tuple[str, ...]] = ()
+
+    held_out: float | int = 0.05
+    seed: Annotated[int, Ge(0)] = 0
+    replay_share: Annotated[float, Gt(0), Lt(1)] | None = None
+    max_bad_rows: Annotated[int, Ge(0)] = 0
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    proportions: Mapping[str, float] | None = None
+    temperature: Annotated[float, Gt(0)] | None = None
+    stopping: Literal["first_exhausted", "all_exhausted"] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_held_out()
+        self._check_mixture()
+        if self.prompt_template is not None:
+            placeholders(self.prompt_template)
+        if self.produces == Kind.TEXT and (self.system_prompt is not None or self.prompt_template is not None):
+            field = "system_prompt" if self.system_prompt is not None else "prompt_template"
+            raise ConfigError(
+                f"{field}: this stage makes raw text, which has neither system nor user; remove it, or prepare "
+                "conversations with conf/stage/conversations.yaml"
+            )
+
+    def _check_held_out(self) -> None:
+        counted = isinstance(self.held_out, int)
+        if isinstance(self.held_out, bool) or not (self.held_out >= 1 if counted else 0 < self.held_out < 1):
+            raise ConfigError(
+                f"held_out={self.held_out}: a share of the rows above 0.0 and below 1.0, or a count of them from 1 on, "
+                "is accepted; state held_out=0.05 or held_out=200"
+            )
+        if counted and self.replay_share is not None:
+            raise ConfigError(
+                f"held_out={self.held_out} and replay_share={self.replay_share}: the border of a count moves as rows "
+                "are added, and new rows of a group that was held out would be trained on; give a share: held_out=0.05"
+            )
+
+    def _check_mixture(self) -> None:
+        if self.proportions is not None and self.temperature is not None:
+            raise ConfigError("proportions and temperature both say how much of each slot is taken; state one of them")
+        if self.stopping is not None and self.proportions is None and self.temperature is None:
+            raise ConfigError(
+                f"stopping={self.stopping}: there is no mixture to stop; state proportions or temperature"
+            )
+        if self.stopping == "all_exhausted" and self.replay_share is not None:
+            raise ConfigError(
+                "stopping=all_exhausted and replay_share: rows that are repeated and rows that come back would have "
+                "one name; state stopping=first_exhausted"
+            )
+        shares = self.proportions or {}
+        total = math.fsum(shares.values())
+        if self.proportions is not None and (min(shares.values(), default=0) <= 0 or abs(total - 1) > _SUM_TOLERANCE):
+            stated = ", ".join(f"{slot}: {share:g}" for slot, share in shares.items())
+            raise ConfigError(
+                f"proportions={{{stated}}}: the sum is {total:g}; shares above 0 with the sum 1 are accepted"
+            )
+
+    def row_slots(self, inputs: Inputs) -> list[str]:
+        """The slots of rows, in the order in which they are read.
+
+        Raises:
+            ConfigError: a mixture is stated that does not name them all, or that has nothing to mix.
+        """
+        slots = [ROWS, *sorted(inputs.keys() - self.consumes.keys())]
+        if self.proportions is not None and set(self.proportions) != set(slots):
+            raise ConfigError(
+                f"proportions name {', '.join(self.proportions)}; the slots of rows are {', '.join(slots)}; state a "
+                "share for each of them"
+            )
+        if self.temperature is not None and len(slots) == 1:
+            raise ConfigError(
+                f"temperature={self.temperature:g}: there is one slot of rows, and nothing to mix; fill a second one, "
+                "such as inputs.more=<source>, or state temperature=null"
+            )
+        return slots
+
+    def highest_share(self) -> int:
+        """The highest ``key_share`` that is held out, of a ``held_out`` that is a share."""
+        return math.ceil(Fraction(self.held_out) * 2**64) - 1
+
+
+def slots(kind: Kind) -> Mapping[str, Kind]:
+    """What a stage that makes rows of a kind consumes."""
+    return {ROWS: Kind.ROWS, REPLAY: kind, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}

@@ -1,0 +1,108 @@
+"""Word n-grams of many texts at once, as hashes: what near-duplicates and leakage are found by.
+
+A word is a run of bytes without white space and ASCII punctuation, in lower case: neither makes two texts differ. A
+language that sets no spaces has its sentences for words, so only whole sentences of it are found to be alike.
+"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Hashes = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+Texts: TypeAlias = "Sequence[str] | pa.Array"
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Knuth, The Art of Computer Programming 3, 6.4
+_BLOCK = 8  # bytes of a word that are hashed at once
+_MAX_BLOCKS = 8  # of a longer word, such as an encoded image, its first 64 bytes and its length are hashed
+_LOW_BYTES = np.array([2 ** (8 * count) - 1 for count in range(_BLOCK + 1)], dtype=np.uint64)
+_BORDERS = (string.punctuation + string.whitespace).encode()
+_TO_WORDS = bytes.maketrans(
+    _BORDERS + string.ascii_uppercase.encode(), b" " * len(_BORDERS) + string.ascii_lowercase.encode()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shingles:
+    """The n-grams of rows, one row after another.
+
+    Args:
+        hashes: of each n-gram.
+        offsets: [rows + 1]: row i has ``hashes[offsets[i]:offsets[i + 1]]``.
+    """
+
+    hashes: Hashes
+    offsets: Places
+
+
+def shingles(texts: Texts, size: int) -> Shingles:
+    """The n-grams of ``size`` words of each text; of a shorter text one, of all its words; of no words none."""
+    words, offsets = _word_hashes(texts)
+    num_words = np.diff(offsets)
+    # Zeros after each row keep a window from reaching into the next one.
+    shift = np.arange(len(texts)) * (size - 1)
+    padded = np.zeros(len(words) + (len(texts) + 1) * (size - 1), dtype=np.uint64)
+    padded[np.arange(len(words)) + np.repeat(shift, num_words)] = words
+    counts = np.where(num_words == 0, 0, np.maximum(num_words - size + 1, 1))
+    firsts = np.concatenate([[0], np.cumsum(counts)])
+    places = np.arange(firsts[-1]) + np.repeat(offsets[:-1] + shift - firsts[:-1], counts)
+    rolled = padded[: len(padded) - size + 1]
+    for step in range(1, size):
+        rolled = rolled * _MULTIPLIER + padded[step : step + len(rolled)]
+    return Shingles(hashes=_mixed(rolled[places]), offsets=firsts)
+
+
+def _word_hashes(texts: Texts) -> tuple[Hashes, Places]:
+    """The hash of every word; and where each row begins among them, with the end of the last."""
+    data, offsets = _lower_words(texts)
+    is_word = np.frombuffer(data, dtype=np.uint8) != ord(" ")
+    is_edge = np.ones(len(data) + 1, dtype=np.bool_)
+    is_edge[1:-1] = is_word[1:] != is_word[:-1]
+    is_edge[offsets] = True  # two rows share no word
+    edges = np.flatnonzero(is_edge)
+    of_words = is_word[edges[:-1]]
+    starts, ends = edges[:-1][of_words], edges[1:][of_words]
+    return _block_hashes(data, starts, ends - starts), np.searchsorted(starts, offsets)
+
+
+def _lower_words(texts: Texts) -> tuple[bytes, Places]:
+    """All texts in one, words in lower case, all between them spaces; and where each text begins."""
+    given = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
+    data, places = _joined(given.cast(pa.large_string()))
+    if not data.isascii():
+        data, places = _joined(pc.utf8_lower(given).cast(pa.large_string()))
+    # Below 128 a byte is no part of a longer UTF-8 character, so the bytes may be exchanged one by one.
+    return data.translate(_TO_WORDS), places
+
+
+def _joined(array: pa.LargeStringArray) -> tuple[bytes, Places]:
+    _, offsets, data = array.buffers()
+    places = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    return data.slice(places[0], places[-1] - places[0]).to_pybytes() if data else b"", places - places[0]
+
+
+def _block_hashes(data: bytes, starts: Places, lengths: Places) -> Hashes:
+    """Of each word, eight bytes at a time."""
+    blocks: npt.NDArray[np.uint64] = np.ndarray(
+        len(data) + 1, dtype="<u8", buffer=data + bytes(_BLOCK), strides=(1,)
+    )  # at every byte the eight that begin there
+    hashes = lengths.astype(np.uint64)
+    left = np.arange(len(starts))
+    for block in range(_MAX_BLOCKS):
+        left = left[lengths[left] > block * _BLOCK]
+        if not len(left):
+            break
+        given = _LOW_BYTES[np.minimum(lengths[left] - block * _BLOCK, _BLOCK)]
+        hashes[left] = _mixed((hashes[left] ^ (blocks[starts[left] + block * _BLOCK] & given)) * _MULTIPLIER)
+    return hashes
+
+
+def _mixed(hashes: Hashes) -> Hashes:
+    """Multiplication moves nothing downwards; this does."""
+    return hashes ^ (hashes >> np.uint64(32))

@@ -1,0 +1,83 @@
+"""Writes the rows of each side as Parquet: one pass over what is staged, in bounded memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from duckdb import DuckDBPyConnection
+
+from lineage.artifact import Kind
+from tasks.data.preparing.columns import conformed
+from tasks.data.preparing.database import number
+from tasks.data.preparing.reorder import in_order
+from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.preparing.staging import Staging
+from tasks.data.schema import schema
+
+_ROWS_PER_GROUP, _BYTES_PER_GROUP = 10_000, 2**25  # how much is held in memory, of each side
+
+
+class SideFiles:
+    """The files of the sides while they are written; the same rows give the same bytes.
+
+    Attributes:
+        counts: rows that were written, of each side.
+    """
+
+    def __init__(self, directory: Path, kind: Kind, sides: tuple[str, ...]) -> None:
+        self.counts = dict.fromkeys(sides, 0)
+        self._schema = schema(kind)
+        self._writers = {side: pq.ParquetWriter(directory / side, self._schema) for side in sides}
+        self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in sides}
+
+    def write(self, side: str, rows: pa.RecordBatch) -> None:
+        """Adds rows to a side; they go to the disk in groups, however they came."""
+        while len(rows):
+            pending = self._pending[side]
+            room = _ROWS_PER_GROUP - sum(map(len, pending))
+            part, rows = rows.slice(0, room), rows.slice(room)
+            pending.append(conformed(part, self._schema))
+            self.counts[side] += len(part)
+            if len(part) == room or sum(each.nbytes for each in pending) > _BYTES_PER_GROUP:
+                self._flush(side)
+
+    def close(self) -> None:
+        for side, writer in self._writers.items():
+            self._flush(side)
+            writer.close()
+
+    def _flush(self, side: str) -> None:
+        if self._pending[side]:
+            self._writers[side].write_table(pa.Table.from_batches(self._pending[side]).combine_chunks())
+            self._pending[side].clear()
+
+
+def placed_rows(
+    connection: DuckDBPyConnection, staging: Staging, *, as_read: bool
+) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """The rows of the table ``placed``, each with its id, in their order."""
+    batches = _placed(connection, staging)
+    if not as_read:
+        num_rows = number(connection, "SELECT count(*) FROM placed")
+        num_bytes = number(connection, "SELECT coalesce(sum(bytes), 0) FROM placed JOIN keys USING (row)")
+        batches = in_order(batches, staging.rows.parent, num_rows, num_bytes)
+    for rows in batches:
+        held_out = rows.column("held_out")
+        yield TRAIN, rows.filter(pc.invert(held_out))
+        yield HELD_OUT, rows.filter(held_out)
+
+
+def _placed(connection: DuckDBPyConnection, staging: Staging) -> Iterator[pa.RecordBatch]:
+    """The rows that are used, as often as they are, in the order in which they were read."""
+    for first, batch in staging.batches():
+        query = (
+            f"SELECT row - {first} AS place, held_out, row_id, position FROM placed "
+            f"WHERE row >= {first} AND row < {first + len(batch)} ORDER BY position"
+        )
+        for placed in connection.sql(query).to_arrow_reader(len(batch)):
+            rows = batch.take(placed.column("place"))
+            for name in ("row_id", "held_out", "position"):
+                rows = rows.append_column(name, placed.column(name))
+            yield rows

@@ -1,0 +1,57 @@
+"""The readers, by the suffix of a file; and the files of a directory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from lineage.errors import DataError
+from tasks.data.reading.chunk import Chunk
+from tasks.data.reading.delimited import read_csv, read_tsv
+from tasks.data.reading.json_files import read_json, read_json_lines
+from tasks.data.reading.opened import data_suffix
+from tasks.data.reading.tables import read_arrow, read_parquet
+from tasks.data.reading.text_files import read_markdown, read_text
+
+_READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".jsonlines": read_json_lines,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".txt": read_text,
+    ".text": read_text,
+    ".md": read_markdown,
+}
+_NO_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_infos.json", "dataset_info.json")
+
+
+def read_file(path: Path, name: str) -> Iterator[Chunk]:
+    """The rows of one file.
+
+    Args:
+        name: of the file, as the user knows it.
+
+    Raises:
+        DataError: nothing reads such files, or there is no row in it.
+    """
+    suffix = data_suffix(path)
+    if suffix not in _READERS:
+        raise DataError(
+            f"{name}: rows are not read from {path.suffix or 'a file without a suffix'}; accepted: "
+            f"{', '.join(_READERS)}, each also with .gz, .zst or .bz2; convert or unpack it"
+        )
+    return _READERS[suffix](path, name)
+
+
+def is_readable(path: PurePosixPath) -> bool:
+    """Whether there is a reader for a file of that name."""
+    return data_suffix(path) in _READERS
+
+
+def is_beside_data(path: PurePosixPath) -> bool:
+    """Whether a file in a directory of data is no data: hidden, or a note on the data."""
+    hidden = any(part.startswith((".", "_")) for part in path.parts)
+    return hidden or path.name.lower().startswith(_NO_DATA)

@@ -1,0 +1,103 @@
+"""Rows from a Python function of the user's own: it takes no argument and yields mappings."""
+
+import importlib
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+
+import orjson
+
+from lineage.artifact import Source
+from lineage.code import source_file
+from lineage.errors import DataError
+from lineage.python_source import RowFunction, row_function
+from tasks.data.reading.chunk import Broken, Chunk, Row
+
+_ROWS_PER_CHUNK = 1000
+_ACCEPTED = "a function that takes no argument and yields mappings of column names to values is accepted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionChunk:
+    """Rows as JSON: whatever the function yielded, another process can take them."""
+
+    name: str
+    first: int  # index of the first
+    items: tuple[bytes | Broken, ...]
+
+    def rows(self) -> Iterator[Row | Broken]:
+        for index, item in enumerate(self.items, start=self.first):
+            if isinstance(item, Broken):
+                yield item
+            else:
+                yield Row(fields=orjson.loads(item), where=f"{self.name}[{index}]")
+
+
+def read_function(source: Source) -> Iterator[Chunk]:
+    """The rows of a function, in the order in which it yields them.
+
+    Raises:
+        DataError: it cannot be imported or called, or raises; the message names the line that did.
+    """
+    rows = _yielded(row_function(source.path), source.path)
+    for first in count(step=_ROWS_PER_CHUNK):
+        items = tuple(
+            _item(fields, f"{source.path}[{first + place}]")
+            for place, fields in enumerate(islice(rows, _ROWS_PER_CHUNK))
+        )
+        if not items:
+            return
+        yield FunctionChunk(name=source.path, first=first, items=items)
+
+
+def _item(fields: object, where: str) -> bytes | Broken:
+    if not isinstance(fields, Mapping):
+        problem = f"the function yielded {type(fields).__name__}; {_ACCEPTED}; yield a dict"
+        return Broken(where=where, problem=problem, reason="not a mapping", raw=repr(fields)[:200])
+    try:
+        return orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:  # of a value that is no JSON, of a key that is no string, of half a surrogate pair
+        problem = f"not JSON: {error}; text, numbers, lists and mappings are accepted; convert it in the function"
+        return Broken(where=where, problem=problem, reason="not JSON", raw=repr(fields)[:200])
+
+
+def _yielded(function: RowFunction, path: str) -> Iterator[object]:
+    try:
+        rows = _loaded(function, path)()
+        if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+            raise DataError(f"{path} returned {type(rows).__name__}; {_ACCEPTED}; yield the rows")
+        yield from rows
+    except DataError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise DataError(
+            f"{path}: {_place(error, function)}{type(error).__name__}: {error}; mend the function"
+        ) from error
+
+
+def _loaded(function: RowFunction, path: str) -> Callable[[], object]:
+    if function.file:
+        spec = importlib.util.spec_from_file_location(function.file.stem, function.file)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(str(function.module))
+    found: object = vars(module).get(function.name)
+    if not callable(found):
+        raise DataError(f"{path} is {'nothing' if found is None else type(found).__name__}; {_ACCEPTED}; name one")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise DataError(f"{path}{inspect.signature(found)}: {error}; {_ACCEPTED}; give each a default") from error
+    return found
+
+
+def _place(error: Exception, function: RowFunction) -> str:
+    """``file:line: `` of the last line of the function's file that was running; empty where none was."""
+    own = str(function.file or source_file(str(function.module)))
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == own]
+    return f"{own}:{lines[-1]}: " if lines else ""

@@ -1,0 +1,129 @@
+"""Parquet and Arrow: batches of rows, handed on as columns and taken apart where rows are."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.errors import DataError
+from tasks.data.reading.chunk import Broken, Chunk, Row
+from tasks.data.reading.lines import BLOCK_BYTES
+from tasks.data.reading.opened import no_rows, on_disk, require_some, said_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChunk:
+    """Rows as columns.
+
+    Args:
+        name: of the file or the data set, for messages.
+        first: index of the first row in it, from 0.
+        stream: the columns in Arrow's stream format: a pickled slice of a table would bring the whole table along.
+    """
+
+    name: str
+    first: int
+    stream: bytes
+
+    def rows(self) -> Iterator[Row | Broken]:
+        import pyarrow as pa
+
+        table = pa.ipc.open_stream(self.stream).read_all()
+        try:
+            rows = table.to_pylist()
+        except (ValueError, OverflowError):  # Python has no such value: half a character, a day in no year
+            yield from (self._alone(table, index) for index in range(table.num_rows))
+        else:
+            for index, fields in enumerate(rows, start=self.first):
+                yield Row(fields=fields, where=f"{self.name}[{index}]")
+
+    def _alone(self, table: "pa.Table", index: int) -> Row | Broken:
+        where = f"{self.name}[{self.first + index}]"
+        for column in table.column_names:
+            try:
+                table[column][index].as_py()
+            except (ValueError, OverflowError) as error:
+                return Broken(
+                    where=where, reason="not readable", raw="",
+                    problem=f"column {column!r} holds what Python has no value for ({error}); text in UTF-8 and times "
+                    "of our calendar are accepted; mend or remove the row",
+                )  # fmt: skip
+        return Row(fields=table.slice(index, 1).to_pylist()[0], where=where)
+
+
+def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
+    """The rows of a Parquet file, some of a row group at a time."""
+    import pyarrow.parquet as pq
+
+    # Without pre_buffer=False a whole row group lies in memory, which may be the whole file.
+    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "page_checksum_verification": True}
+    with _readable(path, name, "Parquet") as file, pq.ParquetFile(file, **options) as rows:
+        size = sum(rows.metadata.row_group(index).total_byte_size for index in range(rows.num_row_groups))
+        fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # rows of a book each are few
+        yield from table_chunks(rows.iter_batches(batch_size=min(fitting, BATCH_ROWS)), name)
+
+
+def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
+    """The rows of an Arrow file (Feather), or of a stream in a file, as `datasets` writes it."""
+    import pyarrow as pa
+
+    with _readable(path, name, "Arrow") as file, pa.OSFile(str(file)) as stream:
+        if said_of(file) == "Arrow":
+            batches = pa.ipc.open_file(stream)
+            yield from table_chunks((batches.get_batch(index) for index in range(batches.num_record_batches)), name)
+        else:
+            yield from table_chunks(pa.ipc.open_stream(stream), name)
+
+
+def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[TableChunk]:
+    """Batches cut into chunks of about a megabyte.
+
+    Raises:
+        DataError: there is no row, or two columns have one name.
+    """
+    import pyarrow as pa
+
+    first = 0
+    for batch in batches:
+        twice = {column for column in batch.schema.names if batch.schema.names.count(column) > 1}
+        if twice:
+            raise DataError(f"{name}: two columns are named {min(twice)!r}; one of each name is accepted; rename one")
+        count = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
+        for start in range(0, batch.num_rows, count):
+            piece, sink = batch.slice(start, count), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write(piece)
+            yield TableChunk(name=name, first=first + start, stream=sink.getvalue().to_pybytes())
+        first += batch.num_rows
+    if not first:
+        raise no_rows(name, "columns without a row")
+
+
+@contextmanager
+def _readable(path: Path, name: str, kind: str) -> Iterator[Path]:
+    """The file unpacked; what its library cannot read is refused."""
+    import pyarrow as pa
+
+    with on_disk(path, name) as file:
+        with file.open("rb") as stream:
+            require_some(stream.read(1), name)
+        try:
+            yield file
+        except (
+            OSError,
+            ValueError,
+            OverflowError,
+            pa.ArrowException,
+        ) as error:  # ValueError: of names that are no text
+            found = said_of(file)
+            cause = "cut or damaged" if found == kind else f"not {kind}, but {found}"
+            raise DataError(
+                f"{name} is {cause} ({str(error).splitlines()[0]}); {kind} is accepted; write or download it again, "
+                "or give it the suffix of what it is"
+            ) from error

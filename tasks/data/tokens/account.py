@@ -1,0 +1,109 @@
+"""What became of all rows, in numbers: shown before the first step, and kept beside the tokens."""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from tasks.data.tokens.fate import Fate
+
+MAX_NAMED = 20  # rows in one message; all of them are in the file of fates
+
+
+@dataclass(kw_only=True)
+class Named:
+    """Rows that something befell: how many, and the first of them."""
+
+    count: int = 0
+    row_ids: list[str] = field(default_factory=list)
+
+    def add(self, row_id: str) -> None:
+        self.count += 1
+        if len(self.row_ids) < MAX_NAMED:
+            self.row_ids.append(row_id)
+
+    def __str__(self) -> str:
+        more = self.count - len(self.row_ids)
+        return ",".join(self.row_ids) + (f" and {more} more" if more else "")
+
+
+@dataclass(kw_only=True)
+class Account:
+    """Of the rows that were made into tokens.
+
+    Args:
+        num_rows: rows that came in.
+        num_examples: rows that are trained on; chunks, for text; packs, for packed rows.
+        num_tokens, num_trained: tokens that a trainer reads, and those of them that get loss.
+        cut, prompts_cut, dropped: rows that lost their end, the beginning of their prompt, and all; these by reason.
+        lengths: tokens of a row before anything was cut -> rows.
+        samples: texts of the first rows as they are trained, the trained part in ⟦ ⟧.
+    """
+
+    num_rows: int = 0
+    num_examples: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0
+    packed: bool = False
+    cut: Named = field(default_factory=Named)
+    prompts_cut: Named = field(default_factory=Named)
+    dropped: dict[str, Named] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+    def add(self, fate: Fate) -> None:
+        """Counts a row."""
+        self.num_rows += 1
+        self.lengths[fate.length] = self.lengths.get(fate.length, 0) + 1
+        if fate.cut:
+            self.cut.add(fate.row_id)
+        if fate.prompt_cut:
+            self.prompts_cut.add(fate.row_id)
+        if fate.dropped:
+            self.dropped.setdefault(fate.dropped, Named()).add(fate.row_id)
+        else:
+            self.num_tokens += fate.tokens
+            self.num_trained += fate.trained
+
+    @property
+    def trained_percent(self) -> float:
+        return 100.0 * self.num_trained / max(self.num_tokens, 1)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rows": float(self.num_rows),
+            "rows_cut": float(self.cut.count),
+            "rows_dropped": float(sum(named.count for named in self.dropped.values())),
+            **({"prompts_cut": float(self.prompts_cut.count)} if self.prompts_cut.count else {}),
+            **({"packs": float(self.num_examples)} if self.packed else {}),
+            "trained_tokens_percent": self.trained_percent,
+        }
+
+    @property
+    def quantiles(self) -> dict[str, int]:
+        """Lengths in tokens that so many percent of the rows do not exceed, and the longest."""
+        lengths = sorted(self.lengths.items())
+        found = {}
+        for percent in (50, 95, 99):
+            left = max(1, -(-percent * self.num_rows // 100))  # the row at that place, from the shortest on
+            for length, count in lengths:
+                left -= count
+                if left <= 0:
+                    found[f"p{percent}"] = length
+                    break
+        return {**found, "max": lengths[-1][0]} if lengths else {}
+
+    def to_json(self) -> str:
+        shown = {**asdict(self), **self.quantiles, "trained_tokens_percent": self.trained_percent}
+        return json.dumps(shown, indent=1, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Account":
+        fields = json.loads(text)
+        return Account(
+            **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
+            cut=Named(**fields["cut"]),
+            prompts_cut=Named(**fields["prompts_cut"]),
+            dropped={reason: Named(**named) for reason, named in fields["dropped"].items()},
+            lengths={int(length): count for length, count in fields["lengths"].items()},
+            samples=fields["samples"],
+        )

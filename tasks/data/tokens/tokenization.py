@@ -1,0 +1,40 @@
+"""What decides the tokens of prepared rows, beside the rows and the tokenizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+
+TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
+Packing = Literal["best_fit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How a method has its rows made into tokens.
+
+    Args:
+        kind: of the rows: text, conversations or preferences.
+        max_length: tokens per row, prompt and answer; per chunk, for text.
+        too_long: what becomes of a longer row: its end is cut off; the beginning of its prompt is; it is left out; or
+            it is an error. None: ``cut_answer``.
+        max_prompt_length: a longer prompt keeps its last tokens; of a conversation, the prompt is what precedes the
+            first answer.
+        packing: rows share the ``max_length`` of one example; None: each is one.
+        chat_template: one of ``tasks.chat_template``; None: the tokenizer's own.
+    """
+
+    kind: Kind
+    max_length: int
+    too_long: TooLong | None = None
+    max_prompt_length: int | None = None
+    packing: Packing | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
+            raise ConfigError(
+                f"max_prompt_length={self.max_prompt_length} leaves no room for an answer in "
+                f"max_length={self.max_length}; a lower one is accepted"
+            )

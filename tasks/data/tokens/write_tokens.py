@@ -1,0 +1,112 @@
+"""From a file of prepared rows to a file of tokens, however large: a part at a time, in processes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.artifact import Kind
+from lineage.errors import DataError
+from tasks.data.ordered_pool import ordered_map
+from tasks.data.tokens.account import MAX_NAMED, Account
+from tasks.data.tokens.chunks import chunked
+from tasks.data.tokens.fate import Fate
+from tasks.data.tokens.length_policy import REFUSED
+from tasks.data.tokens.token_part import TokenPart, token_schema
+from tasks.data.tokens.tokenize_rows import RowTokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TOKENS, FATES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
+_ROWS_PER_PART = 256
+_BYTES_PER_PART = 2**22
+_PARTS_INLINE = 16  # fewer are done before a process has started
+_READ = {
+    Kind.TEXT: ("row_id", "text"),
+    Kind.CONVERSATIONS: ("row_id", "messages", "tools"),
+    Kind.PREFERENCES: ("row_id", "prompt", "chosen", "rejected", "tools"),
+}
+COLUMNS = {
+    Kind.TEXT: ("input_ids", "labels"),
+    Kind.CONVERSATIONS: ("input_ids", "labels"),
+    Kind.PREFERENCES: ("prompt_ids", "chosen_ids", "rejected_ids"),
+}
+_FATE = {
+    "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
+    "prompt_cut": "bool_", "dropped": "string",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTokenizer:
+    """Makes tokens of a part of a file. Can be pickled."""
+
+    tokenizer: RowTokenizer
+
+    def __call__(self, rows: "pa.RecordBatch") -> TokenPart:
+        import pyarrow as pa
+
+        made = list(self.tokenizer(rows.to_pylist()))
+        kept = [row.columns for row in made if not row.fate.dropped]
+        schema = token_schema(made[0].columns.keys())
+        columns = [pa.array([row[name] for row in kept], schema.field(name).type) for name in schema.names]
+        return TokenPart(fates=[row.fate for row in made], columns=pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> Account:
+    """Writes the tokens of a Parquet file of rows, and the fate of each row.
+
+    Raises:
+        DataError: ``too_long=refuse`` and a row is; or a row cannot be rendered.
+    """
+    import pyarrow as pa
+
+    account, too_long = Account(), list[Fate]()
+    kind = tokenizer.tokenization.kind
+    columns, fates = token_schema(COLUMNS[kind]), pa.schema([(name, getattr(pa, of)()) for name, of in _FATE.items()])
+    with (
+        pa.ipc.new_stream(str(directory / TOKENS), columns) as token_file,
+        pa.ipc.new_stream(str(directory / FATES), fates) as fate_file,
+    ):
+        for part in _parts(rows, tokenizer, workers):
+            token_file.write_batch(part.columns)
+            fate_file.write_batch(pa.RecordBatch.from_pylist([vars(fate) for fate in part.fates], fates))
+            account.num_examples += len(part.columns)
+            for fate in part.fates:
+                account.add(fate)
+                if fate.dropped == REFUSED and len(too_long) < MAX_NAMED:
+                    too_long.append(fate)
+    if too_long:
+        raise _refusal(account, too_long, tokenizer.tokenization.max_length)
+    return account
+
+
+def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
+    import pyarrow.parquet as pq
+
+    file, kind = pq.ParquetFile(rows), tokenizer.tokenization.kind
+    columns = [name for name in _READ[kind] if name in file.schema_arrow.names]
+    batches = (part for batch in file.iter_batches(_ROWS_PER_PART, columns=columns) for part in _small(batch))
+    parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers, inline_below=_PARTS_INLINE)
+    return chunked(parts, tokenizer.tokenization.max_length) if kind == Kind.TEXT else parts
+
+
+def _small(rows: "pa.RecordBatch") -> Iterator["pa.RecordBatch"]:
+    """Rows in parts that fit memory: a token takes ten times the memory of its text while it is made."""
+    import pyarrow as pa
+
+    count = max(1, len(rows) * _BYTES_PER_PART // max(rows.nbytes, _BYTES_PER_PART))
+    for place in range(0, len(rows), count):
+        # A copy: a slice would go to its process with all of the rows.
+        yield rows if count == len(rows) else pa.concat_batches([rows.slice(place, count)])
+
+
+def _refusal(account: Account, too_long: Sequence[Fate], max_length: int) -> DataError:
+    count = account.dropped[REFUSED].count
+    more = f" and {count - len(too_long)} more" if count > len(too_long) else ""
+    named = ", ".join(f"{fate.row_id} ({fate.length} tokens)" for fate in too_long)
+    return DataError(
+        f"{count} of {account.num_rows} rows are longer than max_length={max_length}: {named}{more}; raise max_length, "
+        "shorten the rows, or set too_long to cut_answer, cut_prompt or drop"
+    )

@@ -1,0 +1,63 @@
+"""What rows would cost hours later is told before anything trains."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests import miniature
+from tests.command import Command
+
+ONLY_SFT = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate")
+UNTRAINED = ("cpt", "sft")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """In a folder where cpt and sft have been trained once."""
+    folder = tmp_path_factory.mktemp("own")
+    own = miniature.write_own_rows(folder)[:2]  # corpus and instructions
+    left = [word for word in miniature.STEPS if not word.startswith(("stages.reward", "stages.dpo", "stages.evaluate"))]
+    trained = Command(folder, *ONLY_SFT, *miniature.MODEL, *left, *own)
+    trained.run()
+    return trained
+
+
+def steps(folder: Path, stage: str) -> int:
+    """How often it was trained for a step, in all its attempts."""
+    return sum(len(file.read_text().splitlines()) for file in (folder / "artifacts" / stage).glob("*/metrics.jsonl"))
+
+
+def test_a_held_out_text_among_the_rows_of_another_stage_is_listed_with_both_ids(command: Command) -> None:
+    (corpus,) = (command.folder / "artifacts" / "corpus").iterdir()
+    held_out = pq.read_table(corpus / "output" / "held_out.parquet").to_pylist()
+    leak = max(held_out, key=lambda row: len(row["text"]))
+    answer = {"role": "assistant", "content": leak["text"]}
+    with (command.folder / "instructions.jsonl").open("a") as file:
+        for number in range(5):  # one of them at least is trained on
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"{number}?"}, answer]}) + "\n")
+    result = command("run")
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "among what it trains on" in line]
+    found = pq.read_table(line.rpartition(": ")[2]).to_pylist()
+    assert (leak["row_id"], "corpus", "instructions") in [
+        (row["held_out_row_id"], row["held_out_set"], row["train_set"]) for row in found
+    ]
+
+
+def test_labels_that_got_lost_stop_the_run_before_its_first_step_unless_that_is_accepted(command: Command) -> None:
+    file = command.folder / "instructions.jsonl"
+    trained = [steps(command.folder, stage) for stage in UNTRAINED]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:  # an export that put everything into the question
+        row["messages"][0]["content"] += " again" * 25
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = ("stages.cpt.method.learning_rate=2e-4",)
+    refused = command("run", *changed)
+    assert refused.returncode == 2, refused.stderr
+    assert "% of the tokens get loss, and the last run trained" in refused.stderr
+    assert "accept_label_drop=[sft]" in refused.stderr
+    assert [steps(command.folder, stage) for stage in UNTRAINED] == trained  # nor was cpt, whose rows are good
+    command.run(*changed, "accept_label_drop=[sft]")
+    assert steps(command.folder, "sft") > trained[1]

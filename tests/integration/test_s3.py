@@ -1,0 +1,139 @@
+"""Rows in a bucket: pinned, read and refused, on an S3 server of this machine."""
+
+import gzip
+import multiprocessing
+
+import pytest
+
+from lineage.artifact import Source
+from lineage.digest import DigestCache
+from lineage.errors import ConfigError, DataError
+from lineage.manifest import Manifest
+from lineage.remote_files import open_remote
+from lineage.sources import pin
+from tasks.data.reading.chunk import Row
+from tasks.data.reading.read import read_chunks
+from tests.command import CONF, Command
+from tests.s3 import CREDENTIALS, bucket
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server():
+    with bucket() as made:
+        yield made
+
+
+@pytest.fixture
+def rows(server, monkeypatch):
+    """The bucket, with two files of rows and one of other things."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.put("set/a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    server.put("set/b.jsonl", b'{"text": "three"}\n')
+    server.put("set/README.md", b"what this is")
+    return server
+
+
+def source(path: str, **fields) -> Source:
+    return Source(path=path, credentials=CREDENTIALS, **fields)
+
+
+def fingerprint(path: str, tmp_path) -> str:
+    return pin("rows", source(path), DigestCache(tmp_path / "digests.json")).fingerprint
+
+
+def read(path: str, **fields) -> list[Row]:
+    return [row for chunk in read_chunks(source(path, **fields)) for row in chunk.rows()]
+
+
+def test_a_file_a_directory_and_a_glob_are_read_with_the_place_of_each_row(rows):
+    assert [row.fields["text"] for row in read("s3://rows/set")] == ["one", "two", "three"]
+    assert [row.where for row in read("s3://rows/set/*.jsonl.gz")] == [
+        "s3://rows/set/a.jsonl.gz:1", "s3://rows/set/a.jsonl.gz:2",
+    ]  # fmt: skip
+    assert [row.fields["text"] for row in read("s3://rows/set/b.jsonl")] == ["three"]
+
+
+def test_a_plan_sees_each_change_of_an_object(rows, tmp_path):
+    before = fingerprint("s3://rows/set/*.jsonl*", tmp_path)
+    assert fingerprint("s3://rows/set/*.jsonl*", tmp_path) == before
+    rows.put("set/b.jsonl", b'{"text": "THREE"}\n')
+    changed = fingerprint("s3://rows/set/*.jsonl*", tmp_path)
+    rows.delete("set/a.jsonl.gz")
+    assert len({before, changed, fingerprint("s3://rows/set/*.jsonl*", tmp_path)}) == 3
+    rows.delete("set/b.jsonl")
+    with pytest.raises(ConfigError, match=r"s3://rows/set/b.jsonl: no file there"):
+        fingerprint("s3://rows/set/b.jsonl", tmp_path)
+
+
+def test_what_changed_since_the_plan_is_not_read(rows, tmp_path):
+    pinned = pin("rows", source("s3://rows/set"), DigestCache(tmp_path / "digests.json")).source
+    rows.put("set/b.jsonl", b'{"text": "other"}\n')
+    with pytest.raises(DataError, match="s3://rows/set: its files have changed since the plan was made"):
+        list(read_chunks(pinned))
+
+
+def test_an_object_that_goes_away_while_it_is_read_is_named(rows):
+    chunks = read_chunks(source("s3://rows/set/*.jsonl*"))
+    next(chunks)
+    rows.delete("set/b.jsonl")
+    with pytest.raises(DataError, match=r"s3://rows/set/b.jsonl: cannot be copied here \(FileNotFoundError: "):
+        list(chunks)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(rows, tmp_path):
+    with pytest.raises(ConfigError, match=r"s3://none/a.jsonl: cannot be listed \(.*bucket does not exist\)") as error:
+        fingerprint("s3://none/a.jsonl", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_option_that_the_file_system_lacks_is_named(rows, tmp_path):
+    misspelt = Source(path="s3://rows/set", credentials={"secrte": "ROWS_SECRET"})
+    with pytest.raises(ConfigError, match=r"rows.credentials.secrte: S3FileSystem has no such option; .*secret"):
+        pin("rows", misspelt, DigestCache(tmp_path / "digests.json"))
+
+
+def test_wrong_credentials_are_one_line_without_them(rows, monkeypatch, tmp_path):
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from now on it looks at keys
+    monkeypatch.setattr("moto.core.responses.ActionAuthenticatorMixin.request_count", 0)
+    with pytest.raises(ConfigError, match=r"cannot be listed \(PermissionError: ") as error:
+        fingerprint("s3://rows/set/b.jsonl", tmp_path)
+    assert "\n" not in str(error.value) and "hunter2" not in str(error.value)
+
+
+def _read_into(results: "multiprocessing.Queue[bytes]") -> None:
+    with open_remote("s3://rows/set/b.jsonl", CREDENTIALS) as file:
+        results.put(file.read())
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_process_that_was_forked_or_spawned_after_reading_reads(start, rows):
+    read("s3://rows/set/b.jsonl")  # the file system's own thread runs here, and is not there after a fork
+    context = multiprocessing.get_context(start)
+    results = context.Queue()
+    process = context.Process(target=_read_into, args=(results,))
+    process.start()
+    try:
+        assert results.get(timeout=60) == b'{"text": "three"}\n'
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_the_command_prepares_rows_of_a_bucket_and_writes_no_secret(rows, tmp_path):
+    rows.put("many/a.jsonl.gz", gzip.compress(b"".join(b'{"text": "row %d"}\n' % number for number in range(40))))
+    command = Command(tmp_path, environment=dict(rows.environment))
+    result = command(
+        "stage", "data", "--config-dir", str(CONF), "pipeline=toy", "model=none", "tracking=none",
+        "stages.data.method={_target_: tasks.prepare_data.PrepareText, held_out: 0.2}",
+        "sources.rows.path='s3://rows/many/*.jsonl.gz'",
+        "sources.rows.credentials={key: ROWS_KEY, secret: ROWS_SECRET, endpoint_url: ROWS_URL}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (file,) = (tmp_path / "artifacts" / "data").glob("*/manifest.json")
+    manifest = Manifest.from_json(file.read_text())
+    assert manifest.metrics["rows"] == 40
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or b"hunter2" not in file.read_bytes(), file

@@ -1,0 +1,123 @@
+"""The rows of all that will train are checked before the first of it trains."""
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from flows.stages.data_checks import DataChecks, check_job
+from lineage.errors import DataError, StoppedError
+from tests.finished import finish
+
+DATA = ("corpus", "instructions", "preferences")
+
+
+class Processes:
+    """Answers instead of processes."""
+
+    def __init__(self, **answers):
+        self.answers = answers
+        self.asked = []
+
+    def run(self, job):
+        self.asked.append(job.stage)
+        answer = self.answers.get(job.stage, {"leaked_rows": 0})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Told:
+    """An observer that keeps what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def waiting(self, title, reason):
+        pass
+
+    def announce(self, text):
+        self.lines.append(text)
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    def plan(*overrides):
+        return make_plan(load_pipeline([f"store={tmp_path}/store", *overrides]))
+
+    return plan
+
+
+def test_the_first_stage_that_trains_waits_for_the_checks_of_all(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    checks, processes = DataChecks(), Processes()
+    checks.require(plan, plan.stage("cpt"), processes, Told())
+    assert processes.asked[0] == "cpt"
+    assert sorted(processes.asked) == ["cpt", "dpo", "reward", "sft"]
+    checks.require(plan, plan.stage("dpo"), processes, Told())
+    assert len(processes.asked) == 4  # no row is checked twice in a run
+
+
+def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    processes = Processes()
+    DataChecks().require(plan, plan.stage("evaluate"), processes, Told())
+    assert processes.asked == []
+
+
+def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    checks, processes = DataChecks(), Processes(dpo=DataError("no answer is left"))
+    for stage in ("cpt", "dpo"):
+        with pytest.raises(DataError, match="no answer is left"):
+            checks.require(plan, plan.stage(stage), processes, Told())
+    assert processes.asked.count("dpo") == 1
+
+
+def test_a_stop_is_no_refusal(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    checks = DataChecks()
+    with pytest.raises(StoppedError):
+        checks.require(plan, plan.stage("cpt"), Processes(cpt=StoppedError("stopped")), Told())
+    checks.require(plan, plan.stage("cpt"), Processes(), Told())
+
+
+def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    told = Told()
+    DataChecks().require(plan, plan.stage("cpt"), Processes(sft={"leaked_rows": 3}), told)
+    (line,) = told.lines
+    assert line.startswith("sft: 3 held-out rows among what it trains on: ")
+    assert line.endswith("/logs/leakage-sft.parquet")
+
+
+def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_installs(quickstart):
+    plan = quickstart("stages.sft.method.chat_template=chatml")
+    finish(plan, *DATA, "base")
+    jobs = {name: check_job(plan, plan.stage(name), plan.pipeline.store) for name in ("cpt", "sft", "dpo")}
+    assert {name: job.inputs["policy"].name for name, job in jobs.items()} == dict.fromkeys(jobs, "base")
+    assert {name: job.chat_template for name, job in jobs.items()} == {"cpt": None, "sft": "chatml", "dpo": "chatml"}
+    assert sorted(jobs["sft"].held_out) == sorted(DATA)
+
+
+def test_rows_that_are_not_prepared_yet_are_checked_later(quickstart):
+    plan = quickstart()
+    finish(plan, "corpus", "base")
+    assert check_job(plan, plan.stage("cpt"), plan.pipeline.store) is not None
+    assert check_job(plan, plan.stage("dpo"), plan.pipeline.store) is None
+
+
+def test_what_was_trained_the_last_time_is_compared_unless_a_drop_is_accepted(quickstart):
+    before = quickstart()
+    finish(before, "sft", metrics={"trained_tokens_percent": 40.0})
+    changed = ("stages.sft.method.num_steps=9",)
+    plan = quickstart(*changed)
+    finish(plan, *DATA, "base")
+    assert check_job(plan, plan.stage("sft"), plan.pipeline.store).previous_percent == 40.0
+    assert check_job(plan, plan.stage("dpo"), plan.pipeline.store).previous_percent is None
+    accepting = quickstart(*changed, "accept_label_drop=[sft]")
+    assert check_job(accepting, accepting.stage("sft"), plan.pipeline.store).previous_percent is None

@@ -1,0 +1,127 @@
+"""Leakage: held-out rows that training rows repeat, whole or in good part."""
+
+import random
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lineage.artifact import Kind
+from tasks.data.preparing.leakage import NamedSet, find
+from tasks.data.schema import schema
+
+
+def words(seed, count=100):
+    generator = random.Random(seed)
+    return [f"w{generator.randrange(20_000)}" for _ in range(count)]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Writes a set of rows of some kind; a text for each id."""
+
+    def written(name, texts, kind=Kind.TEXT):
+        columns = {
+            Kind.TEXT: lambda text: {"text": text},
+            Kind.CONVERSATIONS: lambda text: {"messages": [{"role": "user", "content": text}]},
+            Kind.PREFERENCES: lambda text: {
+                "prompt": [{"role": "user", "content": text}], "kind": "wrong",
+                **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
+            },
+        }[kind]  # fmt: skip
+        table = pa.Table.from_pylist(
+            [{"row_id": row_id, **columns(text)} for row_id, text in texts.items()], schema(kind)
+        )
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
+        return NamedSet(name=name, file=tmp_path / f"{name}.parquet")
+
+    return written
+
+
+@pytest.fixture
+def leaks(tmp_path):
+    def found(train, held_out):
+        with duckdb.connect() as connection:
+            return find(train, held_out, connection, tmp_path)
+
+    return found
+
+
+def described(overlaps):
+    return [(each.kind, each.held_out_row_id, each.train_row_id) for each in overlaps]
+
+
+def test_a_row_that_stands_in_both_sets_is_exact_whatever_its_case_and_white_space(rows, leaks):
+    text = " ".join(words(0))
+    train = rows("train", {"t0": " ".join(words(1)), "t1": text.upper().replace(" ", "\n\n")})
+
+    count, overlaps = leaks([train], [rows("held_out", {"h0": " ".join(words(2)), "h1": text})])
+
+    assert count == 1 and described(overlaps) == [("exact", "h1", "t1")]
+    assert (overlaps[0].train_set, overlaps[0].held_out_set, overlaps[0].shared) == ("train", "held_out", 1.0)
+
+
+def test_a_row_half_of_whose_n_grams_are_trained_on_is_named_with_the_row_that_has_most_of_them(rows, leaks):
+    text = words(0)
+    train = rows("train", {
+        "little": " ".join([*text[:30], *words(1)]),
+        "much": " ".join([*words(2), *text[30:90]]),
+        "none": " ".join(words(3)),
+    })  # fmt: skip
+
+    count, overlaps = leaks([train], [rows("held_out", {"h": " ".join(text)})])
+
+    assert count == 1 and described(overlaps) == [("n-gram", "h", "much")]
+    assert overlaps[0].shared == pytest.approx((30 - 12 + 60 - 12) / 88, abs=0.001)
+
+
+def test_a_row_less_than_half_of_whose_n_grams_are_trained_on_is_not_named(rows, leaks):
+    text = words(0)
+    train = rows("train", {"t": " ".join([*text[:55], *words(1)])})  # 43 of 88
+
+    assert leaks([train], [rows("held_out", {"h": " ".join(text)})]) == (0, [])
+
+
+def test_short_rows_are_compared_as_a_whole_with_their_punctuation(rows, leaks):
+    train = rows("train", {"t0": "What is 1 + 1?", "t1": "Say yes."})
+
+    _, overlaps = leaks([train], [rows("held_out", {"h0": "what is  1 + 1?", "h1": "What is 1 - 1?", "h2": "Say"})])
+
+    assert described(overlaps) == [("exact", "h0", "t0")]
+
+
+def test_what_many_held_out_rows_share_is_their_template_and_no_leak(rows, leaks):
+    template = " ".join(words(0, 60))
+    train = rows("train", {f"t{place}": f"{template} asked {' '.join(words(place + 1, 20))}" for place in range(30)})
+    asked = {f"h{place}": f"{template} asked {' '.join(words(place + 1000, 20))}" for place in range(30)}
+
+    assert leaks([train], [rows("held_out", asked)]) == (0, [])
+    count, overlaps = leaks([train], [rows("few", dict(list(asked.items())[:10]))])
+    assert count == 10 and {each.kind for each in overlaps} == {"n-gram"}
+
+
+@pytest.mark.parametrize("kind", [Kind.CONVERSATIONS, Kind.PREFERENCES])
+def test_rows_of_other_kinds_are_compared_by_what_is_said_in_them(rows, leaks, kind):
+    text = " ".join(words(0))
+
+    count, overlaps = leaks([rows("train", {"t": text})], [rows("held_out", {"h": text}, kind)])
+
+    assert count == 1 and described(overlaps)[0][1:] == ("h", "t")
+
+
+def test_every_pair_of_sets_is_compared_and_all_that_is_found_is_written(rows, leaks, tmp_path):
+    texts = [" ".join(words(seed)) for seed in range(30)]
+    first, second = (rows(name, {f"{name}{place}": text for place, text in enumerate(texts)}) for name in ("a", "b"))
+    third = rows("c", {"c0": texts[3]})
+
+    count, overlaps = leaks([first, second], [third, rows("d", dict(enumerated(texts)))])
+
+    written = pq.read_table(tmp_path / "leakage.parquet").to_pylist()
+    assert count == len(written) == 62 and len(overlaps) == 20
+    assert [(each.train_set, each.held_out_set) for each in overlaps[:2]] == [("a", "c"), ("b", "c")]
+    assert [row["held_out_row_id"] for row in written[2:32]] == [row_id for row_id, _ in enumerated(texts)]
+
+
+def enumerated(texts):
+    return [(f"d{place}", text) for place, text in enumerate(texts)]

@@ -1,0 +1,110 @@
+"""CSV and TSV: cells by the names of the header, and each fault as what it is."""
+
+from pathlib import Path
+
+import pytest
+
+from lineage.errors import DataError
+from tasks.data.reading import delimited
+from tasks.data.reading.chunk import Row
+from tests.unit.tasks.data.reading.written import PACKED, faults, read, rows_of, write
+
+_QUOTES = "a cell that holds a quote stands in quotes, and doubles it; mend or remove the row [quotes]"
+_CELLS = (
+    "one cell per column is accepted; put a cell that holds the separator or a line break in quotes, "
+    "or mend the row [number of cells]"
+)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_cells_are_strings_named_by_the_header(
+    tmp_path: Path, packed: str, suffix: str, separator: str, end: str
+) -> None:
+    lines = ["\ufeffq,a", '"two,\nlines","say ""ü"""', "", ",1", "2,", "a ' b,c\" d", "last,one"]
+    text = end.join(lines).replace(",", separator)
+    file = write(tmp_path / f"rows{suffix}{packed}", PACKED[packed](text.encode()))
+    assert rows_of(file) == [
+        {"q": f"two{separator}\nlines", "a": 'say "ü"'}, {"a": "1"}, {"q": "2"}, {"q": "a ' b", "a": 'c" d'},
+        {"q": "last", "a": "one"},
+    ]  # fmt: skip
+    assert [row.where.removeprefix(f"{file}:") for row in read(file)] == ["2", "5", "6", "7", "8"]
+
+
+def test_a_long_document_is_a_cell_like_any_other(tmp_path: Path) -> None:
+    text = "word " * 100_000
+    assert rows_of(write(tmp_path / "rows.csv", f"text\n{text}\n")) == [{"text": text}]
+
+
+def test_rows_come_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 20)
+    file = write(tmp_path / "rows.csv", "text\n" + "".join(f"row {number}\n" for number in range(10)))
+    assert rows_of(file) == [{"text": f"row {number}"} for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("1", f"1 cells, and the header has 2; {_CELLS}"),
+        ("1,2,3", f"3 cells, and the header has 2; {_CELLS}"),
+        ('"1"2,3', f"a quote closes a cell on line 3, and the cell goes on; {_QUOTES}"),
+        (b"\xe4,1",
+         "byte 0xe4 in column 'q' is not UTF-8; UTF-8 is accepted; convert the file: "
+         "`iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the row [not UTF-8]"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_read_is_named_and_the_others_are_read(
+    tmp_path: Path, row: str | bytes, fault: str
+) -> None:
+    raw = row if isinstance(row, bytes) else row.encode()
+    file = write(tmp_path / "rows.csv", b"q,a\n1,2\n" + raw + b"\n3,4\n")
+    assert faults(file) == [f"rows.csv:3: {fault}"]
+    assert [each.fields for each in read(file) if isinstance(each, Row)] == [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]
+
+
+def test_a_quote_that_is_never_closed_is_named_with_the_line_where_its_row_begins(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.csv", 'q,a\n1,2\n3,"4\n5,6\n7,8\n')
+    assert faults(file) == [
+        "rows.csv:3: a quote that opens in this row is never closed: lines 3 to 5, the last, became one row; " + _QUOTES
+    ]
+
+
+def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 2**20)
+    file = write(tmp_path / "rows.csv", 'q,a\n1,"2\n' + "3,4\n" * 2**18 + "5,6\n")
+    assert faults(file) == [
+        f"rows.csv:2: a cell of more than 1 MB: a quote that opens in this row is never closed; {_QUOTES}"
+    ]
+    assert [row.where for row in read(file)][-1] == f"{file}:{2**18 + 3}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", "q,a\n", ": a header alone; at least one row is accepted; write it again or leave it out"),
+        ("rows.csv", "", " is empty (0 bytes); at least one row is accepted; write it again or leave it out"),
+        ("rows.csv", "\n\r\n", ": blank lines alone; at least one row is accepted; write it again or leave it out"),
+        ("rows.csv", "q,a,q\n1,2,3\n",
+         ": two columns are named 'q'; one of each name is accepted; rename one"),
+        ("rows.csv", "q;a\n1;2\n",
+         ": its header, 'q;a', is separated by semicolons; commas are accepted; "
+         "write it again with those (.csv: commas, .tsv: tabs)"),
+        ("rows.tsv", "q,a\n1,2\n",
+         ": its header, 'q,a', is separated by commas; tabs are accepted; "
+         "write it again with those (.csv: commas, .tsv: tabs)"),
+        ("rows.csv", '"q\n',
+         ":1: a quote that opens in this row is never closed: lines 1 to 1, the last, became one row; "
+         "a header of column names is accepted; mend it"),
+        ("rows.csv", b"a,\xff\n1,2\n",
+         ": the name of column 2 is not UTF-8; UTF-8 is accepted; "
+         "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`"),
+    ],
+)  # fmt: skip
+def test_a_table_without_a_header_or_a_row_is_refused(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    file = write(tmp_path / name, content)
+    with pytest.raises(DataError) as refusal:
+        read(file)
+    assert str(refusal.value) == f"{file}{message}"

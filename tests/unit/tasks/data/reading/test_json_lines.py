@@ -1,0 +1,142 @@
+"""JSON Lines: rows with their lines, and each fault as what it is; and files of JSON without a row."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lineage.errors import DataError
+from tasks.data.reading import json_array, lines
+from tasks.data.reading.chunk import Broken, Row
+from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
+
+_MEND = "one JSON object per row is accepted; mend or remove it"
+_CUT = (
+    "the line ends inside an object or a list: it was cut here, or goes on in the next line; one JSON object per row "
+    "is accepted; write the whole row on one line (`jq -c . FILE > FILE.jsonl` does), or remove it [cut short]"
+)
+_WHOLE = "one JSON object per row is accepted; write the whole row again, or remove it [cut short]"
+
+
+def places(path: Path) -> list[str]:
+    return [row.where.removeprefix(str(path)) for row in read(path)]
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonlines", ".json"])
+def test_lines_are_rows_named_by_file_and_line(tmp_path: Path, suffix: str, packed: str) -> None:
+    file = write(
+        tmp_path / f"rows{suffix}{packed}", PACKED[packed]('{"a": 1}\n\n \r\n{"a": "ü"}\r\n{"a": null}'.encode())
+    )
+    assert rows_of(file) == [{"a": 1}, {"a": "ü"}, {"a": None}]
+    assert places(file) == [":1", ":4", ":5"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_byte_order_mark_of_utf8_is_passed_over(tmp_path: Path, name: str) -> None:
+    assert rows_of(write(tmp_path / name, '\ufeff{"a": 1}\n')) == [{"a": 1}]
+    assert rows_of(write(tmp_path / "array.json", '\ufeff[{"a": 1}]')) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 64])
+def test_rows_that_lie_across_blocks_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", chunk_bytes)
+    monkeypatch.setattr(json_array, "BLOCK_BYTES", chunk_bytes)
+    rows = [{"number": number, "text": 'é"\\' * number, "flag": True, "none": None} for number in range(20)]
+    assert rows_of(write(tmp_path / "rows.jsonl", json_lines(rows))) == rows
+    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False)):
+        assert rows_of(write(tmp_path / "rows.json", text)) == rows
+    assert [row.where for row in read(tmp_path / "rows.jsonl")][-1] == f"{tmp_path}/rows.jsonl:20"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"text": "b', f"the line ends inside the string that begins at column 10: it was cut here; {_WHOLE}"),
+        (b'{"te', f"the line ends inside the string that begins at column 2: it was cut here; {_WHOLE}"),
+        (b'{"text": "b"', _CUT),
+        (b'{"text": ', _CUT),
+        (b'{"text": ["a", ', _CUT),
+        (b"{", _CUT),
+        (
+            b'["a"]',
+            "a JSON list, not an object; one JSON object per row is accepted; for one array over the whole file, name "
+            "the file .json; otherwise mend or remove it [not an object]",
+        ),
+        (b'[{"a": 1} 2]',
+         "not JSON: Expecting ',' delimiter at column 11; one JSON object per row is accepted; "
+         "for one array over the whole file, name the file .json [not JSON]"),
+        (b'"text"', f"a string, not a JSON object; {_MEND} [not an object]"),
+        (b"null", f"null, not a JSON object; {_MEND} [not an object]"),
+        (b"true", f"a boolean, not a JSON object; {_MEND} [not an object]"),
+        (b"-1.5", f"a number, not a JSON object; {_MEND} [not an object]"),
+        (b'{"a": 1} {"a": 2}', f"more than one JSON value: another at column 10; {_MEND} [not JSON]"),
+        (b"{'a': 1}", f"not JSON: Expecting property name enclosed in double quotes at column 2; {_MEND} [not JSON]"),
+        (b'{"a": tru}', f"not JSON: Expecting value at column 7; {_MEND} [not JSON]"),
+        (b'{"a": "b\tc"}', f"not JSON: Invalid control character at column 9; {_MEND} [not JSON]"),
+        (b'{"a": "\\x"}', f"not JSON: Invalid \\escape at column 8; {_MEND} [not JSON]"),
+        (b'{"a": NaN}',
+         "NaN at column 7, which JSON does not have; one JSON object per row is accepted; "
+         "write null, or a number [not JSON]"),
+        (b'{"a": -Infinity}',
+         "-Infinity at column 8, which JSON does not have; one JSON object per row is accepted; "
+         "write null, or a number [not JSON]"),
+        (b'{"a": "\\ud83d"}',
+         "half a surrogate pair at column 8; one JSON object per row is accepted; "
+         "write the whole character [not UTF-8]"),
+        (b'{"text": "\xe4"}',
+         "byte 0xe4 at column 11 is not UTF-8; UTF-8 is accepted; convert the file: "
+         "`iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the line [not UTF-8]"),
+        (b'\xef\xbb\xbf{"a": 1}',
+         "a byte order mark in the middle of the file; one JSON object per row is accepted; "
+         "remove its three bytes (files were joined?) [not JSON]"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("after", [b"", b'\n{"text": "c"}\n'])
+def test_a_line_that_is_no_row_is_named_as_what_it_is_and_the_others_are_read(
+    tmp_path: Path, line: bytes, fault: str, after: bytes
+) -> None:
+    file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + line + after)
+    assert faults(file) == [f"rows.jsonl:2: {fault}"]
+    assert [row.fields["text"] for row in read(file) if isinstance(row, Row)] == ["a", "c"][: 2 if after else 1]
+    assert [row.raw for row in read(file) if isinstance(row, Broken)] == [line.decode(errors="replace")]
+
+
+@pytest.mark.parametrize("line", [b"[" * 3000, b'{"a":' * 3000, b'{"a": 1e999}', b'{"a": ' + b"9" * 5000 + b"}"])
+def test_what_no_parser_takes_is_a_fault_too(tmp_path: Path, line: bytes) -> None:
+    (fault,) = faults(write(tmp_path / "rows.jsonl", line))
+    assert fault.startswith("rows.jsonl:1: not JSON: ") and fault.endswith(f"{_MEND} [not JSON]")
+
+
+def test_a_line_that_does_not_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
+    endless = json_lines([{"text": "x" * (2**20 + 200)}])
+    file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + endless + b'{"text": "c"}\n' + endless[:-1])
+    assert [row.where.rpartition(":")[2] for row in read(file)] == ["1", "2", "3", "4"]
+    problem = (
+        "a line of more than 1 MB; one row per line is accepted; "
+        "end the lines with a line feed, or split the row [line too long]"
+    )
+    assert faults(file) == [f"rows.jsonl:{line}: {problem}" for line in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("rows.jsonl", "", " is empty (0 bytes)"),
+        ("rows.json", "", " is empty (0 bytes)"),
+        ("rows.jsonl", "\n \r\n\t\n", ": blank lines alone"),
+        ("rows.jsonl", "\ufeff", ": blank lines alone"),
+        ("rows.json", " \n", ": blank lines alone"),
+        ("rows.json", "[\n]\n", ": an empty JSON array"),
+    ],
+)
+@pytest.mark.parametrize("packed", PACKED)
+def test_a_file_without_a_row_is_refused(tmp_path: Path, name: str, content: str, found: str, packed: str) -> None:
+    file = write(tmp_path / f"{name}{packed}", PACKED[packed](content.encode()))
+    with pytest.raises(DataError) as refusal:
+        read(file)
+    assert str(refusal.value) == f"{file}{found}; at least one row is accepted; write it again or leave it out"

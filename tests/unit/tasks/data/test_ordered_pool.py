@@ -1,0 +1,85 @@
+"""Order, errors, laziness and the end of the processes."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lineage.errors import DataError, PipelineError
+from tasks.data.ordered_pool import ordered_map
+
+
+def slow_first(item: int) -> tuple[int, int]:
+    """The first items take longest, so that results come out of order."""
+    time.sleep(0.02 * max(0, 3 - item))
+    return item, os.getpid()
+
+
+def refuse_three(item: int) -> int:
+    if item == 3:
+        raise DataError("row 3 is wrong")
+    return item
+
+
+def die(item: int) -> int:
+    os._exit(item)
+
+
+def test_results_come_in_the_order_of_the_items_from_other_processes() -> None:
+    results = list(ordered_map(slow_first, range(12), 2, inline_below=1))
+    assert [item for item, _ in results] == list(range(12))
+    assert os.getpid() not in {process for _, process in results}
+
+
+def test_few_items_start_no_process() -> None:
+    assert {process for _, process in ordered_map(slow_first, [3, 4], 2, inline_below=3)} == {os.getpid()}
+    assert {process for _, process in ordered_map(slow_first, [3, 4], 1, inline_below=1)} == {os.getpid()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) -> None:
+    results = ordered_map(refuse_three, range(9), workers, inline_below=1)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="row 3 is wrong"):
+        next(results)
+
+
+def test_a_process_that_dies_is_an_error_that_says_so() -> None:
+    with pytest.raises(PipelineError, match=r"a process that works on rows died.*out of memory"):
+        list(ordered_map(die, range(1, 5), 2, inline_below=1))
+
+
+def test_items_are_read_as_results_are_taken() -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for item in range(1000):
+            taken.append(item)
+            yield item
+
+    results = ordered_map(refuse_three, (item + 10 for item in items()), 2, inline_below=1)
+    next(results)
+    assert len(taken) < 20
+    results.close()
+
+
+def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, signal\nfrom tests.unit.tasks.data.test_ordered_pool import slow_first\n"
+        "from tasks.data.ordered_pool import ordered_map\n"
+        "if __name__ == '__main__':\n"
+        "    results = ordered_map(slow_first, iter(range(10**6)), 2, inline_below=1)\n"
+        "    print(next(results)[1], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    worker = int(subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, check=False).stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(worker).wait(timeout=20)

@@ -1,0 +1,160 @@
+"""Tokens are made once for all that would make the same ones, and made again where they are damaged."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError, DataError
+from tasks.chat_template import CHATML, HERMES
+from tasks.data.tokens import load_or_make as module
+from tasks.data.tokens import write_tokens
+from tasks.data.tokens.account import Account, Named
+from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenized_rows import TokenizedRows
+from tests import tiny
+from tests.unit.tasks.data.tokens.tokens import rows_input
+
+SFT = Tokenization(kind=Kind.CONVERSATIONS, max_length=64)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    tiny.write_tokenizer(tmp_path / "model")
+    tiny.write_rows(tmp_path / "rows", tiny.conversation_rows(12), tiny.conversation_rows(3))
+    return tmp_path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Each file that is made into tokens."""
+    files, make = [], module._make
+    monkeypatch.setattr(module, "_make", lambda options, rows, *rest: files.append(rows) or make(options, rows, *rest))
+    return files
+
+
+def load(root: Path, options: Tokenization = SFT, model: str = "model", **how: str) -> TokenizedRows:
+    return load_or_make(options, rows_input(root / "rows"), root / model, root / "cache", 1, **how)
+
+
+def test_the_same_tokens_are_made_once_and_read_from_the_file(root: Path, made: list[Path]) -> None:
+    first, second = load(root), load(root)
+    assert len(made) == 1
+    assert first.columns == second.columns and first.account == second.account
+    assert second.examples.cache_files  # mapped, not in memory
+    without = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
+    assert without.columns == first.columns and without.account == first.account
+
+
+def test_whatever_decides_the_tokens_makes_others(root: Path, made: list[Path]) -> None:
+    load(root)
+    tiny.write_tokenizer(root / "other", vocab_size=290)
+    changes = [
+        *(replace(SFT, **change) for change in (
+            {"max_length": 63}, {"too_long": "drop"}, {"max_prompt_length": 9}, {"chat_template": "hermes"},
+        )),
+    ]  # fmt: skip
+    for options in changes:
+        load(root, options)
+    load(root, model="other")
+    load(root, side="held_out.parquet")
+    (root / "model" / "chat_template.jinja").write_text(HERMES.replace("Tools", "Functions"))
+    load(root)
+    tiny.write_rows(root / "rows", tiny.conversation_rows(13))
+    load(root)
+    assert len(made) == 1 + len(changes) + 4
+
+
+def test_a_template_that_will_be_written_into_the_model_has_its_tokens_already(root: Path, made: list[Path]) -> None:
+    (root / "model" / "chat_template.jinja").unlink()
+    before = load(root, replace(SFT, chat_template="chatml"))
+    (root / "model" / "chat_template.jinja").write_text(CHATML)
+    assert load(root).account == before.account
+    assert len(made) == 1
+
+
+def test_a_model_that_lacks_the_templates_tokens_is_refused(root: Path) -> None:
+    tokenizer = root / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|im_start|>", "<|start|>"))
+    with pytest.raises(ConfigError, match=r"chat_template=hermes needs .* lacks <\|im_start\|>"):
+        load(root, replace(SFT, chat_template="hermes"))
+
+
+@pytest.mark.parametrize("file", ["tokens.arrow", "rows.arrow", "account.json", "sizes.json"])
+def test_a_damaged_entry_is_made_again(root: Path, made: list[Path], file: str) -> None:
+    whole = load(root).columns
+    (path,) = (root / "cache" / "tokens").glob(f"*/{file}")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert load(root).columns == whole
+    path.unlink()
+    assert load(root).columns == whole
+    assert len(made) == 3
+
+
+def test_what_a_killed_process_left_does_not_stand_in_the_way(root: Path, made: list[Path]) -> None:
+    load(root)
+    (entry,) = (root / "cache" / "tokens").glob("*/")
+    entry.rename(entry.with_suffix(".draft"))
+    assert len(load(root)) == 12
+    assert len(made) == 2
+    assert [path.name for path in (root / "cache" / "tokens").glob("*/")] == [entry.name]
+
+
+def test_of_several_that_want_them_at_once_one_makes_them(root: Path, made: list[Path]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        assert [len(rows) for rows in threads.map(lambda _: load(root), range(3))] == [12, 12, 12]
+    assert len(made) == 1
+
+
+def test_long_rows_are_taken_in_small_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, tokenize = [], write_tokens.PartTokenizer.__call__
+    monkeypatch.setattr(
+        write_tokens.PartTokenizer, "__call__", lambda self, rows: sizes.append(len(rows)) or tokenize(self, rows)
+    )
+    whole = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
+    monkeypatch.setattr(write_tokens, "_BYTES_PER_PART", 300)
+    assert load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1).columns == whole.columns
+    assert sizes[0] == sum(sizes[1:]) == 12 and max(sizes[1:]) < 12
+
+
+def test_the_fate_of_every_row_is_kept(root: Path) -> None:
+    account = load(root, replace(SFT, max_length=22)).account
+    (path,) = (root / "cache" / "tokens").glob("*/rows.arrow")
+    fates = datasets.Dataset.from_file(str(path)).to_list()
+    assert [fate["row_id"] for fate in fates] == [row["row_id"] for row in tiny.conversation_rows(12)]
+    assert sum(fate["cut"] for fate in fates) == account.cut.count > 0
+    assert sum(fate["tokens"] for fate in fates if not fate["dropped"]) == account.num_tokens
+    assert {length for length in account.lengths} == {fate["length"] for fate in fates}
+
+
+def test_an_account_survives_its_file() -> None:
+    account = Account(
+        num_rows=3, num_tokens=5, num_trained=2, cut=Named(count=30, row_ids=["a"]), samples=["⟦é⟧"],
+        dropped={"too_long": Named(count=1, row_ids=["b"])}, lengths={4: 2, 9: 1},
+    )  # fmt: skip
+    assert Account.from_json(account.to_json()) == account
+
+
+def test_quantiles_are_lengths_of_rows() -> None:
+    account = Account(num_rows=100, lengths={length: 1 for length in range(1, 101)})
+    assert account.quantiles == {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    assert Account(num_rows=1, lengths={7: 1}).quantiles == {"p50": 7, "p95": 7, "p99": 7, "max": 7}
+    assert Account().quantiles == {}
+
+
+def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
+    rows = load(root)
+    percent = rows.account.trained_percent
+    for previous in (None, percent, 2 * percent, 0.0):
+        rows.require_like(previous)
+    with pytest.raises(DataError) as error:
+        rows.require_like(2 * percent + 1, "sft")
+    assert f"{percent:.3g} % of the tokens get loss" in str(error.value)
+    assert f"trained {2 * percent + 1:.3g} %" in str(error.value)
+    assert "accept_label_drop=[sft]" in str(error.value)
+    with pytest.raises(DataError, match=r"^0 % of the tokens get loss;"):
+        load(root, replace(SFT, max_length=2)).require_like(None)

@@ -1,0 +1,232 @@
+"""Borders of turns: proven from the template, learned once per form, and no tool lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lineage.errors import ConfigError, DataError
+from tasks.chat_template import CHATML, HERMES
+from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.skeleton import Skeleton
+from tasks.data.tokens.tokenize_rows import IGNORED
+from tests import tiny
+from tests.unit.tasks.data.tokens.plain_labels import plain_labels
+from tests.unit.tasks.data.tokens.tokens import token_rows
+
+# As Llama 3 has it: contents are stripped, the first turn has what begins every text.
+STRIPPING = (
+    "{% for message in messages %}"
+    "{% set content = '<|im_start|>' + message['role'] + '\n\n' + message['content'] | trim + '<|im_end|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = '<|endoftext|>' + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+# As Qwen 2.5 has it: a system turn of its own, and a newline after the end of each turn.
+OWN_SYSTEM = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nhelp<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Qwen 3 has it: thoughts are kept in the last turn alone.
+FORGETTING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN_WORDS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML, "hermes": HERMES, "stripping": STRIPPING, "own system": OWN_SYSTEM, "plain words": PLAIN_WORDS,
+}  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
+WITH_TOOLS = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "rain", "tool_call_id": "1"},
+    {"role": "tool", "content": "sun"},
+    {"role": "assistant", "content": "both"},
+]
+
+contents = st.text(st.sampled_from("ab \n\té€😀.:'ß1") | st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, object]]:
+    turns = draw(st.lists(st.tuples(contents, contents), min_size=1, max_size=3))
+    system = [{"role": "system", "content": draw(contents)}] if draw(st.booleans()) else []
+    return [
+        *system,
+        *(
+            {"role": role, "content": said}
+            for turn in turns
+            for role, said in zip(("user", "assistant"), turn, strict=True)
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def stored(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """As a file of prepared rows holds them."""
+    return [
+        {**each, "tool_calls": json.dumps(each["tool_calls"])} if "tool_calls" in each else each for each in messages
+    ]
+
+
+@pytest.mark.parametrize("template", ["chatml", "hermes", "own system"])
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations())
+def test_labels_are_those_of_the_plainest_way(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]]
+) -> None:
+    (row,) = token_rows([{"row_id": "a", "messages": messages}], with_template(tokenizer, TEMPLATES[template]))
+    ids, labels = plain_labels(tokenizer, messages)
+    assert row.columns == {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(conversations(), min_size=2, max_size=4))
+def test_a_learned_form_gives_the_borders_that_each_row_would_prove(
+    tokenizer: PreTrainedTokenizerBase, template: str, rows: list[list[dict[str, object]]]
+) -> None:
+    learning = Renderer.of(with_template(tokenizer, TEMPLATES[template]))
+    for messages in rows:
+        assert learning.turns(messages, None, "a") == Renderer.of(tokenizer).turns(messages, None, "a")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations())
+def test_a_token_is_trained_if_it_ends_within_a_turn(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]]
+) -> None:
+    (row,) = token_rows([{"row_id": "a", "messages": messages}], with_template(tokenizer, TEMPLATES[template]))
+    turns = Renderer.of(tokenizer).turns(messages, None, "a")
+    plain = tokenizer(turns.text, add_special_tokens=False, return_offsets_mapping=True)
+    within = [any(start < end <= stop for start, stop in turns.spans) for _, end in plain["offset_mapping"]]
+    assert row.columns["input_ids"] == plain["input_ids"]
+    assert [label != IGNORED for label in row.columns["labels"]] == within
+
+
+def test_rows_of_a_form_are_rendered_once_each(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = Renderer.of(with_template(tokenizer, CHATML))
+    messages = [message for row in tiny.conversation_rows(8) for message in row["messages"]]
+    renderer.turns(messages, None, "first")
+    count, render = [], Renderer._render
+    monkeypatch.setattr(
+        Renderer, "_render", lambda self, *args, **options: count.append(len(args[0])) or render(self, *args, **options)
+    )
+    renderer.turns([{**each, "content": f"{each['content']}é"} for each in messages], None, "second")
+    assert count == [1]
+
+
+def test_a_form_is_not_taken_for_another() -> None:
+    form = Skeleton.of("<\ue0000\ue001|\ue0001\ue001>", [(5, 9)], Skeleton.slots(2))
+    assert form is not None
+    assert form.spans("<ab|c>", ["ab", "c"]) == [(4, 6)]
+    for text in ("<ab|c> ", "<ab|c", "<ab |c>", "ab|c>", "<ab|d>"):
+        assert form.spans(text, ["ab", "c"]) is None
+    assert Skeleton.of("\ue0000\ue001", [], Skeleton.slots(2)) is None  # the template leaves out a content
+    assert Skeleton.of("\ue0001\ue001\ue0000\ue001", [], Skeleton.slots(2)) is None
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    rewriting = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}|{% endfor %}"
+    rows = [{"row_id": "a", "messages": [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "adds"}]}]
+    with pytest.raises(ConfigError, match="not prefix-stable: on row a"):
+        token_rows(rows, with_template(tokenizer, rewriting))
+
+
+def test_a_template_that_rewrites_some_contents_is_refused_on_their_row(tokenizer: PreTrainedTokenizerBase) -> None:
+    renderer = Renderer.of(with_template(tokenizer, FORGETTING))
+    turn = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "adds"}]
+    thought = [turn[0], {"role": "assistant", "content": "hm</think>adds"}]
+    renderer.turns([*turn, *turn], None, "plain")
+    renderer.turns([*turn, *thought], None, "last")
+    with pytest.raises(ConfigError, match="not prefix-stable: on row first"):
+        renderer.turns([*thought, *turn], None, "first")
+
+
+def test_a_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"row c0: .*roles must alternate"):
+        token_rows(tiny.conversation_rows(1), tokenizer)
+
+
+def test_an_answer_to_nothing_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "assistant", "content": "adds"}, {"role": "user", "content": "sum"}]
+    with pytest.raises(DataError, match="row a: its first message is of the assistant"):
+        token_rows([{"row_id": "a", "messages": messages}], with_template(tokenizer, CHATML))
+
+
+def test_hermes_renders_tools_calls_and_results(tokenizer: PreTrainedTokenizerBase) -> None:
+    with_template(tokenizer, HERMES)
+    row = {"row_id": "a", "messages": stored(WITH_TOOLS), "tools": json.dumps([WEATHER])}
+    (tokens,) = token_rows([row], tokenizer)
+    assert (tokens.columns["input_ids"], tokens.columns["labels"]) == plain_labels(tokenizer, WITH_TOOLS, [WEATHER])
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    trained = [label for label in tokens.columns["labels"] if label != IGNORED]
+    assert tokenizer.decode(trained) == f"{call}\n{call}<|im_end|>both<|im_end|>"
+    text = tokenizer.decode(tokens.columns["input_ids"])
+    assert text.startswith("<|im_start|>system\nbe short\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(WEATHER)}\n</tools>" in text
+    responses = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
+    assert f"<|im_end|>\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\nboth" in text
+
+
+def test_without_tools_hermes_is_chatml(tokenizer: PreTrainedTokenizerBase) -> None:
+    for messages in (WITH_TOOLS[:2], WITH_TOOLS[1:2]):
+        texts = [Renderer.of(with_template(tokenizer, each)).text(messages, prompt=True) for each in (CHATML, HERMES)]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "missing"),
+    [
+        (WITH_TOOLS[:2] + WITH_TOOLS[-1:], [WEATHER], "the tools"),
+        ([*WITH_TOOLS[:3], WITH_TOOLS[-1]], None, "the call of get_weather"),
+        ([*WITH_TOOLS[:2], *WITH_TOOLS[3:]], None, "what a tool answers"),
+    ],
+    ids=["tools", "call", "result"],
+)
+def test_a_template_that_leaves_out_tools_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    missing: str,
+) -> None:
+    with_template(tokenizer, CHATML.replace("{% if not", "{% if message['role'] != 'tool' %}{% if not", 1).replace(
+        "{% endfor %}", "{% endif %}{% endfor %}", 1
+    ))  # fmt: skip
+    row = {"row_id": "a", "messages": stored(messages), "tools": json.dumps(tools) if tools else None}
+    with pytest.raises(ConfigError, match=f"leaves out {missing} on row a; .*chat_template=hermes"):
+        token_rows([row], tokenizer)
+
+
+def test_the_template_with_tools_is_taken_for_rows_with_tools(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path))
+    tokenizer.chat_template = {"default": CHATML, "tool_use": HERMES}
+    renderer = Renderer.of(tokenizer)
+    assert "<tools>" in renderer.turns(WITH_TOOLS, [WEATHER], "a").text
+    assert renderer.turns(WITH_TOOLS[:2], None, "a").text == Renderer.of(with_template(tokenizer, CHATML)).text(
+        WITH_TOOLS[:2]
+    )
