@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-_MEMORY = "256MB"
+_MEMORY = "256MB"  # twice that is held beside it, by Python, Arrow and the rows of a batch
 
 
 def open_database(directory: Path, threads: int) -> duckdb.DuckDBPyConnection:

@@ -15,11 +15,6 @@ from tasks.data.reading.read import read_chunks
 
 SAMPLE = 1000  # rows that are looked at
 
-_STAGES = {
-    Kind.TEXT: "text", Kind.CONVERSATIONS: "conversations", Kind.PREFERENCES: "preferences",
-    Kind.UNPAIRED: "unpaired", Kind.PROMPTS: "prompts",
-}  # fmt: skip
-
 
 def detect_source(source: Source, template: str | None = None) -> tuple[Detected | None, Iterator[Chunk]]:
     """How the rows of a source are read, and all of them; None: not one of the first rows can be.
@@ -53,7 +48,7 @@ def require_kind(detected: Detected, source: Source, kind: Kind) -> None:
     if found != kind:
         raise DataError(
             f"{source.path}: detected {detected.name} ({detected.evidence}), which gives {found}; this stage makes "
-            f"{kind}; use conf/stage/{_STAGES[found]}.yaml for it, or say with format=NAME how else it is read"
+            f"{kind}; use conf/stage/{found}.yaml for it, or say with format=NAME how else it is read"
         )
 
 

@@ -1,7 +1,7 @@
 """The fields that every data stage has."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Lt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.formats.prompting import placeholders
-from tasks.method import Inputs, Method
+from tasks.method import Method
 
 ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
 
@@ -103,13 +103,15 @@ class Prepare(Method):
                 f"proportions={{{stated}}}: the sum is {total:g}; shares above 0 with the sum 1 are accepted"
             )
 
-    def row_slots(self, inputs: Inputs) -> list[str]:
+    def row_slots(self, filled: Collection[str]) -> list[str]:
         """The slots of rows, in the order in which they are read.
 
+        Args:
+            filled: all slots that something fills.
         Raises:
             ConfigError: a mixture is stated that does not name them all, or that has nothing to mix.
         """
-        slots = [ROWS, *sorted(inputs.keys() - self.consumes.keys())]
+        slots = [ROWS, *sorted(set(filled) - self.consumes.keys())]
         if self.proportions is not None and set(self.proportions) != set(slots):
             raise ConfigError(
                 f"proportions name {', '.join(self.proportions)}; the slots of rows are {', '.join(slots)}; state a "
