@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+    from tasks.data.tokens.quick_encoder import QuickEncoder
+
 _TEXTS_PER_CALL = 16  # more do not fit a core's cache: a call with a thousand texts takes twice as long for each
 
 
@@ -35,11 +37,15 @@ def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
         return PrefixEncoder(tokenizer=tokenizer)
     from tokenizers import Tokenizer
 
+    from tasks.data.tokens.quick_encoder import quick_encoder
+
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: what is set here stays here
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    return FastEncoder(backend=backend, num_bytes=_bytes_per_token(backend))
+    num_bytes = _bytes_per_token(backend)
+    quick = None if num_bytes is None else quick_encoder(backend)
+    return FastEncoder(backend=backend, num_bytes=num_bytes, quick=quick)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +54,17 @@ class FastEncoder:
 
     Args:
         num_bytes: token -> how many bytes of UTF-8 it stands for; None: it does not stand for certain bytes.
+        quick: gives the same tokens in a tenth of the time; None: that is not proven of this tokenizer.
     """
 
     backend: "Tokenizer"
     num_bytes: Sequence[int] | None
+    quick: "QuickEncoder | None"
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        if self.quick:
+            yield from (self._by_bytes(text, self.quick.ids(text)) for text in texts)
+            return
         for place in range(0, len(texts), _TEXTS_PER_CALL):
             part = texts[place : place + _TEXTS_PER_CALL]
             if self.num_bytes is None:
