@@ -1,8 +1,8 @@
 """Checks of what a pipeline says of its data: made with the plan, before a row is read."""
 
-from flows.declare.pipeline import Pipeline, Stage, nearest
-from lineage.artifact import Kind
+from flows.declare.pipeline import Pipeline, nearest
 from lineage.errors import ConfigError
+from tasks.data.preparing.options import Prepare
 from tasks.method import Training
 
 
@@ -20,18 +20,8 @@ def check_data(pipeline: Pipeline) -> None:
                 f"{nearest(name, training)}"
             )
     for name, stage in pipeline.stages.items():
-        _check_mixture(name, stage)
-
-
-def _check_mixture(name: str, stage: Stage) -> None:
-    """Proportions name every slot of rows and nothing else."""
-    proportions = stage.method.recipe().get("proportions")
-    if not isinstance(proportions, dict):
-        return
-    consumes = stage.method.consumes
-    slots = [slot for slot in stage.inputs if consumes.get(slot, consumes.get("*")) == Kind.ROWS]
-    if set(proportions) != set(slots):
-        raise ConfigError(
-            f"stages.{name}.method.proportions: it names {', '.join(proportions)} and the slots of rows are "
-            f"{', '.join(slots)}; state one share for each of them, with the sum 1.0"
-        )
+        if isinstance(stage.method, Prepare):
+            try:
+                stage.method.row_slots(stage.inputs)
+            except ConfigError as error:
+                raise ConfigError(f"stages.{name}.method: {error}") from error

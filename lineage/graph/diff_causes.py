@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from lineage.artifact import DATA
 from lineage.errors import ArtifactError
 from lineage.fingerprint import differences, short
 from lineage.graph.ancestry import Graph, Node
 from lineage.graph.index import Index
-from lineage.graph.row_search import DATA, row_sides
+from lineage.graph.row_search import row_sides
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 
 # The most likely cause first.

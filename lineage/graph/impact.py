@@ -2,12 +2,12 @@
 
 from dataclasses import asdict, dataclass
 
+from lineage.artifact import DATA
 from lineage.graph.below import MODELS, Below
 from lineage.graph.impact_refs import Meant, meant_by
 from lineage.graph.index import Index
 from lineage.graph.index_queries import Indexed
 from lineage.graph.retraining import Retraining, retrainings
-from lineage.graph.row_search import DATA
 from lineage.run_file import RunFile
 
 MOST_VERSIONS = 1000  # a file is read for each

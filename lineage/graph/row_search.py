@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.artifact import SOURCE
+from lineage.artifact import DATA, SOURCE
 from lineage.errors import ArtifactError, ConfigError
+from lineage.fingerprint import without_nones
 from lineage.graph.index import Index
 from lineage.graph.index_queries import Indexed
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DATA = ("text", "conversations", "preferences")
 SIDES = ("train", "held_out")
 _ROW_ID = re.compile("[0-9a-f]{16}(-[0-9]+)?")
 _SHOWN = 120  # characters of a row
@@ -134,7 +134,8 @@ def _with_text(columns: "list[pa.Array]", wanted: str) -> set[int]:
 
 def _text(row: dict[str, object]) -> str:
     """The beginning of a row for people."""
-    values = {name: value for name, value in row.items() if name not in ("row_id", "kind")}
+    values = without_nones({name: value for name, value in row.items() if name not in ("row_id", "kind")})
+    assert isinstance(values, dict)
     whole = values.get("text")
     text = whole if isinstance(whole, str) else json.dumps(values, ensure_ascii=False)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

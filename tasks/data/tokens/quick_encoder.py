@@ -1,7 +1,7 @@
 """A byte-level BPE in a tenth of the time, where it is proven to give the very same tokens.
 
-``fastokens`` reads the same tokenizer and splits text by code of its own for each pattern. It is used for the patterns
-below alone, on which tests hold it equal to ``tokenizers`` (under ``tests/unit/tasks/data/tokens/``), and at one version.
+``fastokens`` reads the same tokenizer and splits text by code of its own for each pattern. It is used at one version,
+and for the patterns below alone, on which tests hold it equal to ``tokenizers``.
 """
 
 import json
