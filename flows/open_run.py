@@ -15,15 +15,14 @@ from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
 from flows.stages.execute import Run
-from flows.stages.launch import StageProcesses, shares_imports
+from flows.stages.launch import StageProcesses
+from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError
 from lineage.stated_labels import Statement, record_labels
 from lineage.tracker import Execution, NoTracker
 from tasks.context import Launcher
-
-_RAY_TRAIN = "flows.stages.ray_train"  # around every method that trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ def open_run(
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     journal = Journal(plan, words, tracker, stages, _sweep_note(plan, trials) if trials else None, in_flow=in_flow)
     with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
-        modules = [] if foreground else _modules(stages)
+        modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
         try:
@@ -154,11 +153,3 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
                 f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
                 "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
             )
-
-
-def _modules(stages: Sequence[PlannedStage]) -> list[str]:
-    """What the stages' processes import: each module once, in order."""
-    methods = [each.stage.method for each in stages if shares_imports(each.stage.method, is_first=not each.upstream)]
-    own = [module for method in methods for module in method.preload]
-    around = [_RAY_TRAIN] if any(method.trains for method in methods) else []
-    return list(dict.fromkeys([*own, *around]))

@@ -1,6 +1,5 @@
 """The declared graph: stages, what fills their slots, and the checks that need no GPU."""
 
-import graphlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from flows.declare.operation import Alias, Operation, Tracking
-from lineage.artifact import ALIAS, SOURCE, Kind, Source
+from flows.declare.order import before, execution_order
+from flows.declare.stage_resources import check_resources
+from lineage.artifact import ALIAS, DATA, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import never_changes
 from lineage.store import RESERVED
-from tasks.context import Launcher, Resources
+from tasks.context import Resources
 from tasks.gate_rule import CANDIDATE
-from tasks.method import Method, Training
+from tasks.method import Method
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
 
@@ -69,7 +70,7 @@ class Pipeline:
             raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")
         for name, stage in self.stages.items():
             self._check_slots(name, stage)
-            _check_resources(name, stage)
+            check_resources(name, stage.method, stage.resources)
         self._check_operation()
         self.order()
 
@@ -86,20 +87,28 @@ class Pipeline:
         return sorted(key.removeprefix(SOURCE) for key in keys if key.startswith(SOURCE))
 
     def order(self) -> list[str]:
-        """Stage names, each after the stages it needs.
+        """Stage names, each after the stages it waits for.
 
         Raises:
             ConfigError: the stages form a cycle.
         """
-        needs = {name: self.upstream(name) for name in self.stages}
-        try:
-            return list(graphlib.TopologicalSorter(needs).static_order())
-        except graphlib.CycleError as error:
-            cycle = " -> ".join(reversed(error.args[1]))
-            raise ConfigError(
-                f"the stages form a cycle: {cycle} (each needs the next); "
-                "change one of their inputs so that every chain ends at a source"
-            ) from error
+        return execution_order(self._upstream, self._data, self._training)
+
+    def before(self, name: str) -> set[str]:
+        """The stages that a stage waits for."""
+        return before(name, self._upstream, self._data, self._training)
+
+    @property
+    def _upstream(self) -> dict[str, list[str]]:
+        return {name: self.upstream(name) for name in self.stages}
+
+    @property
+    def _data(self) -> list[str]:
+        return [name for name, stage in self.stages.items() if stage.method.produces in DATA]
+
+    @property
+    def _training(self) -> list[str]:
+        return [name for name, stage in self.stages.items() if stage.method.trains]
 
     def upstream(self, name: str) -> list[str]:
         """The stages whose outputs a stage reads."""
@@ -179,24 +188,3 @@ def nearest(word: str, words: Mapping[str, object] | list[str]) -> str:
     """``; did you mean X?``, or nothing when no word is near."""
     close = get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _check_resources(name: str, stage: Stage) -> None:
-    method, resources = stage.method, stage.resources
-    where = f"stages.{name}.resources"
-    if not isinstance(method, Training):
-        return
-    try:
-        resources.accumulation_steps(method.global_batch_size)
-    except ConfigError as error:
-        raise ConfigError(f"stages.{name}: {error}") from error
-    if resources.num_workers % resources.num_nodes:
-        raise ConfigError(
-            f"{where}: num_workers={resources.num_workers} does not divide over num_nodes={resources.num_nodes}; "
-            "num_workers counts the workers of all nodes: make it a multiple"
-        )
-    if resources.num_workers > 1 and not resources.on_cluster:
-        raise ConfigError(
-            f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "
-            f"use launcher={Launcher.CLUSTER} (or {Launcher.AUTO}), or num_workers=1"
-        )

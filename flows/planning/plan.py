@@ -84,9 +84,8 @@ class Plan:
         return next(planned for planned in self.stages if planned.name == name)
 
     def waits(self, planned: PlannedStage) -> set[str]:
-        """What comes before a stage: all that it reads, and then all data too, so that a bad row is found first."""
-        data = {other.name for other in self.stages if not other.upstream}
-        return {*planned.upstream, *data} if planned.upstream else set()
+        """What comes before a stage: all that it reads, and data too, so that a bad row is found first."""
+        return self.pipeline.before(planned.name)
 
     def path_of(self, given: PlannedInput) -> Path:
         """Where an input lies: a stage's output, or the path of a source (of a hub id: its id)."""

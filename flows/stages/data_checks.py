@@ -1,13 +1,12 @@
 """The rows of every stage that will train, seen before the first of them trains: hours later it would be too late."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from flows.planning.plan import Plan, PlannedInput, PlannedStage
-from flows.progress.observer import Observer
 from flows.stages.admission import Waiting, admitted
 from flows.stages.given import job_input
 from flows.stages.job import CheckJob
@@ -18,6 +17,7 @@ from lineage.errors import PipelineError, StoppedError
 from lineage.manifest import Manifest
 from lineage.store import Store
 from tasks.check_rows import POLICY, rows_slot
+from tasks.data.preparing.row_split import HELD_OUT
 from tasks.method import Training
 
 
@@ -28,8 +28,15 @@ class DataChecks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _errors: dict[str, PipelineError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
 
-    def require(self, plan: Plan, planned: PlannedStage, processes: StageProcesses, observer: Observer) -> None:
+    def require(
+        self, plan: Plan, planned: PlannedStage, processes: StageProcesses, waiting: Callable[[str], None],
+        announce: Callable[[str], None],
+    ) -> None:  # fmt: skip
         """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
+
+        Args:
+            waiting: hears again and again what the stage waits for.
+            announce: hears what leaked.
 
         Raises:
             PipelineError: the rows of one of them cannot be trained on.
@@ -42,24 +49,26 @@ class DataChecks:
                 if job is None:
                     continue
                 if each.fingerprint not in self._errors:
-                    waiting = partial(observer.waiting, planned.name, f"the rows of {each.name}, checked first")
-                    waiting()
-                    self._errors[each.fingerprint] = _check(job, waiting, processes, observer)
+                    wait = partial(waiting, f"the rows of {each.name}, checked first")
+                    wait()
+                    self._errors[each.fingerprint] = _check(job, wait, processes, announce)
                 error = self._errors[each.fingerprint]
                 if error:
                     raise error
 
 
-def _check(job: CheckJob, waiting: Waiting, processes: StageProcesses, observer: Observer) -> PipelineError | None:
+def _check(
+    job: CheckJob, wait: Waiting, processes: StageProcesses, announce: Callable[[str], None]
+) -> PipelineError | None:
     try:
-        with admitted(job.resources.cpus_per_worker, 0, waiting):
+        with admitted(job.resources.cpus_per_worker, 0, wait):
             found = processes.run(job)
     except StoppedError:
         raise
     except PipelineError as error:
         return error
     if found["leaked_rows"]:
-        observer.announce(
+        announce(
             f"{job.stage}: {counted(int(found['leaked_rows']), 'held-out row')} among what it trains on: {job.leakage}"
         )
     return None
@@ -96,9 +105,10 @@ def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | N
         stated = planned.stage.method.recipe().get("chat_template")
         template = template or (str(stated) if stated else None)
         given = planned.inputs[POLICY]
-        if given.pinned or not isinstance(plan.stage(given.name).stage.method, Training):
+        parent = None if given.pinned else plan.stage(given.name)
+        if parent is None or not isinstance(parent.stage.method, Training) or POLICY not in parent.inputs:
             return given, template
-        planned = plan.stage(given.name)
+        planned = parent
 
 
 def _manifest(plan: Plan, given: PlannedInput) -> Manifest | None:
@@ -109,8 +119,9 @@ def _manifest(plan: Plan, given: PlannedInput) -> Manifest | None:
 def _held_out(plan: Plan) -> Iterator[tuple[str, Path]]:
     """Every set of rows that something may be measured on."""
     for planned in plan.stages:
-        if planned.stage.method.produces in DATA and plan.entry(planned).is_finished():
-            yield planned.name, plan.entry(planned).output
+        output = plan.entry(planned).output
+        if planned.stage.method.produces in DATA and plan.entry(planned).is_finished() and (output / HELD_OUT).exists():
+            yield planned.name, output
 
 
 def _previous_percent(plan: Plan, planned: PlannedStage) -> float | None:

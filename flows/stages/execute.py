@@ -83,7 +83,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
         entry.begin()
-        run.checks.require(run.plan, planned, run.processes, run.observer)
+        run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         manifest, seconds = _tracked(run, planned, entry, parents, lease)
     run.observer.done(run.title(planned), seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)

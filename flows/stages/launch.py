@@ -17,10 +17,10 @@ import psutil
 
 from flows.stages.job import Job
 from flows.stages.process_settings import stage_environment
+from flows.stages.shared_imports import shares_imports
 from flows.stages.stage_process import Answer, answer, stage_main
 from lineage.errors import PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
-from tasks.method import Method
 
 _GRACE_SECONDS = 5.0
 
@@ -136,15 +136,6 @@ class StageProcesses:
         process.join()
         with self._lock:
             self._running.pop(directory, None)
-
-
-def shares_imports(method: Method, *, is_first: bool) -> bool:
-    """Whether a stage starts from the fork server: else it need not wait for what that imports.
-
-    Args:
-        is_first: it reads sources alone, and so begins while the imports still go on.
-    """
-    return method.trains or bool(method.preload and not is_first)
 
 
 def _reads_sources(job: Job) -> bool:

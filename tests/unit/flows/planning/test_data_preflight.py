@@ -20,3 +20,17 @@ def test_a_mixture_is_checked_with_the_plan(tmp_path):
         make_plan(load_pipeline([*words, "stages.corpus.method.proportions={rows: 1.0}"]))
     with pytest.raises(ConfigError, match=r"stages.corpus.method: temperature=2: there is one slot of rows"):
         make_plan(load_pipeline([words[0], "stages.corpus.method.temperature=2.0"]))
+
+
+def test_nothing_trains_before_all_data_is_prepared_also_that_which_needs_a_tokenizer(tmp_path):
+    words = [
+        f"store={tmp_path}",
+        "stages.preferences.inputs.tokenizer=base",
+        "stages.instructions.inputs.tokenizer=cpt",
+    ]
+    plan = make_plan(load_pipeline(words))
+    assert plan.waits(plan.stage("cpt")) == {"base", "corpus", "preferences"}  # instructions are made with cpt itself
+    assert plan.waits(plan.stage("sft")) >= {"cpt", "instructions", "preferences"}
+    assert plan.waits(plan.stage("base")) == {"corpus"}
+    names = [planned.name for planned in plan.stages]
+    assert all(names.index(other) < names.index(name) for name in names for other in plan.waits(plan.stage(name)))

@@ -1,5 +1,7 @@
 """The rows of all that will train are checked before the first of it trains."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.declare.config import load_pipeline
@@ -26,17 +28,11 @@ class Processes:
         return answer
 
 
-class Told:
-    """An observer that keeps what it is told."""
-
-    def __init__(self):
-        self.lines = []
-
-    def waiting(self, title, reason):
-        pass
-
-    def announce(self, text):
-        self.lines.append(text)
+def require(checks, plan, stage, processes):
+    """What was announced."""
+    told = []
+    checks.require(plan, plan.stage(stage), processes, lambda reason: None, told.append)
+    return told
 
 
 @pytest.fixture
@@ -51,10 +47,10 @@ def test_the_first_stage_that_trains_waits_for_the_checks_of_all(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
     checks, processes = DataChecks(), Processes()
-    checks.require(plan, plan.stage("cpt"), processes, Told())
+    require(checks, plan, "cpt", processes)
     assert processes.asked[0] == "cpt"
     assert sorted(processes.asked) == ["cpt", "dpo", "reward", "sft"]
-    checks.require(plan, plan.stage("dpo"), processes, Told())
+    require(checks, plan, "dpo", processes)
     assert len(processes.asked) == 4  # no row is checked twice in a run
 
 
@@ -62,7 +58,7 @@ def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
     processes = Processes()
-    DataChecks().require(plan, plan.stage("evaluate"), processes, Told())
+    require(DataChecks(), plan, "evaluate", processes)
     assert processes.asked == []
 
 
@@ -72,7 +68,7 @@ def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(q
     checks, processes = DataChecks(), Processes(dpo=DataError("no answer is left"))
     for stage in ("cpt", "dpo"):
         with pytest.raises(DataError, match="no answer is left"):
-            checks.require(plan, plan.stage(stage), processes, Told())
+            require(checks, plan, stage, processes)
     assert processes.asked.count("dpo") == 1
 
 
@@ -81,16 +77,14 @@ def test_a_stop_is_no_refusal(quickstart):
     finish(plan, *DATA, "base")
     checks = DataChecks()
     with pytest.raises(StoppedError):
-        checks.require(plan, plan.stage("cpt"), Processes(cpt=StoppedError("stopped")), Told())
-    checks.require(plan, plan.stage("cpt"), Processes(), Told())
+        require(checks, plan, "cpt", Processes(cpt=StoppedError("stopped")))
+    require(checks, plan, "cpt", Processes())
 
 
 def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    told = Told()
-    DataChecks().require(plan, plan.stage("cpt"), Processes(sft={"leaked_rows": 3}), told)
-    (line,) = told.lines
+    (line,) = require(DataChecks(), plan, "cpt", Processes(sft={"leaked_rows": 3}))
     assert line.startswith("sft: 3 held-out rows among what it trains on: ")
     assert line.endswith("/logs/leakage-sft.parquet")
 
@@ -98,6 +92,8 @@ def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quick
 def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_installs(quickstart):
     plan = quickstart("stages.sft.method.chat_template=chatml")
     finish(plan, *DATA, "base")
+    for stage in DATA:
+        (plan.entry(plan.stage(stage)).output / "held_out.parquet").touch()
     jobs = {name: check_job(plan, plan.stage(name), plan.pipeline.store) for name in ("cpt", "sft", "dpo")}
     assert {name: job.inputs["policy"].name for name, job in jobs.items()} == dict.fromkeys(jobs, "base")
     assert {name: job.chat_template for name, job in jobs.items()} == {"cpt": None, "sft": "chatml", "dpo": "chatml"}
@@ -121,3 +117,12 @@ def test_what_was_trained_the_last_time_is_compared_unless_a_drop_is_accepted(qu
     assert check_job(plan, plan.stage("dpo"), plan.pipeline.store).previous_percent is None
     accepting = quickstart(*changed, "accept_label_drop=[sft]")
     assert check_job(accepting, accepting.stage("sft"), plan.pipeline.store).previous_percent is None
+
+
+def test_a_model_that_was_trained_in_a_way_of_its_own_brings_its_tokenizer_itself(quickstart):
+    plan = quickstart()
+    finish(plan, *DATA, "base")
+    cpt = plan.stage("cpt")  # as if it had no slot named policy
+    odd = replace(plan, stages=[replace(cpt, inputs={}) if each is cpt else each for each in plan.stages])
+    assert check_job(odd, odd.stage("sft"), plan.pipeline.store) is None  # it is not made yet
+    assert check_job(plan, plan.stage("sft"), plan.pipeline.store) is not None

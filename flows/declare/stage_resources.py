@@ -1,0 +1,30 @@
+"""What a stage asks of machines, against what its method does."""
+
+from lineage.errors import ConfigError
+from tasks.context import Launcher, Resources
+from tasks.method import Method, Training
+
+
+def check_resources(name: str, method: Method, resources: Resources) -> None:
+    """That a training stage can run on what it asks for.
+
+    Raises:
+        ConfigError: names the fields that do not agree.
+    """
+    where = f"stages.{name}.resources"
+    if not isinstance(method, Training):
+        return
+    try:
+        resources.accumulation_steps(method.global_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}: {error}") from error
+    if resources.num_workers % resources.num_nodes:
+        raise ConfigError(
+            f"{where}: num_workers={resources.num_workers} does not divide over num_nodes={resources.num_nodes}; "
+            "num_workers counts the workers of all nodes: make it a multiple"
+        )
+    if resources.num_workers > 1 and not resources.on_cluster:
+        raise ConfigError(
+            f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "
+            f"use launcher={Launcher.CLUSTER} (or {Launcher.AUTO}), or num_workers=1"
+        )
