@@ -1,26 +1,23 @@
 """What the words of ``posttrain data`` state: rows, how they are read and prepared, and what is asked of them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from types import UnionType
+from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
 
 from annotated_types import Gt
 
 from flows.declare.pipeline import nearest
 from flows.declare.typed import typed
-from lineage.artifact import SOURCE, Kind, Source
+from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, DataError
 from lineage.source_checks import check_options
 from lineage.sources import local_paths, pin
-from tasks.data.examine import kind_of, method_of
+from tasks.data.examine import OpenedRows, method_of, open_rows
+from tasks.data.examine_labels import CHATS, LABELLED
 from tasks.data.preparing.options import Prepare
-
-_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
-_OF_SOURCES = {field.name for field in fields(Source)} - {"path", "kind", "labels", "fallback"}
-_OF_STAGES = {field.name for field in fields(Prepare)} - {"replay_share", "proportions"}  # these need further slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,7 @@ class Asked:
     """What is asked beside the fields of sources and data stages.
 
     Args:
-        kind: what rows become; None: what their format gives.
+        kind: what rows shall become; None: what their format gives.
         model: a directory or a hub id, in whose tokens rows are measured and by whose chat template it is told what of
             them is trained.
         max_length: of the rows that are trained on; None: what holds 95 % of them.
@@ -42,42 +39,87 @@ class Asked:
     max_length: Annotated[int, Gt(0)] | None = None
     chat_template: Literal["chatml", "hermes"] | None = None
 
+    def __post_init__(self) -> None:
+        if self.kind and self.kind not in DATA:
+            raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
+        if not self.model:
+            why = "it is of tokens, which nothing but a model makes; state model=DIR|HUB_ID too, or remove it"
+            _refuse(max_length=self.max_length, chat_template=self.chat_template, why=why)
+
+    def check(self, kind: Kind) -> None:
+        """That nothing is stated that is not read of rows of a kind.
+
+        Raises:
+            ConfigError: names it.
+        """
+        if kind not in LABELLED:
+            why = f"of {kind} it is not told what would be trained, but of {', '.join(LABELLED)}; remove it"
+            _refuse(max_length=self.max_length, chat_template=self.chat_template, why=why)
+        if kind not in CHATS:
+            _refuse(
+                chat_template=self.chat_template, why=f"{kind} goes through none, as {', '.join(CHATS)} do; remove it"
+            )
+
+
+def _refuse(*, why: str, **stated: object) -> None:
+    for name, value in stated.items():
+        if value is not None:
+            raise ConfigError(f"{name}={value}: {why}")
+
+
+_OF_SOURCES, _OF_STAGES, _OF_ASKED = (
+    {field.name: field.type for field in fields(cls) if field.name not in without}
+    for cls, without in ((Source, ("path", "kind", "labels", "fallback")), (Prepare, ("replay_share",)), (Asked, ()))
+)  # what is left out needs a pipeline
+_TYPES = {**_OF_SOURCES, **_OF_STAGES, **_OF_ASKED}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatedRows:
     """Rows to look at.
 
     Args:
+        rows: of one kind.
         method: the data stage that would prepare them.
+        against: sets that something is measured on.
+        refusals: why rows are not as they should be: those that were named and are of another kind than the first,
+            and are left out here; or of another than was asked for.
     """
 
-    sources: Sequence[Source]
+    rows: Sequence[OpenedRows]
     method: Prepare
     asked: Asked
+    against: Sequence[Source]
+    refusals: Sequence[DataError]
 
 
-def stated_rows(words: Sequence[str], config_dir: Path | None) -> StatedRows:
+def stated_rows(words: Sequence[str], against: Sequence[str], config_dir: Path | None) -> StatedRows:
     """Reads sources and overrides, in any order.
 
+    Args:
+        against: further sources.
     Raises:
-        ConfigError: no source, an unknown key, a value of the wrong type.
+        ConfigError: no source, an unknown key, a value of the wrong type, a key that nothing would read.
         DataError: no format fits the rows, or several do.
     """
-    paths = [word for word in words if not _OVERRIDE.match(word)]
+    paths, tree = _told_apart(words)
     if not paths:
         raise ConfigError("no rows are named; give a file, a directory, a URL, a hub id, or quickstart:instructions")
-    tree = _tree([word for word in words if _OVERRIDE.match(word)])
-    of_asked = {field.name for field in fields(Asked)}
-    accepted = sorted(_OF_SOURCES | _OF_STAGES | of_asked)
-    for key in tree.keys() - set(accepted):
-        raise ConfigError(f"{key}: unknown key; accepted: {', '.join(accepted)}{nearest(key, accepted)}")
-    asked = typed(Asked, _part(tree, of_asked), "")
+    asked, of_stage = typed(Asked, _part(tree, _OF_ASKED), ""), _part(tree, _OF_STAGES)
     sources = [stated_source(path, _part(tree, _OF_SOURCES), config_dir) for path in paths]
-    of_stage = _part(tree, _OF_STAGES)
-    kind = asked.kind or kind_of(
-        sources[0], str(of_stage["prompt_template"]) if of_stage.get("prompt_template") else None
-    )
-    return StatedRows(sources=sources, method=typed(method_of(kind), of_stage, ""), asked=asked)
+    measured = [stated_source(path, {}, config_dir) for path in against]
+    template = of_stage.get("prompt_template")
+    rows = [open_rows(source, str(template) if template else None) for source in sources]
+    told = next((each for each in rows if each.kind), rows[0])
+    kind = told.kind or asked.kind or (Kind.CONVERSATIONS if template or of_stage.get("system_prompt") else Kind.TEXT)
+    asked.check(kind)
+    others = [each for each in rows if each.kind not in (kind, None)]
+    refusals = [each.refusal(kind, f"beside {told.source.path}; look at it by itself") for each in others]
+    if asked.kind and asked.kind != kind:
+        refusals.append(told.refusal(asked.kind, f"by kind={asked.kind}; leave it out"))
+    method = typed(method_of(kind), of_stage, "")
+    alike = [each for each in rows if each.kind in (kind, None)]
+    return StatedRows(rows=alike, method=method, asked=asked, against=measured, refusals=refusals)
 
 
 def stated_source(path: str, stated: Mapping[str, object], config_dir: Path | None) -> Source:
@@ -102,20 +144,51 @@ def _present(source: Source) -> Source:
     return pin("rows", source, DigestCache(None)).source
 
 
-def _tree(overrides: Sequence[str]) -> dict[str, object]:
-    """What they say, as YAML: ``columns.question=prompt``, ``held_out=0.1``, ``split=train[:1000]``."""
+def _told_apart(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Sources, and what the overrides say: ``columns.The Question=prompt``, ``held_out=0.1``, ``split=train[:1000]``.
+
+    Files may be called ``year=2024/rows.jsonl``.
+    """
+    paths: list[str] = []
+    tree: dict[str, object] = {}
+    for word in words:
+        key, is_override, value = word.partition("=")
+        name, is_part, part = key.partition(".")
+        if name in _TYPES and is_override:
+            known = tree.get(name)
+            before = known if isinstance(known, dict) else {}
+            tree[name] = {**before, part: _value(word, value, name, is_part)} if is_part else _value(word, value, name)
+        elif is_override and name.replace("-", "_").isidentifier() and not local_paths(word):
+            raise ConfigError(
+                f"{name}: unknown key, and no file is called {word}; accepted: {', '.join(sorted(_TYPES))}"
+                f"{nearest(name, _TYPES)}"
+            )
+        else:
+            paths.append(word)
+    return paths, tree
+
+
+def _value(word: str, value: str, name: str, is_part: str = "") -> object:
+    """Text as it stands, so that a shell's quotes are all that it needs; the rest as YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    if _TYPES[name] == Mapping[str, str] if is_part else _is_text(_TYPES[name]):
+        return value
     try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except (OmegaConfBaseException, YAMLError) as error:
-        stated, cause = " ".join(overrides), str(error).partition("\n")[0]
-        raise ConfigError(f"{stated}: {cause}; key=value is accepted, the value as YAML has it") from error
+        cause = str(error).partition("\n")[0]
+        raise ConfigError(f"{word}: {cause}; key=value is accepted, the value as YAML has it") from error
     assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+    return tree["value"]
 
 
-def _part(tree: Mapping[str, object], names: set[str]) -> dict[str, object]:
-    return {name: value for name, value in tree.items() if name in names}
+def _is_text(hint: object) -> bool:
+    """Whether a type is ``str``, maybe with a bound, maybe with None."""
+    return hint is str or (get_origin(hint) in (Annotated, Union, UnionType) and any(map(_is_text, get_args(hint))))
+
+
+def _part(tree: Mapping[str, object], types: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in tree.items() if name in types}

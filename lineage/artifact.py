@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt
 
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
+QUICKSTART = "quickstart:"  # before the name of rows that ship with Python
 ALIAS = "alias:"  # before the name of an alias of the model registry
 
 

@@ -2,8 +2,9 @@
 
 import re
 
-from lineage.artifact import Kind, Source
+from lineage.artifact import QUICKSTART, Kind, Source
 from lineage.errors import ConfigError
+from lineage.python_source import PYTHON
 
 _READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
 
@@ -41,6 +42,18 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
         raise ConfigError(
             f"sources.{name}.credentials: {source.path} is read without any; they are for a URL, such as "
             "s3://bucket/rows.jsonl; remove them"
+        )
+    # Of these we state the revision ourselves, and check it again before a stage starts.
+    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART))
+    if source.revision is not None and not has_revision:
+        raise ConfigError(
+            f"sources.{name}.revision={source.revision}: {source.path} has no revisions; a hub data set or model has; "
+            "remove revision"
+        )
+    if source.allow_code and not source.path.startswith(PYTHON):
+        raise ConfigError(
+            f"sources.{name}.allow_code=true: {source.path} runs no code; it is for python:FILE.py:FUNCTION; "
+            "remove allow_code"
         )
 
 

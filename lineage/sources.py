@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
-from lineage.artifact import Kind, Source
+from lineage.artifact import QUICKSTART, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
@@ -19,7 +19,6 @@ from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, remote_versions, revision_of
 from lineage.source_checks import check_options, reading_options
 
-QUICKSTART = "quickstart:"
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 

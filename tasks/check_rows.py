@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tasks.context import Metrics, TrainContext
     from tasks.method import Input
 
-_VERSION = 1  # raise it when the same rows are now found to repeat others
+_VERSION = 2  # raise it when the same rows are now found to repeat others
 POLICY = "policy"  # the slot of what a training stage starts from, and takes its tokenizer from
 
 

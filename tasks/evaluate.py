@@ -70,7 +70,7 @@ class Evaluate(Method):
         scores = [*policy_scores(rows, measured, reference), *reward_scores]
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         ctx.report(len(policies) + 1, metrics)
-        write_report(ctx.output_dir, metrics, rows.prompts, answers)
+        write_report(ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers)
         write_scores(ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()})
         return metrics
 
@@ -134,7 +134,7 @@ class Evaluate(Method):
             name: rewards(model, held_out.answered_tokens(rows.prompts, texts, tokenizer, self.max_length), batch_size)
             for name, texts in answers.items()
         }
-        prompts = [held_out.digest(prompt) for prompt in rows.prompts]
+        prompts = [prompt.name for prompt in rows.prompts]
         return [
             over_pairs("accuracy", rows, {"reward_model": wins}),
             RowScores(

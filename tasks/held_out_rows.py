@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.preparing.row_split import HELD_OUT, canonical
-from tasks.data.schema import messages_of
+from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import Tokenization
@@ -34,13 +34,40 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What is asked, and with which tools.
+
+    Args:
+        tools: JSON text, as a file of prepared rows holds it; None: there are none.
+    """
+
+    messages: list[Message]
+    tools: str | None
+
+    @property
+    def name(self) -> str:
+        """A short one, the same for the same prompt in every evaluation."""
+        asked = self.messages if self.tools is None else [self.messages, self.tools]
+        return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
+
+    def text(self, renderer: Renderer, answer: str | None = None) -> str:
+        """It and the answer; without one, up to where the assistant begins to speak."""
+        messages = messages_of(self.messages)
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+        return renderer.text(
+            messages, tools_of({"tools": self.tools}), row_id=f"prompt {self.name}", prompt=answer is None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """What every policy is asked."""
 
     text: Sequence[Scored]
     answers: Sequence[Scored]
     pairs: Pairs
-    prompts: Sequence[list[Message]]
+    prompts: Sequence[Prompt]
     prompt_ids: Sequence[Sequence[int]]
 
 
@@ -120,7 +147,7 @@ def pair_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_l
                 input_ids=[*each.columns["prompt_ids"], *each.columns[side]],
                 mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns[side]),
                 row_id=str(row["row_id"]),
-                group=digest(row["prompt"]),
+                group=prompt_of(row).name,
             )
             for row, each in found
         ]
@@ -138,9 +165,11 @@ def _tokens(
     return ((row, each) for row, each in zip(rows, tokenize(rows), strict=True) if not each.fate.dropped)
 
 
-def digest(value: object) -> str:
-    """A short name for a prompt."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+def prompt_of(row: Row) -> Prompt:
+    """That of a preference pair."""
+    messages, tools = row["prompt"], row.get("tools")
+    assert isinstance(messages, list)
+    return Prompt(messages=messages, tools=None if tools is None else str(tools))
 
 
 def _content(row: Row) -> str:
@@ -148,32 +177,23 @@ def _content(row: Row) -> str:
     return str(row["row_id"]).partition("-")[0]
 
 
-def distinct_prompts(rows: Sequence[Row], count: int) -> list[list[Message]]:
+def distinct_prompts(rows: Sequence[Row], count: int) -> list[Prompt]:
     """The first ``count`` different prompts."""
-    seen: dict[str, list[Message]] = {}
-    for row in rows:
-        prompt = row["prompt"]
-        assert isinstance(prompt, list)
-        seen.setdefault(str(prompt), prompt)
-    return list(seen.values())[:count]
+    prompts = map(prompt_of, rows)
+    return list({prompt.name: prompt for prompt in prompts}.values())[:count]
 
 
-def prompt_tokens(
-    prompts: Sequence[list[Message]], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> list[list[int]]:
+def prompt_tokens(prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[list[int]]:
     """Each prompt up to where the assistant begins to speak; a long one keeps its end."""
     renderer = Renderer.of(tokenizer)
-    texts = [renderer.text(messages_of(prompt), prompt=True) for prompt in prompts]
+    texts = [prompt.text(renderer) for prompt in prompts]
     return [each.ids[-max_length:] for each in encoder_of(tokenizer).encode(texts)]
 
 
 def answered_tokens(
-    prompts: Sequence[list[Message]], answers: Sequence[str], tokenizer: "PreTrainedTokenizerBase", max_length: int
+    prompts: Sequence[Prompt], answers: Sequence[str], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[list[int]]:
     """Each prompt with an answer to it, as a reward model reads them."""
     renderer = Renderer.of(tokenizer)
-    texts = [
-        renderer.turns([*messages_of(prompt), {"role": "assistant", "content": answer}], None, f"prompt {index}").text
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    texts = [prompt.text(renderer, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     return [each.ids[:max_length] for each in encoder_of(tokenizer).encode(texts)]

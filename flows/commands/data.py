@@ -3,24 +3,22 @@
 import argparse
 import json
 import logging
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json
+from lineage.errors import ConfigError, DataError, PipelineError
 
 if TYPE_CHECKING:
     from flows.stated_rows import StatedRows
     from tasks.data.examine import Examined
-    from tasks.data.preparing.report import DataReport
 
 _EPILOG = """
 SOURCE is a file, a glob, a directory, a URL, a hub id, quickstart:NAME, or source:NAME of the configuration.
-Several are prepared together.
+Several are prepared together, as the slots rows, rows_2 ... of one data stage. Alone it may also be a data stage that
+is finished, such as cpt-sft-dpo/instructions: its report is shown.
 
 OVERRIDE is a field of a source, such as format=alpaca, columns.answer=completion or split=train[:1000]; a field of a
 data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; or one of
@@ -28,6 +26,7 @@ data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; o
   model=DIR|HUB_ID      in whose tokens they are measured, and what of them is trained with its chat template
   max_length=512        of what is trained
   chat_template=chatml  for a model that has none; or hermes, which has tools
+A file with the name of an override is called ./format=x.jsonl.
 """
 
 
@@ -40,85 +39,120 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be given several times",
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the histogram of lengths")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="keep the report, its page, and all that it names: bad rows, near-duplicates, leakage",
+    )  # fmt: skip
     parser.add_argument("--config-dir", type=Path, help="a directory of your own groups, for source:NAME")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.reports.data import data_text
+    from flows.finished_data import finished_data
     from flows.stated_rows import stated_rows
+    from tasks.data.examine import keep
 
-    logging.getLogger("tasks").addHandler(logging.NullHandler())  # what a stage logs is in the report
-    stated = stated_rows(options.overrides, options.config_dir)
-    with _scratch() as directory:
-        found = _found(stated, options, directory)
-    if options.html:
-        _write_page(found.report, options.html)
-    if options.json:
-        labels = found.report.labels
-        document = {**found.report.to_dict(), "bad_rows": found.bad_rows, "samples": labels.samples if labels else []}
-        print(json.dumps(document, indent=2))
-    else:
-        print(data_text(found.report, [row for row in found.bad_rows if row not in str(found.refusal)]))
-    if found.refusal:
-        raise found.refusal
+    _check_places(options.html, options.out)
+    _log_only_reading()
+    found = finished_data(options.overrides, options.config_dir) if not options.against else None
+    if found:
+        if options.out:
+            keep(found, options.out)
+        _tell(found, options, options.out or found.output)
+        return 0
+    stated = stated_rows(options.overrides, options.against, options.config_dir)
+    with TemporaryDirectory(prefix="posttrain-data-") as directory:
+        found = _examined(stated, Path(directory))
+        if options.out:
+            keep(found, options.out)
+    _tell(found, options, options.out)
+    if found.refusals:
+        raise DataError(_refusal(found, options.out))
     return 0
 
 
-def _found(stated: "StatedRows", options: argparse.Namespace, directory: Path) -> "Examined":
-    from tasks.data.examine import examine, fetch_tokenizer, with_labels
+def _log_only_reading() -> None:
+    """What a stage logs is in the report, but for the files of a directory that are not read."""
+    assert logging.lastResort  # writes warnings to standard error
+    logging.getLogger("tasks").addHandler(logging.NullHandler())
+    logging.getLogger("tasks.data.reading").addHandler(logging.lastResort)
+
+
+def _check_places(html: Path | None, out: Path | None) -> None:
+    """Before anything is read, because that may take long."""
+    if html and (html.is_dir() or not html.parent.is_dir()):
+        raise ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
+    try:
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: is no folder ({error.strerror}); name one, which need not exist") from error
+
+
+def _examined(stated: "StatedRows", directory: Path) -> "Examined":
+    from tasks.data.examine import examine
+    from tasks.data.examine_labels import fetch_tokenizer, with_labels
 
     asked = stated.asked
     model = fetch_tokenizer(asked.model) if asked.model else None
-    _say(f"reading {', '.join(source.path for source in stated.sources)}")
-    found = examine(stated.method, stated.sources, directory / "rows", model)
-    if model and found.refusal is None:
+    _say(f"reading {', '.join(each.source.path for each in stated.rows)}")
+    found = examine(stated.method, stated.rows, directory / "rows", model).refused(*stated.refusals)
+    if found.num_trained is None:
+        left = [*(["labels are not told"] if model else []), *(f"not compared with {s.path}" for s in stated.against)]
+        for what in left:
+            _say(f"{what}: the rows are refused")
+        return found
+    if model:
         _say(f"tokenizing as {asked.model} does")
         found = with_labels(found, model, asked.max_length, asked.chat_template)
-    if options.against and found.refusal is None:
-        _add_leakage(found, options, directory)
-    return found
+    return _compared(found, stated, directory) if stated.against else found
 
 
-def _add_leakage(found: "Examined", options: argparse.Namespace, directory: Path) -> None:
-    from flows.stated_rows import stated_source
-    from tasks.data.examine import add_overlaps, examine, kind_of, method_of
+def _compared(found: "Examined", stated: "StatedRows", directory: Path) -> "Examined":
+    from tasks.data.examine_overlaps import add_overlaps, examine_all
 
-    against = []
-    for number, path in enumerate(options.against):
-        _say(f"reading {path}")
-        source = stated_source(path, {}, options.config_dir)
-        against.append(examine(method_of(kind_of(source))(), [source], directory / f"against-{number}"))
-    add_overlaps(found, against, directory)
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A directory of which only the files of bad rows stay: a refusal names them."""
-    directory = Path(mkdtemp(prefix="posttrain-data-"))
-    try:
-        yield directory
-    finally:
-        from tasks.data.preparing.rejects import REJECTS
-
-        kept = list(directory.rglob(REJECTS))
-        for file in directory.rglob("*"):
-            if file.is_file() and file not in kept:
-                file.unlink()
-        if not kept:
-            shutil.rmtree(directory)
+    against: list[Examined] = []
+    refusals: list[PipelineError] = []
+    for number, source in enumerate(stated.against):
+        _say(f"reading {source.path}")
+        try:
+            against.append(examine_all(source, directory / f"against-{number}"))
+        except DataError as error:
+            refusals.append(DataError(f"not compared with {source.path}: {error}"))
+    if against:
+        add_overlaps(found, against, directory)
+    return found.refused(*refusals)
 
 
-def _write_page(report: "DataReport", file: Path) -> None:
-    from lineage.errors import ConfigError
+def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> None:
+    """Prints what was found, and writes the page.
+
+    Args:
+        kept: where all of it is.
+    """
+    from flows.reports.data import data_text
     from tasks.data.preparing.report_page import render
 
-    try:
-        file.write_text(render(report), encoding="ascii")
-    except OSError as error:
-        raise ConfigError(
-            f"--html {file}: cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from error
+    report, refused = found.report, "\n".join(map(str, found.refusals))
+    if kept is None:
+        report.rejects = None
+    if options.json:
+        samples = report.labels.samples if report.labels else []
+        more = {"bad_rows": found.bad_rows, "num_bad_rows": found.num_bad_rows, "samples": samples}
+        print(json.dumps({**report.to_dict(), **more}, indent=2))
+    else:
+        bad_rows = [row for row in found.bad_rows if row not in refused]  # stderr has the others
+        print(data_text(report, bad_rows, found.num_bad_rows, kept))
+    if options.html:
+        options.html.write_text(render(report, is_kept=kept is not None), encoding="ascii")
+
+
+def _refusal(found: "Examined", kept: Path | None) -> str:
+    """Why the rows are refused, with the file of the bad ones where it is now, not where it was made."""
+    from tasks.data.preparing.rejects import REJECTS
+
+    place = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
+    return "\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), place)
 
 
 def _say(line: str) -> None:

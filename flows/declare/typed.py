@@ -26,6 +26,10 @@ def typed(cls: type[T], node: Node, where: str) -> T:
     except ValidationError as error:
         problems = [_problem(cls, dict(detail), where) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from error
+    except ConfigError as error:  # of a dataclass that looks at its fields together, and knows not where it stands
+        if str(error).startswith(where):
+            raise
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _problem(cls: type, detail: dict[str, object], where: str) -> str:

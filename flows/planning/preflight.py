@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.champion import Champion
-from lineage.artifact import SOURCE, Kind, Source
+from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
-from lineage.sources import QUICKSTART, local_paths
+from lineage.sources import local_paths
 from lineage.store import Entry
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
 

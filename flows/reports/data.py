@@ -1,40 +1,56 @@
 """What ``posttrain data`` prints of rows: how they are read, what is left out, and what of them would be trained on."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rich.text import Text
 
 from flows.reports.printable import printable
 from flows.reports.tables import empty_table, plain_text
 from flows.wording import counted
+from tasks.data.preparing.leakage import LEAKAGE
+from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
+from tasks.data.preparing.rejects import REJECTS
 from tasks.data.preparing.report import DataReport, Labels, SourceReport
 
 Row = tuple[str, str]
 
 
-def data_text(report: DataReport, bad_rows: Sequence[str]) -> str:
+def data_text(report: DataReport, bad_rows: Sequence[str], num_bad_rows: int, kept: Path | None) -> str:
     """The report for people.
 
     Args:
         bad_rows: the first of them, ``place: problem``.
+        kept: the folder that holds all of what is found; None: it was not kept.
     """
-    blocks = [_table(_source_rows(source), printable(source.path)) for source in report.sources.values()]
-    blocks.append(_table(_rows_of(report), "all rows"))
-    if bad_rows:
-        blocks.append("\n".join(["bad rows", *(f"  {printable(line)}" for line in bad_rows)]))
-    if report.near_duplicates:
-        pairs = (f"{pair.row_id} is like {pair.other_row_id}: {pair.similarity:.2f}" for pair in report.near_duplicates)
-        blocks.append("\n".join(["near-duplicates", *(f"  {pair}" for pair in pairs)]))
-    if report.leakage:
-        overlaps = (
-            f"{each.held_out_row_id} of {each.held_out_set}: {each.kind} {each.shared:.2f}, {each.train_row_id} of "
-            f"{each.train_set}"
-            for each in report.leakage
-        )
-        blocks.append("\n".join(["leakage", *(f"  {printable(overlap)}" for overlap in overlaps)]))
-    if report.labels:
-        blocks.append(_labels(report.labels))
-    return "\n\n".join(blocks)
+    named = len(report.sources) > 1
+    near = [f"{pair.row_id} is like {pair.other_row_id}: {pair.similarity:.2f}" for pair in report.near_duplicates]
+    overlaps = [
+        f"{each.held_out_row_id} of {each.held_out_set}: {each.kind} {each.shared:.2f}, {each.train_row_id} of "
+        f"{each.train_set}"
+        for each in report.leakage
+    ]
+    blocks = [
+        *(
+            _table(_source_rows(source), printable(f"{slot}: {source.path}" if named else source.path))
+            for slot, source in report.sources.items()
+        ),
+        _table(_rows_of(report), "all rows"),
+        _listed("bad rows", bad_rows, num_bad_rows, kept and kept / REJECTS),
+        _listed("near-duplicates", near, report.counts.get("near_duplicate_rows", 0), kept and kept / NEAR_DUPLICATES),
+        _listed("leakage", overlaps, report.counts.get("leaked_rows", 0), kept and kept / LEAKAGE),
+        _labels(report.labels) if report.labels else "",
+    ]
+    return "\n\n".join(filter(None, blocks))
+
+
+def _listed(title: str, lines: Sequence[str], count: int, file: Path | None) -> str:
+    """The first of so many lines, and the file that has them all; nothing where there are none."""
+    if not lines:
+        return ""
+    more = f"and {count - len(lines)} more; {f'{file} has' if file else '--out DIR keeps'} all of them"
+    shown = [*map(printable, lines), *([more] if count > len(lines) else [])]
+    return "\n".join([title, *(f"  {line}" for line in shown)])
 
 
 def _source_rows(source: SourceReport) -> Iterator[Row]:

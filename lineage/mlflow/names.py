@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.artifact import SOURCE, Kind
+from lineage.artifact import QUICKSTART, SOURCE, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.python_source import PYTHON
 from lineage.remote_files import is_url
-from lineage.sources import QUICKSTART
 
 FINGERPRINT = "posttrain.fingerprint"
 STAGE = "posttrain.stage"

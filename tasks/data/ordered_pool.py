@@ -29,11 +29,12 @@ def ordered_map(
 
     Args:
         function: is sent to each process once, and so may keep what it builds there from one item to the next.
-        workers: processes, of one thread each; 1: this process alone.
+        workers: processes, of one thread each, and no more than this machine has CPUs; 1: this process alone.
         inline_below: fewer items than this are worked on here: a process takes a second to start.
     Raises:
         PipelineError: a process died. What ``function`` or ``items`` raises comes out as itself.
     """
+    workers = min(workers, os.cpu_count() or 1)
     remaining = iter(items)
     first = list(islice(remaining, inline_below))
     if workers == 1 or len(first) < inline_below:

@@ -1,11 +1,16 @@
 """``posttrain data`` where it needs more than files: a model's tokenizer, the configuration."""
 
 import json
+import re
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
 from flows.__main__ import main
 from tests import tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 @pytest.fixture
@@ -51,6 +56,27 @@ def test_rows_of_which_nothing_would_be_trained_are_refused(chats):
     assert report["labels"]["trained_tokens_percent"] == 0
 
 
+def test_rows_that_are_refused_after_they_were_written_are_tokenized_all_the_same(chats):
+    code, report, err = chats("split=train[:1]")
+
+    assert code == 2 and "leaves none to measure on" in err
+    assert report["labels"]["trained_tokens_percent"] > 0
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    code = main(["data", "quickstart:instructions"])
+
+    printed = capsys.readouterr().out
+    (shown,) = re.findall(r"`posttrain data quickstart:instructions`:\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert code == 0 and without_numbers(printed) == without_numbers(shown)
+
+
+def without_numbers(text):
+    """The lines without what another version of Python's documentation changes; of lines that are then alike, one."""
+    lines = [re.sub(r"\s+", " ", re.sub(r"\b[0-9a-f]{16}\b|\d+(\.\d+)?", "#", line)) for line in text.splitlines()]
+    return [line for line, _ in groupby(lines)]
+
+
 def test_a_source_of_the_configuration_is_named(capsys):
     code = main(["data", "source:corpus", "--json"])
 
@@ -61,8 +87,8 @@ def test_a_source_of_the_configuration_is_named(capsys):
 def test_a_model_without_a_chat_template_is_given_one(chats, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").unlink()
 
-    code, _, err = chats()
+    code, told, err = chats()
     given, report, _ = chats("chat_template=chatml")
 
-    assert code == 2 and "no chat template" in err
+    assert code == 2 and "no chat template" in err and told["rows"] == 100
     assert given == 0 and "<|im_start|>assistant" in report["samples"][0]

@@ -6,7 +6,7 @@ Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca; ``system`` and ``histor
 from lineage.artifact import Kind
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.conversations import answer, system_turn
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.turns import Message
 from tasks.data.formats.values import is_nothing, named, required, text
@@ -17,12 +17,6 @@ _MAPPING = {
     "instruction": "the user's turn", "input": "the user's turn, below the instruction",
     "output": "the assistant's turn", "system": "the system's turn", "history": "earlier turns", "tools": "tools",
 }  # fmt: skip
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    if not all(isinstance(fields.get(name), str) for name in ("instruction", "output")):
-        return None
-    return evidence(fields, _MAPPING, "instruction and output are strings")
 
 
 def _convert(fields: Fields) -> CanonicalRow:
@@ -63,4 +57,10 @@ def _history(value: object) -> list[Message]:
     return messages
 
 
-ALPACA = Format(name="alpaca", kind=Kind.CONVERSATIONS, mapping=_MAPPING, recognize=_recognize, convert=_convert)
+ALPACA = Format(
+    name="alpaca",
+    kind=Kind.CONVERSATIONS,
+    mapping=_MAPPING,
+    recognize=having("instruction", "output"),
+    convert=_convert,
+)

@@ -7,7 +7,7 @@ from itertools import takewhile
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.format import Fields
 from tasks.data.formats.turns import OPENAI, Message, Spelling, answer_text, message
-from tasks.data.formats.values import is_nothing, named, text
+from tasks.data.formats.values import is_blank, is_nothing, named, parsed_json, text
 
 _START, _CALLED = "start", "calls"
 _NEXT = {  # what a turn was -> what may follow
@@ -18,6 +18,13 @@ _NEXT = {  # what a turn was -> what may follow
     _CALLED: ("tool",),
     "tool": ("tool", "assistant", "user"),
 }
+
+
+def listed(value: object, what: str) -> object:
+    """Turns as a table of texts has them: as JSON text of a list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return parsed_json(value, what, reason="no messages")
+    return value
 
 
 def conversation(value: object, what: str, accepted: str, spelling: Spelling = OPENAI) -> list[Message]:
@@ -98,7 +105,7 @@ def _is_plain(value: object) -> bool:
         if type(turn) is not dict or len(turn) != 2:
             return False
         role, content = turn.get("role"), turn.get("content")
-        if type(content) is not str or not content or content.isspace():
+        if type(content) is not str or is_blank(content):
             return False
         if role == expected:
             expected = "assistant" if role == "user" else "user"
@@ -106,7 +113,7 @@ def _is_plain(value: object) -> bool:
             return False
         contents.append(content)
     said = "".join(contents)
-    return "<tool_call>" not in said and (said.isascii() or _is_utf8(said))
+    return "tool_call>" not in said and (said.isascii() or _is_utf8(said))
 
 
 def _is_utf8(said: str) -> bool:
@@ -133,22 +140,28 @@ def _check_order(messages: Sequence[Message], what: str) -> None:
         if role not in _NEXT[before]:
             raise _misplaced(f"{what}[{index}]", role, before)
         before = _CALLED if "tool_calls" in turn else role
-        if role == "tool" and index + 1 < len(messages) and messages[index + 1]["role"] != "tool":
+        if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
 
 
 def _check_answered(messages: Sequence[Message], what: str) -> None:
-    """Whether the last turns, of tools, answer each of the calls before them, where both are numbered."""
-    answered = [
-        str(turn.get("tool_call_id")) for turn in takewhile(lambda turn: turn["role"] == "tool", messages[::-1])
-    ]
+    """Whether the last turns, of tools, answer the calls before them: each by its id, where all have one."""
+    answered = [turn.get("tool_call_id") for turn in takewhile(lambda turn: turn["role"] == "tool", messages[::-1])]
     index = len(messages) - len(answered) - 1
-    calls = [str(call.get("id")) for call in json.loads(str(messages[index]["tool_calls"]))]
-    missing = [call for call in calls if call not in answered]
-    if missing and "None" not in (*calls, *answered):
+    calls = [call.get("id") for call in json.loads(str(messages[index]["tool_calls"]))]
+    unknown = [each for each in reversed(answered) if each is not None and each not in calls]
+    missing = [each for each in calls if each not in answered]
+    problem = None
+    if None not in calls and unknown:
+        problem = f"calls {', '.join(map(repr, calls))}, and a tool answers {unknown[0]!r}"
+    elif missing and None not in (*calls, *answered):
+        problem = f"calls {missing[0]!r}, which no tool answered"
+    elif len(answered) < len(calls):
+        problem = f"calls {len(calls)} functions, of which {len(answered)} answered"
+    if problem:
         raise BadRowError(
-            f"{what}[{index}] calls {missing[0]!r}, which no tool answered", "a tool turn for each call",
-            "add the tool's answer or remove the row", reason="unclosed tool call",
+            f"{what}[{index}] {problem}", "a tool turn for each call", "add the tool's answer or remove the row",
+            reason="unclosed tool call",
         )  # fmt: skip
 
 

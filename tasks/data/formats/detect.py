@@ -1,13 +1,12 @@
 """Tells the format of a source from its first rows, says why, and refuses where two would do."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import combinations
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.detected import Detected
+from tasks.data.formats.fit import Fit, Sample
 from tasks.data.formats.format import Fields, Format
 from tasks.data.formats.known import BY_NAME, FORMATS
 from tasks.data.formats.renames import check_renames, rename
@@ -35,22 +34,19 @@ def detect(
     if not sample:
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
     check_renames(sample, place, columns or {})
-    renamed = [rename(fields, columns or {}) for fields in sample]
+    seen = Sample.of([rename(fields, columns or {}) for fields in sample])
+    fits = [Fit.of(each, seen, stated=stated is not None) for each in known]
     needed = 1 if stated else len(sample) / 2  # bad rows among good ones do not hide the format
-    fits = [_Fit.of(each, renamed) for each in known]
-    fitting = _best([each for each in fits if each.count >= needed])
+    fitting = _best(fits, needed)
     if not fitting:
-        raise DataError(f"{place}: {_misfit(fits, renamed)}")
+        raise DataError(f"{place}: {_misfit(fits, seen)}")
     if len(fitting) > 1:
-        listed = ", ".join(f"{each.format.name} ({each.words})" for each in fitting)
-        number = "two" if len(fitting) == 2 else str(len(fitting))
-        raise DataError(
-            f"{place}: {number} formats fit: {listed}; say which with format=NAME (sources.NAME.format=...)"
-        )
+        raise DataError(f"{place}: {_undecided(fitting)}")
     best = fitting[0]
     return Detected(
-        name=best.format.name, columns=columns or {}, seen=best.columns,
-        evidence=f"{best.words}: {best.count} of {len(sample)} rows looked at",
+        name=best.format.name, columns=columns or {}, stated=stated is not None,
+        seen=best.columns | (best.format.mapping.keys() & seen.columns),
+        evidence=f"{best.words}: {len(best.rows)} of {len(sample)} rows looked at",
     )  # fmt: skip
 
 
@@ -61,54 +57,52 @@ def _stated(name: str) -> Format:
     return BY_NAME[name]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """How well a format explains a sample: the rows that are of it, and the columns that it reads of them."""
+def _best(fits: Sequence[Fit], needed: float) -> list[Fit]:
+    """Of the formats that fit enough rows, those that no other explains better: by the same columns and more.
 
-    format: Format
-    count: int
-    columns: frozenset[str]
-    words: str
-
-    @staticmethod
-    def of(format: Format, sample: Sequence[Fields]) -> "_Fit":
-        found = [evidence for fields in sample if (evidence := format.recognize(fields))]
-        words = Counter(evidence.words for evidence in found).most_common(1)
-        return _Fit(
-            format=format, count=len(found), words=words[0][0] if words else "",
-            columns=frozenset().union(*(evidence.columns for evidence in found)),
-        )  # fmt: skip
-
-    def problem(self, sample: Sequence[Fields]) -> str:
-        """What is wrong with the first row that is not of the format."""
-        other = next(fields for fields in sample if not self.format.recognize(fields))
-        try:
-            self.format.convert(other)
-        except BadRowError as error:
-            return error.found
-        return "its columns are of other types"
+    One that explains only a few rows better stands beside them: they say something that would be lost.
+    """
+    enough = [each for each in fits if len(each.rows) >= needed]
+    best = [each for each in enough if not any(each.columns < other.columns for other in enough)]
+    rare = [each for each in fits if each.rows and each not in enough]
+    return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _best(fits: Sequence[_Fit]) -> list[_Fit]:
-    """Those that no other explains the rows better than: by the same columns and more."""
-    return [each for each in fits if not any(each.columns < other.columns for other in fits)]
+def _undecided(fits: Sequence[Fit]) -> str:
+    which = "format=NAME (sources.NAME.format=...)"
+    number = "two" if len(fits) == 2 else str(len(fits))
+    if any(one.rows.isdisjoint(other.rows) for one, other in combinations(fits, 2)):
+        listed = ", ".join(
+            f"{each.format.name} ({each.words}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
+            for each in sorted(fits, key=lambda each: min(each.rows))
+        )
+        return (
+            f"its rows are of {number} formats: {listed}; rows of one format are accepted; "
+            f"make a source of each, or say with {which} as what all are read"
+        )
+    listed = ", ".join(f"{each.format.name} ({each.words})" for each in fits)
+    return f"{number} formats fit: {listed}; say which with {which}"
 
 
-def _misfit(fits: Sequence[_Fit], sample: Sequence[Fields]) -> str:
+def _misfit(fits: Sequence[Fit], sample: Sample) -> str:
     """Why none of some formats fits: what those that come nearest miss in the first row that is not of them."""
-    columns = list(dict.fromkeys(str(name) for fields in sample for name in fields))
+    columns = list(dict.fromkeys(str(name) for fields in sample.rows for name in fields))
     listed = ", ".join(columns) or "none"
-    only = columns[0] if len(columns) == 1 else None
-    if only and any(isinstance(fields.get(only), str) for fields in sample):
-        way = f"rename it: columns={{{only}: text}}"
-    else:
-        way = "rename columns, such as columns={question: prompt}"
-    near = [each for each in fits if each.count or each.format.mapping.keys() & set(columns) or len(fits) == 1]
-    near.sort(key=lambda each: (-each.count, -len(each.format.mapping.keys() & set(columns))))
+    near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
+    near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
     problems = "; ".join(f"{each.format.name}: {each.problem(sample)}" for each in near[:_NEAR])
+    way = _way(sample, columns)
     if len(fits) == 1:
         return f"not of format={fits[0].format.name} ({problems}); columns found: {listed}; give its columns, or {way}"
     return (
         f"no format fits the columns {listed}{problems and f' ({problems})'}; "
         f"accepted: {', '.join(BY_NAME)}; {way}, or say which format is meant with format=NAME"
     )
+
+
+def _way(sample: Sample, columns: Sequence[str]) -> str:
+    if not sample.columns and columns:
+        return "fill them: they are null in all rows looked at"
+    if len(columns) == 1 and any(isinstance(fields[columns[0]], str) for fields in sample.rows if fields):
+        return f"rename it: columns={{{columns[0]}: text}}"
+    return "rename columns, such as columns={question: prompt}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.format import REST, CanonicalRow, Fields, Format
 from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.renames import rename
@@ -21,12 +22,14 @@ class Detected:
         evidence: why, and how many of the rows that were looked at say so, for the report.
         columns: the user's names -> the format's.
         seen: the format's columns that the source has.
+        stated: the user says the format, and with it that what it does not read may be lost.
     """
 
     name: str
     evidence: str
     columns: Mapping[str, str]
     seen: frozenset[str]
+    stated: bool
 
     @cached_property
     def format(self) -> Format:
@@ -60,4 +63,11 @@ class Detected:
             for name in sorted(_MEDIA & fields.keys()):
                 if not is_nothing(fields[name]):
                     raise images_are_not_read(f"the row has {name}")
+        lost = () if self.stated else self.format.lost(fields)
+        for name in lost:
+            if fields[name] is not None:
+                raise BadRowError(
+                    f"the row has {name}, which {self.name} does not read", f"rows of {self.name}",
+                    f"remove the row, or leave {name} unread with format={self.name}", reason="unread answer or label",
+                )  # fmt: skip
         return self.format.convert(fields)

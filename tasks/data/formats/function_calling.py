@@ -4,19 +4,12 @@ Zhang et al. 2024, arXiv:2409.03215; Liu et al. 2024, arXiv:2406.18518.
 """
 
 from lineage.artifact import Kind
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.tool_schemas import add_tools, calls_json
 from tasks.data.formats.values import required, text
 
 _ACCEPTED = '{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}'
 _MAPPING = {"query": "the user's turn", "tools": "tools", "answers": "the assistant's tool calls"}
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    lists = all(isinstance(fields.get(name), str | list) for name in ("tools", "answers"))
-    if not lists or not isinstance(fields.get("query"), str):
-        return None
-    return evidence(fields, _MAPPING, "query is a string, tools and answers are lists or JSON")
 
 
 def _convert(fields: Fields) -> CanonicalRow:
@@ -28,5 +21,9 @@ def _convert(fields: Fields) -> CanonicalRow:
 
 
 FUNCTION_CALLING = Format(
-    name="function_calling", kind=Kind.CONVERSATIONS, mapping=_MAPPING, recognize=_recognize, convert=_convert
+    name="function_calling",
+    kind=Kind.CONVERSATIONS,
+    mapping=_MAPPING,
+    recognize=having("query", "tools", "answers"),
+    convert=_convert,
 )

@@ -3,6 +3,7 @@
 from tasks.data.formats.alpaca import ALPACA
 from tasks.data.formats.format import Format
 from tasks.data.formats.function_calling import FUNCTION_CALLING
+from tasks.data.formats.implicit_preference import IMPLICIT_PREFERENCE
 from tasks.data.formats.messages import MESSAGES
 from tasks.data.formats.messages_label import MESSAGES_LABEL
 from tasks.data.formats.openai_preference import OPENAI_PREFERENCE
@@ -19,7 +20,7 @@ from tasks.data.formats.unpaired import UNPAIRED
 FORMATS: tuple[Format, ...] = (
     RAW_TEXT,
     MESSAGES, PROMPT_COMPLETION, ALPACA, SHAREGPT, REASONING, FUNCTION_CALLING,
-    TRL_PREFERENCE, SHAREGPT_RANKING, OPENAI_PREFERENCE, OUMI_PREFERENCE,
+    TRL_PREFERENCE, IMPLICIT_PREFERENCE, SHAREGPT_RANKING, OPENAI_PREFERENCE, OUMI_PREFERENCE,
     UNPAIRED, MESSAGES_LABEL,
     PROMPTS,
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from lineage.artifact import Kind
 from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.conversations import conversation
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format
+from tasks.data.formats.conversations import conversation, listed
+from tasks.data.formats.format import JUDGED, CanonicalRow, Fields, Format, having
 from tasks.data.formats.labels import label
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.values import required
@@ -16,23 +16,14 @@ _MAPPING = {
 }
 
 
-def _recognize(fields: Fields) -> Evidence | None:
+def _recognize(fields: Fields) -> tuple[str, ...]:
     messages = fields.get("messages")
-    if not isinstance(messages, list):
-        return None
-    if fields.get("label") is not None:
-        return Evidence(columns=_columns(fields), words="messages is a list of {role, content}, with a label")
-    if messages and isinstance(messages[-1], dict) and messages[-1].get("label") is not None:
-        return Evidence(columns=_columns(fields) | {"label"}, words="the last of messages has a label")
-    return None
-
-
-def _columns(fields: Fields) -> frozenset[str]:
-    return frozenset(name for name in _MAPPING if fields.get(name) is not None)
+    within = isinstance(messages, list) and messages and isinstance(messages[-1], dict) and "label" in messages[-1]
+    return ("messages", "label") if within else having("messages", "label")(fields)
 
 
 def _convert(fields: Fields) -> CanonicalRow:
-    messages = required(fields, "messages", _ACCEPTED)
+    messages = listed(required(fields, "messages", _ACCEPTED), "messages")
     judged = fields.get("label")
     if judged is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         *before, last = messages
@@ -49,5 +40,10 @@ def _convert(fields: Fields) -> CanonicalRow:
 
 
 MESSAGES_LABEL = Format(
-    name="messages_label", kind=Kind.UNPAIRED, mapping=_MAPPING, recognize=_recognize, convert=_convert
+    name="messages_label",
+    kind=Kind.UNPAIRED,
+    mapping=_MAPPING,
+    recognize=_recognize,
+    convert=_convert,
+    losing=JUDGED - {"label"},
 )

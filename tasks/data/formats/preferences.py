@@ -26,4 +26,4 @@ def preference(
             f"kind is {named(kind)}", "a string or null", "it names what is wrong with the rejected answer",
             reason="not text",
         )  # fmt: skip
-    return add_tools({"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind}, fields)
+    return add_tools({"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind or None}, fields)

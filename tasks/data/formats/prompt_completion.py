@@ -2,7 +2,7 @@
 
 from lineage.artifact import Kind
 from tasks.data.formats.conversations import answer, prompt
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.values import one_of, required
 
@@ -14,16 +14,6 @@ _MAPPING = {
 }  # fmt: skip
 
 
-def has_texts(fields: Fields) -> bool:
-    """Whether a row has a prompt and a completion."""
-    completed = any(isinstance(fields.get(name), str | list) for name in COMPLETION)
-    return completed and isinstance(fields.get("prompt"), str | list)
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    return evidence(fields, _MAPPING, "prompt and completion are strings or messages") if has_texts(fields) else None
-
-
 def _convert(fields: Fields) -> CanonicalRow:
     name = one_of(fields, COMPLETION, _ACCEPTED)
     asked = prompt(required(fields, "prompt", _ACCEPTED, missing="empty prompt"), "prompt", _ACCEPTED)
@@ -32,5 +22,10 @@ def _convert(fields: Fields) -> CanonicalRow:
 
 
 PROMPT_COMPLETION = Format(
-    name="prompt_completion", kind=Kind.CONVERSATIONS, mapping=_MAPPING, recognize=_recognize, convert=_convert
+    name="prompt_completion",
+    kind=Kind.CONVERSATIONS,
+    mapping=_MAPPING,
+    recognize=having("prompt", COMPLETION),
+    convert=_convert,
+    losing=frozenset({"label"}),
 )

@@ -2,19 +2,14 @@
 
 from lineage.artifact import Kind
 from tasks.data.formats.conversations import prompt
-from tasks.data.formats.format import REST, CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import REST, CanonicalRow, Fields, Format, having
+from tasks.data.formats.prompt_completion import COMPLETION
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.values import as_json, required
 
 _ACCEPTED = '{"prompt": "..."}, a string or a list of messages'
 _MAPPING = {"prompt": "prompt", "tools": "tools", REST: "columns, for a reward function"}
 _READ = ("prompt", "tools", "group")  # a group says what is held out together
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    if not isinstance(fields.get("prompt"), str | list):
-        return None
-    return evidence(fields, _MAPPING, "prompt is a string or messages, without an answer")
 
 
 def _convert(fields: Fields) -> CanonicalRow:
@@ -27,4 +22,11 @@ def _convert(fields: Fields) -> CanonicalRow:
     return add_tools(row, fields)
 
 
-PROMPTS = Format(name="prompts", kind=Kind.PROMPTS, mapping=_MAPPING, recognize=_recognize, convert=_convert)
+PROMPTS = Format(
+    name="prompts",
+    kind=Kind.PROMPTS,
+    mapping=_MAPPING,
+    recognize=having("prompt"),
+    convert=_convert,
+    losing=frozenset({*COMPLETION, "chosen", "rejected"}),
+)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from lineage.artifact import Kind
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.conversations import answer, system_turn
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.values import one_of, required, text
 
 _ACCEPTED = '{"problem": "...", "thinking": "...", "solution": "..."}'
@@ -16,16 +16,6 @@ _MAPPING: Mapping[str, str] = {
     **dict.fromkeys(_SOLUTION, "the assistant's turn, below its thinking"),
     "system": "the system's turn",
 }
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    names = [
-        next((name for name in either if isinstance(fields.get(name), str)), None)
-        for either in (_PROBLEM, _THINKING, _SOLUTION)
-    ]
-    if None in names:
-        return None
-    return evidence(fields, _MAPPING, "{}, {} and {} are strings".format(*names))
 
 
 def _convert(fields: Fields) -> CanonicalRow:
@@ -45,4 +35,10 @@ def _text(fields: Fields, either: tuple[str, str], empty: str) -> str:
     return text(required(fields, name, _ACCEPTED, missing=empty), name, _ACCEPTED, empty=empty)
 
 
-REASONING = Format(name="reasoning", kind=Kind.CONVERSATIONS, mapping=_MAPPING, recognize=_recognize, convert=_convert)
+REASONING = Format(
+    name="reasoning",
+    kind=Kind.CONVERSATIONS,
+    mapping=_MAPPING,
+    recognize=having(_PROBLEM, _THINKING, _SOLUTION),
+    convert=_convert,
+)

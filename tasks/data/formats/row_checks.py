@@ -12,4 +12,4 @@ def check_group(fields: Fields) -> str | None:
         raise BadRowError(
             f"group is {named(group)}", "a string or null", "rows of one group are held out together", reason="not text"
         )
-    return group
+    return group or None  # the cell of a table may be empty

@@ -2,7 +2,7 @@
 
 from lineage.artifact import Kind
 from tasks.data.formats.conversations import answer, prompt_turns
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.preferences import preference
 from tasks.data.formats.sharegpt import spelling_of, with_system_turn
 from tasks.data.formats.turns import Message
@@ -18,15 +18,8 @@ _MAPPING = {
 }  # fmt: skip
 
 
-def _recognize(fields: Fields) -> Evidence | None:
-    answers = all(isinstance(fields.get(name), dict | str) for name in ("chosen", "rejected"))
-    if not answers or not isinstance(fields.get("conversations"), list):
-        return None
-    return evidence(fields, _MAPPING, "conversations is a list of turns, chosen and rejected are a turn each")
-
-
 def _convert(fields: Fields) -> CanonicalRow:
-    turns = with_system_turn(required(fields, "conversations", _ACCEPTED), fields)
+    turns = with_system_turn(fields, _ACCEPTED)
     asked = prompt_turns(turns, "conversations", _ACCEPTED, spelling_of(turns))
     chosen, rejected = (_answer(fields, name) for name in ("chosen", "rejected"))
     return preference(asked, chosen, rejected, fields, _ACCEPTED)
@@ -38,5 +31,9 @@ def _answer(fields: Fields, name: str) -> list[Message]:
 
 
 SHAREGPT_RANKING = Format(
-    name="sharegpt_ranking", kind=Kind.PREFERENCES, mapping=_MAPPING, recognize=_recognize, convert=_convert
+    name="sharegpt_ranking",
+    kind=Kind.PREFERENCES,
+    mapping=_MAPPING,
+    recognize=having("conversations", "chosen", "rejected"),
+    convert=_convert,
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.format import CanonicalRow, Fields
-from tasks.data.formats.values import as_json, is_nothing, named, parsed_json
+from tasks.data.formats.values import as_json, is_nothing, named, parsed_json, require_nothing_else
 
 _TOOL = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or that as JSON text'
 _CALL = 'a list of {"name": ..., "arguments": {...}}, bare or as "function" of {"type": "function"}'
@@ -54,7 +54,7 @@ def calls_json(value: object, what: str) -> str:
 
 def _call(value: object, what: str) -> Mapping[str, object]:
     outer, function = _function(value, what, _CALL, _BAD_CALL)
-    _require_nothing_else(function, {"name", "arguments", *(_OUTER if outer is function else ())}, what, _CALL)
+    require_nothing_else(function, {"name", "arguments", *(_OUTER if outer is function else ())}, what, _CALL)
     given = outer.get("id")
     if not (given is None or isinstance(given, str)):
         raise BadRowError(f"{what} id is {named(given)}", "a string", "write a string", reason=_BAD_CALL)
@@ -100,14 +100,5 @@ def _function(
         raise BadRowError(f"{what} names no function", accepted, "name it", reason=reason)
     assert isinstance(function, Mapping)
     if function is not value:
-        _require_nothing_else(value, {"function", *_OUTER}, what, accepted)
+        require_nothing_else(value, {"function", *_OUTER}, what, accepted)
     return value, function
-
-
-def _require_nothing_else(value: Mapping[str, object], known: set[str], what: str, accepted: str) -> None:
-    """Refuses what would be lost, such as arguments of another name."""
-    extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
-    if extra:
-        raise BadRowError(
-            f"{what} has {', '.join(extra)}", accepted, "rename or remove it", reason="unknown field"
-        )  # fmt: skip

@@ -1,11 +1,12 @@
 """One turn of a conversation, from the ways in which users write turns into the one that chat templates take."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.tool_schemas import calls_json
-from tasks.data.formats.values import is_nothing, named, quoted, text, whole_characters
+from tasks.data.formats.values import is_nothing, named, parsed_json, quoted, text, whole_characters
 
 Message = dict[str, object]
 """``role`` and ``content``; where it has them ``name``, ``tool_call_id``, and ``tool_calls`` as JSON text."""
@@ -14,24 +15,26 @@ CALL = "function_call"  # a role of ShareGPT: the content is the JSON text of th
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 _CALLS = ("tool_calls", "function_call")  # the second as OpenAI had it before
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE, _UNCLOSED = "<tool_call>", "</tool_call>", "unclosed tool call"
+_WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"), CALL: CALL,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """How a format writes turns.
-
-    Args:
-        roles: its names of roles -> ours, or ``CALL``.
-    """
+    """The keys under which a format has a turn's role and content."""
 
     role: str
     content: str
-    roles: Mapping[str, str]
 
 
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-OPENAI = Spelling(role="role", content="content", roles={**_ROLES, "developer": "system", "function": "tool"})
+OPENAI = Spelling(role="role", content="content")
+FROM_VALUE = Spelling(role="from", content="value")
 
 
 def message(value: object, what: str, accepted: str, spelling: Spelling = OPENAI) -> Message:
@@ -64,11 +67,11 @@ def _role(value: Mapping[str, object], what: str, accepted: str, spelling: Spell
     if spelling.role not in value:
         raise _without(value, spelling.role, what, accepted, reason="unknown role")
     given = value[spelling.role]
-    role = spelling.roles.get(given) if isinstance(given, str) else None
+    role = _ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
         raise BadRowError(
             f"{what} has the role {quoted(given) if isinstance(given, str) else named(given)}",
-            ", ".join(spelling.roles), "rename the role or remove the row", reason="unknown role",
+            ", ".join(_ROLES), "rename the role or remove the row", reason="unknown role",
         )  # fmt: skip
     return role
 
@@ -89,14 +92,24 @@ def _content(value: object, what: str, accepted: str, role: str) -> str:
 
 
 def answer_text(value: object, what: str, accepted: str) -> str:
-    """What an assistant says; calls that it writes out as text have to end."""
+    """What an assistant says; calls that it writes out as text have to begin and end."""
     content = text(value, what, accepted, empty="no answer")
-    if _OPEN in content and content.count(_OPEN) > content.count(_CLOSE):
-        raise BadRowError(
-            f"{what} has {_OPEN} without {_CLOSE}", "calls that end", "close the call or remove the row",
-            reason="unclosed tool call",
-        )  # fmt: skip
+    if _CLOSE in content or _OPEN in content:
+        _check_written_calls(content, what)
     return content
+
+
+def _check_written_calls(content: str, what: str) -> None:
+    for call in _WRITTEN.findall(content):
+        if call.lstrip()[:1] in ("{", "["):  # some models write calls in other ways than JSON
+            parsed_json(call, f"{what} {_OPEN}", reason=_UNCLOSED)
+    left = _WRITTEN.sub("", content)
+    for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
+        if mark in left:
+            raise BadRowError(
+                f"{what} has {mark} without {missing}", "calls that begin and end",
+                "close the call or remove the row", reason=_UNCLOSED,
+            )  # fmt: skip
 
 
 def _part(value: object, what: str) -> str:

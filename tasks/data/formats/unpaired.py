@@ -2,9 +2,9 @@
 
 from lineage.artifact import Kind
 from tasks.data.formats.conversations import answer, prompt
-from tasks.data.formats.format import CanonicalRow, Evidence, Fields, Format, evidence
+from tasks.data.formats.format import CanonicalRow, Fields, Format, having
 from tasks.data.formats.labels import label
-from tasks.data.formats.prompt_completion import COMPLETION, has_texts
+from tasks.data.formats.prompt_completion import COMPLETION
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.values import one_of, required
 
@@ -12,12 +12,6 @@ _ACCEPTED = '{"prompt": "...", "completion": "...", "label": true}, the texts st
 _MAPPING = {
     "prompt": "prompt", "completion": "completion", "response": "completion", "label": "label", "tools": "tools",
 }  # fmt: skip
-
-
-def _recognize(fields: Fields) -> Evidence | None:
-    if not has_texts(fields) or fields.get("label") is None:
-        return None
-    return evidence(fields, _MAPPING, "prompt and completion are strings or messages, with a label")
 
 
 def _convert(fields: Fields) -> CanonicalRow:
@@ -30,4 +24,10 @@ def _convert(fields: Fields) -> CanonicalRow:
     return add_tools(row, fields)
 
 
-UNPAIRED = Format(name="unpaired", kind=Kind.UNPAIRED, mapping=_MAPPING, recognize=_recognize, convert=_convert)
+UNPAIRED = Format(
+    name="unpaired",
+    kind=Kind.UNPAIRED,
+    mapping=_MAPPING,
+    recognize=having("prompt", COMPLETION, "label"),
+    convert=_convert,
+)

@@ -1,12 +1,15 @@
 """Single values of a row: text and JSON, and how messages call what is neither."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.format import Fields
 
 _SHOWN = 40  # characters of a text in a message
+_SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
+_UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
 
 
 def named(value: object) -> str:
@@ -61,6 +64,20 @@ def one_of(fields: Fields, names: Sequence[str], accepted: str) -> str:
     return (used or [name for name in names if name in fields] or list(names))[0]
 
 
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text can be seen."""
+    return not text.strip(_UNSEEN)
+
+
+def require_nothing_else(value: Mapping[str, object], known: Container[str], what: str, accepted: str) -> None:
+    """Refuses what would be lost, such as arguments of another name."""
+    extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
+    if extra:
+        raise BadRowError(
+            f"{what} has {', '.join(extra)}", accepted, "rename or remove it", reason="unknown field"
+        )  # fmt: skip
+
+
 def text(value: object, what: str, accepted: str, *, empty: str) -> str:
     """A text that says something.
 
@@ -70,7 +87,7 @@ def text(value: object, what: str, accepted: str, *, empty: str) -> str:
     if not isinstance(value, str):
         reason = empty if value is None else "not text"
         raise BadRowError(f"{what} is {named(value)}", accepted, "write a string", reason=reason)
-    if not value or value.isspace():
+    if is_blank(value):
         raise BadRowError(f"{what} is empty", accepted, "fill it or remove the row", reason=empty)
     return whole_characters(value, what)
 
@@ -90,9 +107,17 @@ def whole_characters(value: str, what: str) -> str:
 def parsed_json(value: str, what: str, *, reason: str) -> object:
     """What a column holds as JSON text."""
     try:
-        return json.loads(value, parse_constant=_no_number)
+        return json.loads(value, parse_constant=_no_number, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"{what} is not JSON: {error}", "JSON", "mend or remove the row", reason=reason) from error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return made
 
 
 def _no_number(name: str) -> float:

@@ -11,6 +11,7 @@ from tasks.data.preparing.staging import StagedSource, Staging
 logger = logging.getLogger(__name__)
 
 _UNMIXED = "left out by the mixture"
+_PARTED = "away from its group, beside the row that it is a copy of"
 
 
 def reports_of(staging: Staging, rejects: Rejects) -> dict[str, SourceReport]:
@@ -40,6 +41,8 @@ def count_dropped(report: DataReport, decided: Decided, arranged: Arranged) -> N
         source.dropped |= decided.dropped[slot]
         if slot in arranged.left_out:
             source.dropped[_UNMIXED] = arranged.left_out[slot]
+        if slot in decided.parted:
+            source.remarks[_PARTED] = decided.parted[slot]
         source.rows_used = source.rows_read - sum(source.dropped.values())
     report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
 

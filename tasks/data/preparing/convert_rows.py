@@ -19,7 +19,7 @@ from tasks.data.formats.row_checks import check_group
 from tasks.data.preparing.columns import record_batch
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
-from tasks.data.preparing.row_split import canonical, content_hash, key_share
+from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
 from tasks.data.schema import schema, texts_of
 
@@ -109,13 +109,16 @@ class ConvertRows:
                 fields = templated(entry.fields, self.prompt_template)
                 group = check_group({GROUP: fields.get(self._group_column)})
                 row = self._row(fields)
+                share = key_share(group or key_of(row), self.seed)
             except BadRowError as error:
                 found.rejects.append(_reject(place, entry, error))
                 continue
             shapes[tuple(fields)] += 1
+            if self.system_prompt is not None:
+                row = with_system(row, self.system_prompt)
             rows.append(row)
             places.append(place)
-            named.append(self._named(row, group))
+            named.append((content_hash(canonical(row)), share))
             _note(found.remarks, row, entry.where)
         self._finish(found, rows, places, named)
         self._count_ignored(found, shapes)
@@ -124,20 +127,12 @@ class ConvertRows:
     def _row(self, fields: Fields) -> CanonicalRow:
         if self.detected is None:
             raise _NOT_DETECTED
-        row = self.detected.convert(fields)
-        return row if self.system_prompt is None else with_system(row, self.system_prompt)
+        return self.detected.convert(fields)
 
     @property
     def _group_column(self) -> str:
         renamed = self.detected.columns if self.detected else {}
         return next((name for name, known in renamed.items() if known == GROUP), GROUP)
-
-    def _named(self, row: CanonicalRow, group: str | None) -> tuple[int, int]:
-        text = canonical(row)
-        if group is None:
-            # All answers to one prompt are held out together: one that was seen in training measures nothing.
-            group = canonical(row["prompt"]) if "prompt" in row else text
-        return content_hash(text), key_share(group, self.seed)
 
     def _finish(
         self, found: Converted, rows: list[CanonicalRow], places: list[int], named: list[tuple[int, int]]

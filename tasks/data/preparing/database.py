@@ -30,6 +30,3 @@ def number(connection: duckdb.DuckDBPyConnection, query: str) -> int:
 def lot(seed: int, column: str) -> str:
     """SQL of a hash in [0, 2^64) by which rows are drawn."""
     return f"md5_number_lower('{seed}:' || {column})"
-
-
-connect = open_database

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from duckdb import DuckDBPyConnection
 
+from tasks.data.preparing.convert_rows import MAX_PLACES
 from tasks.data.preparing.database import lot, number
 from tasks.data.preparing.options import Prepare
+from tasks.data.preparing.report import Remark
 from tasks.data.preparing.staging import StagedSource, Staging
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
@@ -23,12 +25,14 @@ class Decided:
         known: rows that there were before.
         duplicates: rows that say what an earlier one says.
         lowest: the smallest share of a row, in [0, 1]: a ``held_out`` above it holds out one at least.
+        parted: slot -> copies of a row that are not where their group is, but where the row is.
     """
 
     dropped: dict[str, dict[str, int]]
     known: int
     duplicates: int
     lowest: float
+    parted: dict[str, Remark]
 
 
 def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> Decided:
@@ -41,7 +45,7 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
     connection.execute("CREATE TABLE selected (row BIGINT, slot INT, place BIGINT, content UBIGINT, share UBIGINT)")
     dropped = {slot: _select(connection, source) for slot, source in staging.sources.items()}
     _name(connection)
-    _split(connection, options)
+    parted = _split(connection, options)
     between = connection.execute("SELECT slot, count(*) FROM sided WHERE held_out IS NULL GROUP BY slot").fetchall()
     slots = list(staging.sources)
     for slot, count in between:
@@ -51,6 +55,7 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
         known=number(connection, "SELECT count(*) FROM named SEMI JOIN old USING (row_id)"),
         duplicates=number(connection, "SELECT count(*) FROM sided WHERE copy > 0"),
         lowest=number(connection, f"SELECT coalesce(min(share), {_SHARES - 1}) FROM named") / _SHARES,
+        parted={slots[slot]: Remark(count=count, places=places) for slot, count, places in parted},
     )
 
 
@@ -68,23 +73,38 @@ def _select(connection: DuckDBPyConnection, staged: StagedSource) -> dict[str, i
 
 
 def _name(connection: DuckDBPyConnection) -> None:
-    """Makes ``named``: rows that say the same are numbered, and all have the share of the first, hence its side."""
+    """Makes ``named``: rows that say the same are numbered, and all have the share of the first, hence its side.
+
+    ``own`` is the share that each would have by itself: another one where it is of another group.
+    """
     connection.execute(
         f"CREATE TABLE named AS SELECT *, {CONTENT} || CASE WHEN copy > 0 THEN '-' || copy ELSE '' END AS row_id FROM ("
-        "SELECT row, slot, place, content, first(share) OVER same AS share, row_number() OVER same - 1 AS copy, "
-        "count(*) OVER (PARTITION BY content) AS copies FROM selected "
+        "SELECT row, slot, place, content, share AS own, first(share) OVER same AS share, "
+        "row_number() OVER same - 1 AS copy, count(*) OVER (PARTITION BY content) AS copies FROM selected "
         "WINDOW same AS (PARTITION BY content ORDER BY row))"
     )
 
 
-def _split(connection: DuckDBPyConnection, options: Prepare) -> None:
-    """Makes ``sided``: ``held_out`` is null of rows between the sides. A copy of an old row goes where that one is."""
+def _split(connection: DuckDBPyConnection, options: Prepare) -> list[tuple[int, int, list[str]]]:
+    """Makes ``sided``: ``held_out`` is null of rows between the sides. A copy of an old row goes where that one is.
+
+    Returns:
+        Slot, count and the first ids of the copies that are on the other side than their group.
+    """
     highest, between = _border(connection, options)
+
+    def side(share: str) -> str:
+        return f"CASE WHEN {share} <= {highest} THEN true WHEN {share} > {between} THEN false END"
+
     connection.execute(
-        "CREATE TABLE sided AS SELECT new.*, coalesce(old.held_out, "
-        f"CASE WHEN share <= {highest} THEN true WHEN share > {between} THEN false END) AS held_out "
+        f"CREATE TABLE sided AS SELECT new.*, coalesce(old.held_out, {side('share')}) AS held_out "
         f"FROM (SELECT * FROM named ANTI JOIN old USING (row_id)) new LEFT JOIN old ON old.row_id = {CONTENT}"
     )
+    found: list[tuple[int, int, list[str]]] = connection.execute(
+        f"SELECT slot, count(*), list(row_id ORDER BY row)[:{MAX_PLACES}] FROM sided "
+        f"WHERE copy > 0 AND own <> share AND held_out <> {side('own')} GROUP BY slot"
+    ).fetchall()
+    return found
 
 
 def _border(connection: DuckDBPyConnection, options: Prepare) -> tuple[int, int]:

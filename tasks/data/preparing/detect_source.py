@@ -14,9 +14,10 @@ from tasks.data.reading.chunk import Chunk, Row
 from tasks.data.reading.read import read_chunks
 
 SAMPLE = 1000  # rows that are looked at
+Opened = tuple[Detected | None, Iterator[Chunk]]  # how the rows of a source are read, and all of them
 
 
-def detect_source(source: Source, template: str | None = None) -> tuple[Detected | None, Iterator[Chunk]]:
+def detect_source(source: Source, template: str | None = None) -> Opened:
     """How the rows of a source are read, and all of them; None: not one of the first rows can be.
 
     Args:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
+import pyarrow.compute as pc
 
+from tasks.data.batches import row_batches
+from tasks.data.preparing.database import number
+from tasks.data.preparing.prompt_texts import prompts_of
 from tasks.data.preparing.report import NUM_LISTED, Overlap
-from tasks.data.preparing.shingles import shingles
+from tasks.data.preparing.shingles import shingles, whole_hashes
 from tasks.data.schema import texts_of
 
 if TYPE_CHECKING:
@@ -29,8 +31,9 @@ _TEMPLATE_ROWS = 10  # n-grams of more held-out rows are their template, such as
 _ROWS_PER_READ = 256
 _HASHES_PER_READ = 100_000
 _FILTER_BITS = 26  # of a hash, by which most of those that are not sought are told without looking them up
+_WHOLE, _GRAM, _PROMPT = range(3)  # what is hashed: all of a row, a part of it, what it asks
 _ZERO = np.zeros(1, dtype=np.uint64)
-_HASHES = pa.schema([("hash", pa.uint64()), ("row", pa.int64()), ("whole", pa.bool_())])
+_HASHES = pa.schema([("hash", pa.uint64()), ("row", pa.int64()), ("of", pa.uint8())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +52,15 @@ class NamedSet:
 def find(
     train: Sequence[NamedSet], held_out: Sequence[NamedSet], connection: "DuckDBPyConnection", directory: Path
 ) -> tuple[int, list[Overlap]]:
-    """The held-out rows whose words a training set has in one row too (exact), or at least half of whose n-grams.
+    """The held-out rows whose words a training set has in one row too (exact), or at least half of whose n-grams, or
+    whose prompt, whatever its answer there.
 
-    Words are compared without case and punctuation; rows of at most 13 words as a whole and with punctuation: there
-    1 + 1 and 1 - 1 are two questions. Each is listed with one training row: of those that were the first to say
-    something of it, the one that said most. All are written to ``leakage.parquet``.
+    Words are compared without case and punctuation; prompts, and rows of at most 13 words, as a whole and with
+    punctuation: there 1 + 1 and 1 - 1 are two questions. Each is listed with one training row of each set: of those
+    that were the first to say something of it, the one that said most. All are written to ``leakage.parquet``.
 
     Returns:
-        How many there are, and the first of them.
+        How many there are, each counted once, and the first that are listed.
     """
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE leaked (kind VARCHAR, train_row_id VARCHAR, held_out_row_id VARCHAR, "
@@ -69,18 +73,25 @@ def find(
             _list(trained, measured, connection)
     file = str(directory / LEAKAGE)
     connection.table("leaked").write_parquet(file)
-    listed = connection.read_parquet(file)
-    count = listed.count("*").fetchall()[0][0]
-    return count, [Overlap(**row) for row in listed.limit(NUM_LISTED).to_arrow_table().to_pylist()]
+    count = number(connection, "SELECT count(DISTINCT held_out_row_id) FROM leaked")
+    listed = connection.read_parquet(file).limit(NUM_LISTED)
+    return count, [Overlap(**row) for row in listed.to_arrow_table().to_pylist()]
 
 
 def _measure(measured: NamedSet, connection: "DuckDBPyConnection") -> None:
-    """What there is to find: the table ``measured`` of the hashes of held-out rows, without those of their template."""
+    """What there is to find: the table ``measured`` of the hashes of held-out rows, without those of their template.
+
+    A row that says nothing else keeps them.
+    """
     connection.register("read_hashes", pa.RecordBatchReader.from_batches(_HASHES, _hashes(measured.file)))
     connection.execute("CREATE OR REPLACE TEMP TABLE measured AS SELECT DISTINCT * FROM read_hashes")
     connection.execute(
-        "DELETE FROM measured WHERE NOT whole AND hash IN (SELECT hash FROM measured WHERE NOT whole GROUP BY hash "
-        f"HAVING count(*) > {_TEMPLATE_ROWS})"
+        "CREATE OR REPLACE TEMP TABLE template AS "
+        f"SELECT hash FROM measured WHERE of = {_GRAM} GROUP BY hash HAVING count(*) > {_TEMPLATE_ROWS}"
+    )
+    connection.execute(
+        f"DELETE FROM measured WHERE of = {_GRAM} AND hash IN (FROM template) AND row IN "
+        f"(SELECT row FROM measured ANTI JOIN template USING (hash) WHERE of = {_GRAM})"
     )
 
 
@@ -95,8 +106,8 @@ def _meet(trained: NamedSet, connection: "DuckDBPyConnection") -> None:
     batches = (batch.filter(pa.array(maybe[_filter_place(batch.column("hash"))])) for batch in _hashes(trained.file))
     connection.register("read_hashes", pa.RecordBatchReader.from_batches(_HASHES, batches))
     connection.execute(
-        "CREATE OR REPLACE TEMP TABLE met AS SELECT hash, whole, min(row) AS first FROM read_hashes "
-        "SEMI JOIN measured USING (hash, whole) GROUP BY hash, whole"
+        "CREATE OR REPLACE TEMP TABLE met AS SELECT hash, of, min(row) AS first FROM read_hashes "
+        "SEMI JOIN measured USING (hash, of) GROUP BY hash, of"
     )
 
 
@@ -106,33 +117,30 @@ def _filter_place(hashes: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def _hashes(file: Path) -> Iterator[pa.RecordBatch]:
-    """Of each row: of all of it, and of its n-grams."""
+    """Of each row: of all of it, of its n-grams, and of its prompt."""
     num_read = 0
-    with pq.ParquetFile(file) as prepared:
-        for batch in prepared.iter_batches(_ROWS_PER_READ):
-            yield _hashes_of(texts_of(batch), num_read)
-            num_read += len(batch)
+    for batch in row_batches(file, _ROWS_PER_READ):
+        yield _hashes_of(batch, num_read)
+        num_read += len(batch)
 
 
-def _hashes_of(texts: pa.Array, first: int) -> pa.RecordBatch:
-    rows = np.arange(first, first + len(texts))
+def _hashes_of(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
+    texts, prompts = texts_of(batch), prompts_of(batch)
+    rows = np.arange(first, first + len(batch))
     grams = shingles(texts, _NUM_WORDS)
     sizes = np.diff(grams.offsets)
     wholes = np.diff(np.concatenate([_ZERO, np.cumsum(grams.hashes)])[grams.offsets])
     is_short = sizes < 2
-    wholes[is_short] = [_folded(text) for text in texts.filter(pa.array(is_short)).to_pylist()]
+    wholes[is_short] = whole_hashes(texts, np.flatnonzero(is_short))
+    asking = np.flatnonzero(np.asarray(pc.greater(pc.binary_length(prompts), 0)))
     is_gram = np.repeat(~is_short, sizes)
     of_grams = np.repeat(rows, sizes)[is_gram]
     columns = [
-        np.concatenate([wholes, grams.hashes[is_gram]]),
-        np.concatenate([rows, of_grams]),
-        np.arange(len(rows) + len(of_grams)) < len(rows),
+        np.concatenate([wholes, grams.hashes[is_gram], whole_hashes(prompts, asking)]),
+        np.concatenate([rows, of_grams, rows[asking]]),
+        np.repeat(np.array([_WHOLE, _GRAM, _PROMPT], dtype=np.uint8), [len(rows), len(of_grams), len(asking)]),
     ]
     return pa.record_batch(columns, schema=_HASHES)
-
-
-def _folded(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(" ".join(text.lower().split()).encode())
 
 
 def _list(trained: NamedSet, measured: NamedSet, connection: "DuckDBPyConnection") -> None:
@@ -146,17 +154,18 @@ def _list(trained: NamedSet, measured: NamedSet, connection: "DuckDBPyConnection
     )  # fmt: skip
 
 
-_OVERLAPS = """
+_OVERLAPS = f"""
 WITH
-    common AS (SELECT row, first, whole FROM measured JOIN met USING (hash, whole)),
-    sizes AS (SELECT row, count(*) AS size FROM measured WHERE NOT whole GROUP BY row),
+    common AS (SELECT row, first, of FROM measured JOIN met USING (hash, of)),
+    sizes AS (SELECT row, count(*) AS size FROM measured WHERE of = {_GRAM} GROUP BY row),
     shares AS (
-        SELECT row, count(*) / any_value(size) AS shared FROM common JOIN sizes USING (row) WHERE NOT whole
+        SELECT row, count(*) / any_value(size) AS shared FROM common JOIN sizes USING (row) WHERE of = {_GRAM}
         GROUP BY row HAVING shared >= $share
     ),
-    firsts AS (SELECT row, first, count(*) AS num_said FROM common WHERE NOT whole GROUP BY row, first),
+    firsts AS (SELECT row, first, count(*) AS num_said FROM common WHERE of = {_GRAM} GROUP BY row, first),
     found AS (
-        SELECT 'exact' AS kind, row, first, 1.0::DOUBLE AS shared, 0 AS num_said FROM common WHERE whole
+        SELECT if(of = {_WHOLE}, 'exact', 'prompt') AS kind, row, first, 1.0::DOUBLE AS shared, 0 AS num_said
+        FROM common WHERE of <> {_GRAM}
         UNION ALL
         SELECT 'n-gram', row, first, shared, num_said FROM shares JOIN firsts USING (row)
     ),

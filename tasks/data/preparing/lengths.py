@@ -1,6 +1,6 @@
 """How long rows are: what ``max_length`` is chosen by."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lineage.errors import DataError
+from tasks.data.batches import row_batches
 from tasks.data.preparing.report import Lengths
 from tasks.data.schema import messages_of, texts_of, tools_of
 from tasks.data.tokens.rendering import Renderer
@@ -32,9 +32,10 @@ def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> 
     """What is worth knowing of the lengths of rows, in bytes of UTF-8 or in a tokenizer's tokens.
 
     Packing is suggested where the mean row fills less than half of the suggested length.
+
+    Args:
+        lengths: of one row at least.
     """
-    if not len(lengths):
-        lengths = np.zeros(1, dtype=np.int64)
     p50, p95, p99 = (int(value) for value in np.quantile(lengths, [0.5, 0.95, 0.99], method="inverted_cdf"))
     edges = _edges(int(lengths.min()), p50, int(lengths.max()))
     suggested = max(_STEP, -(-p95 // _STEP) * _STEP)
@@ -62,17 +63,23 @@ def _edges(shortest: int, median: int, longest: int) -> list[int]:
     return list(range(shortest // width * width, longest + width + 1, width))
 
 
-def token_lengths(file: Path, tokenizer: "PreTrainedTokenizerBase") -> npt.NDArray[np.int64]:
+def byte_lengths(files: Sequence[Path]) -> npt.NDArray[np.int64]:
+    """Bytes of what is said in prepared rows."""
+    found = [pc.binary_length(texts_of(rows)) for file in files for rows in row_batches(file, _ROWS_PER_READ)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *map(np.asarray, found)])
+
+
+def token_lengths(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -> npt.NDArray[np.int64]:
     """Tokens of prepared rows as they are trained on; of a pair with its longer answer.
 
-    Of a long file only about ``MAX_COUNTED`` rows are counted, chosen by their ids.
+    Of many rows only about ``MAX_COUNTED`` are counted, chosen by their ids.
 
     Raises:
         DataError: the chat template refuses a row.
     """
     renderer = Renderer.of(tokenizer) if tokenizer.chat_template else None
     lengths: list[int] = []
-    for rows in _sampled(file):
+    for rows in _sampled(files):
         if renderer:
             rendered = [_rendered(row, renderer) for row in rows.to_pylist()]
         else:
@@ -83,28 +90,20 @@ def token_lengths(file: Path, tokenizer: "PreTrainedTokenizerBase") -> npt.NDArr
     return np.array(lengths, dtype=np.int64)
 
 
-def _sampled(file: Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(file) as prepared:
-        share = MAX_COUNTED / max(prepared.metadata.num_rows, 1)
-        for batch in prepared.iter_batches(_ROWS_PER_READ):
-            if share < 1:
-                # Ids begin with a hash of the row in hexadecimal.
-                batch = batch.filter(pc.less(batch.column("row_id"), f"{int(share * 16**8):08x}"))
-            yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
+def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    share = MAX_COUNTED / max(sum(pq.read_metadata(file).num_rows for file in files), 1)
+    for batch in (batch for file in files for batch in row_batches(file, _ROWS_PER_READ)):
+        if share < 1:
+            # Ids begin with a hash of the row in hexadecimal.
+            batch = batch.filter(pc.less(batch.column("row_id"), f"{int(share * 16**8):08x}"))
+        yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
 
 
 def _rendered(row: Mapping[str, object], renderer: Renderer) -> list[str]:
     """The texts that are tokenized for a row: two of a pair, else one."""
-    from jinja2 import TemplateError
-
     if "text" in row:
         return [str(row["text"])]
     prompt = messages_of(row.get("messages") or row["prompt"])
     answers = [messages_of(row[name]) for name in ("chosen", "rejected", "completion") if row.get(name)]
-    try:
-        return [renderer.text([*prompt, *answer], tools_of(row)) for answer in answers or [[]]]
-    except TemplateError as error:
-        raise DataError(
-            f"row {row['row_id']}: the model's chat template refuses its messages: {error}; mend the row's roles and "
-            "their order"
-        ) from error
+    tools, row_id = tools_of(row), str(row["row_id"])
+    return [renderer.text([*prompt, *answer], tools, row_id=row_id) for answer in answers or [[]]]

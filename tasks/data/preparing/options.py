@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -28,10 +28,12 @@ class Prepare(Method):
         tokenizer: a model, in whose tokens the report measures rows.
 
     Args:
-        held_out: below 1 a share of the keys: a row's ``group``, else its prompt, else the row itself. From 1 on a
-            count of rows; whole keys, and so a few more. Either is decided by the hash of the key. A key's side under a
-            share depends on no other row. A count moves its border down as rows are added: therefore as many rows again
-            beyond it go to neither side, so that until the data has doubled none that was held out is trained on.
+        held_out: below 1 a share of the keys: a row's ``group``, else its prompt, which of a conversation is all before
+            the last answer, else the row itself. From 1 on a count of rows; whole keys, and so a few more. Either is
+            decided by the hash of the key. Under a share added rows move no row. Under a count they move the border
+            down: what was trained on is never held out, and what is held out no longer is set aside, for which about
+            as many rows as are held out go to neither side (counted as ``between the sides``). It may be trained on
+            once there is about twice as much data, and of a small count, whose border moves in steps, before.
         seed: of the split, and of what a mixture takes.
         replay_share: of the training rows, drawn from the old ones.
         max_bad_rows: how many may be left out; one more, and the stage refuses. ``rejects.jsonl`` holds all of them.
@@ -52,7 +54,7 @@ class Prepare(Method):
     seed: Annotated[int, Ge(0)] = 0
     replay_share: Annotated[float, Gt(0), Lt(1)] | None = None
     max_bad_rows: Annotated[int, Ge(0)] = 0
-    system_prompt: str | None = None
+    system_prompt: Annotated[str, MinLen(1)] | None = None
     prompt_template: str | None = None
     proportions: Mapping[str, float] | None = None
     temperature: Annotated[float, Gt(0)] | None = None

@@ -1,5 +1,6 @@
 """What a data stage does, from a user's rows to files, numbers and a report."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +15,7 @@ from tasks.data.preparing.checks import check_rows
 from tasks.data.preparing.convert_rows import ConvertRows
 from tasks.data.preparing.database import open_database
 from tasks.data.preparing.decide import Decided, decide
+from tasks.data.preparing.detect_source import Opened
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.rejects import settle_rejects
 from tasks.data.preparing.replay import draw_old, old_rows, read_old
@@ -25,9 +27,11 @@ from tasks.data.preparing.write import SideFiles, placed_rows
 from tasks.method import Inputs
 
 
-def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext) -> Metrics:
+def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping[str, Opened] | None = None) -> Metrics:
     """Checks, names, splits and writes every row, replays old ones, and reports what became of them.
 
+    Args:
+        opened: slot -> its source, of those that somebody looked into before.
     Raises:
         ConfigError: a mixture does not fit the slots.
         DataError: rows cannot be used, or one side has none; the report is written all the same.
@@ -40,7 +44,7 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext) -> Metrics:
     )  # fmt: skip
     ctx.output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
-        staging = stage(sources, convert, workers, Path(scratch))
+        staging = stage(sources, convert, workers, Path(scratch), opened)
         report = _account_of_bad_rows(staging, options, ctx.output_dir)
         with open_database(Path(scratch), workers) as connection:
             read_old(connection, inputs.get(REPLAY))

@@ -5,44 +5,41 @@ DuckDB sorts rows too, but keeps so much of nested ones that a gigabyte of them 
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_BYTES_AT_ONCE = 2**25  # of rows in memory
-_MAX_BUCKETS = 256  # files that are open at a time: of more than 8 GB each holds more
+BYTES_AT_ONCE = 2**25  # of rows in memory
+MAX_PIECES = 256  # files that are open at a time: of more than 8 GB each holds more
 
 Batches = Iterator[pa.RecordBatch]
 
 
-def in_order(batches: Batches, directory: Path, num_rows: int, num_bytes: int) -> Batches:
+def in_order(batches: Batches, directory: Path, borders: Sequence[int]) -> Batches:
     """The rows by their column ``position``.
 
     Args:
-        batches: with all positions from 0 to ``num_rows``.
         directory: for scratch files.
-        num_bytes: about how large all rows are.
+        borders: the positions, in order, at which they are parted into pieces that memory holds.
     """
-    num_buckets = min(num_bytes // _BYTES_AT_ONCE + 1, _MAX_BUCKETS)
-    per_bucket = num_rows // num_buckets + 1  # positions
-    files = [directory / f"bucket-{number}.arrows" for number in range(num_buckets)]
-    _scatter(batches, files, per_bucket)
+    files = [directory / f"piece-{number}.arrows" for number in range(len(borders) + 1)]
+    _scatter(batches, files, borders)
     for file in files:
         if file.exists():
-            with pa.OSFile(str(file)) as bucket, pa.ipc.open_stream(bucket) as reader:
+            with pa.OSFile(str(file)) as piece, pa.ipc.open_stream(piece) as reader:
                 yield from _sorted(reader.read_all()).to_batches()
             file.unlink()
 
 
-def _scatter(batches: Batches, files: Sequence[Path], per_bucket: int) -> None:
-    """Writes each row to the file of its bucket: of the ``per_bucket`` positions that its own is among."""
+def _scatter(batches: Batches, files: Sequence[Path], borders: Sequence[int]) -> None:
+    """Writes each row to the file of its piece."""
     with ExitStack() as opened:
         writers: dict[int, pa.ipc.RecordBatchStreamWriter] = {}
         for rows in _gathered(batches):
-            positions = rows["position"].to_numpy()
-            for number in range(positions[0] // per_bucket, positions[-1] // per_bucket + 1):
-                first, last = positions.searchsorted([number * per_bucket, (number + 1) * per_bucket])
+            edges = [0, *rows["position"].to_numpy().searchsorted(borders).tolist(), len(rows)]
+            for number, (first, last) in enumerate(pairwise(edges)):
                 if first < last:
                     if number not in writers:
                         writers[number] = opened.enter_context(pa.ipc.new_stream(str(files[number]), rows.schema))
@@ -50,11 +47,11 @@ def _scatter(batches: Batches, files: Sequence[Path], per_bucket: int) -> None:
 
 
 def _gathered(batches: Batches) -> Iterator[pa.Table]:
-    """Sorted parts as large as memory allows, so that a bucket gets few pieces."""
+    """Sorted parts as large as memory allows, so that a file gets few batches."""
     pending: list[pa.RecordBatch] = []
     for batch in batches:
         pending.append(batch)
-        if sum(each.nbytes for each in pending) > _BYTES_AT_ONCE:
+        if sum(each.nbytes for each in pending) > BYTES_AT_ONCE:
             yield _sorted(pa.Table.from_batches(pending))
             pending.clear()
     if sum(map(len, pending)):

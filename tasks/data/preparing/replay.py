@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from duckdb import DuckDBPyConnection
 
+from tasks.data.batches import row_batches
 from tasks.data.preparing.database import number
 from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
 from tasks.method import Input
@@ -60,7 +61,7 @@ def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str
     """The old rows with the side that each is on now: what was held out stays so, and what is not drawn rests."""
     first = 0
     for side, path in _files(given):
-        for batch in pq.ParquetFile(path).iter_batches(_ROWS_PER_READ):
+        for batch in row_batches(path, _ROWS_PER_READ):
             if side == HELD_OUT:
                 yield HELD_OUT, batch
             else:

@@ -50,7 +50,7 @@ class Lengths:
 
     Args:
         unit: ``tokens``, counted by ``tokenizer``; or ``bytes`` of UTF-8 where none was given.
-        rows: how many were measured: all of them, or a sample.
+        rows: how many of both sides were measured: all of them, or a sample.
         edges, counts: the histogram: ``counts[i]`` rows are at least ``edges[i]`` and below ``edges[i + 1]`` long.
         suggested_max_length: the smallest multiple of 64 that holds 95 % of the rows; tokens alone.
         suggests_packing: whether the mean row fills less than half of that.
@@ -92,7 +92,8 @@ class Overlap:
     """A held-out row that training rows repeat.
 
     Args:
-        kind: ``exact``, the same words; or ``n-gram``, ``shared`` of its word 13-grams, which is half of them or more.
+        kind: ``exact``, the same words; ``n-gram``, ``shared`` of its word 13-grams, which is half of them or more; or
+            ``prompt``, the same question with another answer.
     """
 
     kind: str

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from tasks.data.preparing.report import DataReport, Labels, Lengths, Likeness, Overlap, SourceReport
+from tasks.data.preparing.leakage import LEAKAGE
+from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
+from tasks.data.preparing.report import DataReport, Labels, Lengths, SourceReport
 
 PAGE = "report.html"
 _WIDTH, _HEIGHT, _BOTTOM = 900, 220, 24  # of the histogram; its bottom holds the lengths
@@ -20,17 +22,21 @@ def write_reports(report: DataReport, directory: Path) -> None:
     (directory / PAGE).write_text(render(report), encoding="ascii")
 
 
-def render(report: DataReport) -> str:
-    """The page, in pure ASCII."""
+def render(report: DataReport, *, is_kept: bool = True) -> str:
+    """The page, in pure ASCII.
+
+    Args:
+        is_kept: whether the files that hold all of what is listed lie beside it.
+    """
     page = Template(Path(__file__).with_name(PAGE).read_text(encoding="utf-8")).substitute(
         counts="".join(f"<div><b>{count}</b>{_text(_words(name))}</div>" for name, count in report.counts.items()),
-        sections="".join(_sections(report)),
+        sections="".join(_sections(report, is_kept)),
     )
     # Character references for the rest: a lone surrogate, from a file name that is not UTF-8, can then be written.
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _sections(report: DataReport) -> Iterator[str]:
+def _sections(report: DataReport, is_kept: bool) -> Iterator[str]:
     if report.rejects:
         yield _section(
             "bad rows", f"<p>All of them, with what is wrong, are in <code>{_text(report.rejects)}</code>.</p>"
@@ -42,9 +48,9 @@ def _sections(report: DataReport) -> Iterator[str]:
     if report.labels:
         yield _labels(report.labels)
     if report.near_duplicates:
-        yield _near_duplicates(report.near_duplicates)
+        yield _near_duplicates(report, is_kept)
     if report.leakage:
-        yield _leakage(report.leakage)
+        yield _leakage(report, is_kept)
 
 
 def _source(slot: str, source: SourceReport) -> str:
@@ -58,20 +64,28 @@ def _source(slot: str, source: SourceReport) -> str:
     return _section(f"{slot}: {source.path}", body)
 
 
-def _near_duplicates(pairs: Sequence[Likeness]) -> str:
-    rows = [(pair.row_id, pair.other_row_id, pair.similarity) for pair in pairs]
+def _near_duplicates(report: DataReport, is_kept: bool) -> str:
+    rows = [(pair.row_id, pair.other_row_id, pair.similarity) for pair in report.near_duplicates]
     note = "<p class=muted>Rows that say nearly the same as an earlier one. All of them are used.</p>"
+    note += _more(len(rows), report.counts.get("near_duplicate_rows", 0), NEAR_DUPLICATES, is_kept)
     return _section("near-duplicates", note + _table(("row", "is like", "similarity"), rows))
 
 
-def _leakage(overlaps: Sequence[Overlap]) -> str:
+def _leakage(report: DataReport, is_kept: bool) -> str:
     rows = [
         (each.held_out_row_id, each.held_out_set, each.kind, each.shared, each.train_row_id, each.train_set)
-        for each in overlaps
+        for each in report.leakage
     ]
     names = ("held-out row", "of", "shares", "part", "with training row", "of")
     note = "<p class=muted>What is measured on these rows is memory. All of them are used.</p>"
+    note += _more(len(rows), report.counts.get("leaked_rows", 0), LEAKAGE, is_kept)
     return _section("leakage", note + _table(names, rows))
+
+
+def _more(num_listed: int, count: int, file: str, is_kept: bool) -> str:
+    """Where the rows are that are not listed; nothing where all are."""
+    place = f"<code>{file}</code> has" if is_kept else "<code>posttrain data --out DIR</code> keeps"
+    return f"<p>The first {num_listed} of {count}; {place} all of them.</p>" if count > num_listed else ""
 
 
 def _labels(labels: Labels) -> str:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 
+from tasks.data.formats.format import CanonicalRow
+
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
 RESTING = "resting.parquet"  # rows that models were trained on before, and that wait for another turn
 
@@ -17,6 +19,21 @@ def canonical(value: object) -> str:
 def content_hash(text: str) -> int:
     """64 bits of a row's canonical text; in hexadecimal digits they are the row's id."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+def key_of(row: CanonicalRow) -> str:
+    """What a row is held out together with, if it does not say: all answers to one prompt, else what is equal to it.
+
+    An answer to a prompt that was seen in training measures little.
+    """
+    if "prompt" in row:
+        return canonical(row["prompt"])
+    turns = row.get("messages")
+    if isinstance(turns, list):
+        last_answer = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
+        if any(turn["role"] == "user" for turn in turns[:last_answer]):
+            return canonical(turns[:last_answer])
+    return canonical(row)
 
 
 def key_share(key: str, seed: int) -> int:

@@ -16,7 +16,7 @@ from lineage.artifact import Source
 from tasks.data.formats.detected import Detected
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.preparing.convert_rows import KEYS, MAX_PLACES, Converted, ConvertRows
-from tasks.data.preparing.detect_source import detect_source, require_kind
+from tasks.data.preparing.detect_source import Opened, detect_source, require_kind
 from tasks.data.preparing.report import Remark
 from tasks.data.reading.chunk import Chunk
 from tasks.data.reading.slices import parse_split
@@ -78,12 +78,19 @@ class Staging:
                     first += len(batch)
 
 
-def stage(sources: Mapping[str, Source], convert: ConvertRows, workers: int, directory: Path) -> Staging:
+def stage(
+    sources: Mapping[str, Source],
+    convert: ConvertRows,
+    workers: int,
+    directory: Path,
+    opened: Mapping[str, Opened] | None = None,
+) -> Staging:
     """Reads and converts the rows of every source, slot by slot.
 
     Args:
         convert: what is done to every row, whatever its source.
         workers: processes that do it, where there are more than a few rows.
+        opened: slot -> its source, of those that somebody looked into before.
     Raises:
         DataError: one has no rows, or rows of no format or of another kind than the stage's.
     """
@@ -99,7 +106,7 @@ def stage(sources: Mapping[str, Source], convert: ConvertRows, workers: int, dir
         pq.ParquetWriter(staging.keys, _STAGED_KEYS) as keys,
     ):
         for slot, source in sources.items():
-            detected, chunks = detect_source(source, convert.prompt_template)
+            detected, chunks = (opened or {}).get(slot) or detect_source(source, convert.prompt_template)
             if detected:
                 require_kind(detected, source, convert.kind)
             staged = StagedSource(number=len(staging.sources), source=source, detected=detected)

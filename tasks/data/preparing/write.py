@@ -10,8 +10,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Kind
 from tasks.data.preparing.columns import conformed
-from tasks.data.preparing.database import number
-from tasks.data.preparing.reorder import in_order
+from tasks.data.preparing.reorder import BYTES_AT_ONCE, MAX_PIECES, in_order
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
 from tasks.data.preparing.staging import Staging
 from tasks.data.schema import schema
@@ -60,13 +59,22 @@ def placed_rows(
     """The rows of the table ``placed``, each with its id, in their order."""
     batches = _placed(connection, staging)
     if not as_read:
-        num_rows = number(connection, "SELECT count(*) FROM placed")
-        num_bytes = number(connection, "SELECT coalesce(sum(bytes), 0) FROM placed JOIN keys USING (row)")
-        batches = in_order(batches, staging.rows.parent, num_rows, num_bytes)
+        batches = in_order(batches, staging.rows.parent, _borders(connection))
     for rows in batches:
         held_out = rows.column("held_out")
         yield TRAIN, rows.filter(pc.invert(held_out))
         yield HELD_OUT, rows.filter(held_out)
+
+
+def _borders(connection: DuckDBPyConnection) -> list[int]:
+    """Positions that part all rows into pieces of about the size that is put in order at once."""
+    found = connection.execute(
+        "WITH piled AS (SELECT position, sum(bytes) OVER (ORDER BY position) AS height "
+        "FROM placed JOIN keys USING (row)) "
+        f"SELECT min(position) FROM piled GROUP BY floor(height / greatest({BYTES_AT_ONCE}, "
+        f"(SELECT max(height) FROM piled) / {MAX_PIECES})) ORDER BY 1"
+    ).fetchall()
+    return [position for (position,) in found[1:]]
 
 
 def _placed(connection: DuckDBPyConnection, staging: Staging) -> Iterator[pa.RecordBatch]:

@@ -1,6 +1,6 @@
 """Data sets of the hub, or saved on disk: read through `datasets`, in batches of columns."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.reading.chunk import Chunk
 from tasks.data.reading.slices import Slice
+from tasks.data.reading.splits import no_split
 from tasks.data.reading.tables import BATCH_ROWS, table_chunks
 
 if TYPE_CHECKING:
@@ -47,11 +48,6 @@ def read_hub(source: Source, split: str, part: Slice | None) -> Iterator[Chunk]:
         if bounded:
             rows = bounded(rows)
         yield from table_chunks(rows.with_format("arrow").iter(batch_size=BATCH_ROWS), source.path)
-
-
-def no_split(name: str, split: str, splits: Iterable[str]) -> ConfigError:
-    """Of a directory that has other splits."""
-    return ConfigError(f"{name}: no split {split!r} in it; it has {', '.join(splits)}; set split to one of them")
 
 
 def _bounded(source: Source, part: Slice | None) -> "Callable[[IterableDataset], IterableDataset]":

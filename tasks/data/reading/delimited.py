@@ -1,8 +1,9 @@
-"""CSV and TSV with a header: each cell is a string, and an empty one is no value."""
+"""CSV and TSV with a header: each cell is a string, which may be empty."""
 
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tasks.data.reading.opened import no_rows, opened
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk
 _SHOWN = 200  # characters
+_QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
 
 _Line = tuple[int, Sequence[str] | str]
 """Number of a row's first line, and its cells; or what is wrong with its quotes."""
@@ -25,19 +27,19 @@ class CellsChunk:
 
     name: str
     columns: tuple[str, ...]
+    separator: str
     lines: tuple[_Line, ...]
 
     def rows(self) -> Iterator[Row | Broken]:
         for number, cells in self.lines:
             where = f"{self.name}:{number}"
-            broken = self._broken(where, cells)
+            broken = self._broken(where, number, cells)
             named = zip(self.columns, cells, strict=False)
-            yield broken or Row(fields={column: cell for column, cell in named if cell}, where=where)
+            yield broken or Row(fields=dict(named), where=where)
 
-    def _broken(self, where: str, cells: Sequence[str] | str) -> Broken | None:
+    def _broken(self, where: str, number: int, cells: Sequence[str] | str) -> Broken | None:
         if isinstance(cells, str):
-            mend = "a cell that holds a quote stands in quotes, and doubles it; mend or remove the row"
-            return Broken(where=where, reason="quotes", problem=f"{cells}; {mend}", raw="")
+            return Broken(where=where, reason="quotes", problem=f"{cells}; {_QUOTES}; mend or remove the row", raw="")
         raw = ",".join(cells)[:_SHOWN].encode(errors="replace").decode()
         if len(cells) != len(self.columns):
             problem = (
@@ -45,6 +47,15 @@ class CellsChunk:
                 "put a cell that holds the separator or a line break in quotes, or mend the row"
             )
             return Broken(where=where, reason="number of cells", problem=problem, raw=raw)
+        for place, cell in enumerate(cells):
+            if "\n" in cell and self._holds_rows(cell, place):
+                first = number + sum(each.count("\n") for each in cells[:place])
+                problem = (
+                    f"a cell holds line breaks and separators as if rows were in it: lines {first} to "
+                    f"{first + cell.count(chr(10))}; one row per line, or text in quotes, is accepted; close the quote "
+                    f"that opens on line {first}, or double those that belong to the text"
+                )
+                return Broken(where=where, reason="rows in a cell", problem=problem, raw=raw)
         for column, cell in zip(self.columns, cells, strict=True):
             byte = _stray_byte(cell)
             if byte:
@@ -54,6 +65,21 @@ class CellsChunk:
                 )
                 return Broken(where=where, reason="not UTF-8", problem=problem, raw=raw)
         return None
+
+    def _holds_rows(self, cell: str, place: int) -> bool:
+        """Whether every line of a cell, with what surrounds the cell, would be a row of its own.
+
+        Prose has spaces behind its commas; a text of two lines says too little.
+        """
+        lines = cell.split("\n")
+        last = len(self.columns) - 1
+        expected = [last - place, *[last] * (len(lines) - 2), place]
+        return (
+            len(lines) > 2
+            and last > 0
+            and f"{self.separator} " not in cell
+            and [line.count(self.separator) for line in lines] == expected
+        )
 
 
 def read_csv(path: Path, name: str) -> Iterator[Chunk]:
@@ -70,23 +96,31 @@ def _read(path: Path, name: str, separator: str) -> Iterator[Chunk]:
     with opened(path, name) as stream:
         # Bytes that are no UTF-8 pass as half surrogates, which UTF-8 never yields, until their row is known.
         text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-        lines = _lines(text, separator)
+        lines = _lines(text, name, separator)
         columns = _header(next(lines, None), name, separator)
+        chunk = partial(CellsChunk, name=name, columns=columns, separator=separator)
         pending, size, found = list[_Line](), 0, False
         for line in lines:
+            if len(line[1]) != len(columns) and (breaks := "".join(line[1]).count("\n")):
+                fault = f"{len(line[1])} cells, and the header has {len(columns)}"
+                raise _swallowed(name, fault, line[0], line[0] + breaks)
             pending.append(line)
             size += sum(map(len, line[1]))
             if size >= BLOCK_BYTES or len(pending) == _MAX_ROWS:
-                yield CellsChunk(name=name, columns=columns, lines=tuple(pending))
+                yield chunk(lines=tuple(pending))
                 pending, size, found = [], 0, True
         if pending:
-            yield CellsChunk(name=name, columns=columns, lines=tuple(pending))
+            yield chunk(lines=tuple(pending))
         elif not found:
             raise no_rows(name, "a header alone")
 
 
-def _lines(text: TextIOWrapper, separator: str) -> Iterator[_Line]:
-    """Rows, without blank lines. After a fault the reader goes on with the next line."""
+def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
+    """Rows, without blank lines. After a fault the reader goes on with the next line.
+
+    Raises:
+        DataError: the fault is of several lines: which of them are rows cannot be told.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
     reader = csv.reader(text, delimiter=separator, strict=True)
     while True:
@@ -96,17 +130,27 @@ def _lines(text: TextIOWrapper, separator: str) -> Iterator[_Line]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield first, _fault(str(error), first, reader.line_num)
+            fault = _fault(str(error), reader.line_num)
+            if reader.line_num > first:
+                raise _swallowed(name, fault, first, reader.line_num) from error
+            yield first, fault
         else:
             if cells:
                 yield first, cells
 
 
-def _fault(message: str, first: int, last: int) -> str:
+def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
+    return DataError(
+        f"{name}:{first}: {fault}: lines {first} to {last} would be one row; {_QUOTES}; "
+        f"close the quote that opens on line {first}, or double it"
+    )
+
+
+def _fault(message: str, last: int) -> str:
     if message.startswith("unexpected end"):
-        return f"a quote that opens in this row is never closed: lines {first} to {last}, the last, became one row"
+        return "a quote that opens in this row is never closed"
     if message.startswith("field larger"):
-        return f"a cell of more than {MAX_ROW_BYTES // 2**20} MB: a quote that opens in this row is never closed"
+        return f"a cell of more than {MAX_ROW_BYTES // 2**20} MB"
     return f"a quote closes a cell on line {last}, and the cell goes on"
 
 

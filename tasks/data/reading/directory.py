@@ -1,24 +1,13 @@
 """A directory: all data below it, in order of name, or the files of the split that is asked for."""
 
-import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from lineage.errors import DataError
 from tasks.data.reading.chunk import Chunk
-from tasks.data.reading.data_sets import is_saved, no_split, read_saved
-from tasks.data.reading.files import is_beside_data, is_readable, read_file
-
-logger = logging.getLogger(__name__)
-
-# As the hub tells splits by the names of files and directories.
-_WORDS = {
-    "train": "train|training",
-    "validation": "validation|valid|val|dev",
-    "test": "test|testing|eval|evaluation",
-}
-_SPLITS = {split: re.compile(rf"(?<![a-z])(?:{words})(?![a-z])", re.IGNORECASE) for split, words in _WORDS.items()}
+from tasks.data.reading.data_sets import is_saved, read_saved
+from tasks.data.reading.files import read_file
+from tasks.data.reading.splits import choose, is_hidden
 
 
 def read_directory(directory: Path, split: str) -> Iterator[Chunk]:
@@ -31,33 +20,20 @@ def read_directory(directory: Path, split: str) -> Iterator[Chunk]:
     if is_saved(directory):
         yield from read_saved(directory, split)
         return
-    for name in _files_of(directory, split):
+    for name in choose(_files_below(directory), split, str(directory)):
         yield from read_file(directory / name, str(directory / name))
 
 
-def _files_of(directory: Path, split: str) -> list[PurePosixPath]:
-    below = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = [PurePosixPath(path.relative_to(directory).as_posix()) for path in below]
-    data = [name for name in names if not is_beside_data(name)]
-    if not data:
-        beside = f" ({names[0]} and the like are no data)" if names else ""
-        raise DataError(f"{directory}: no data in this directory{beside}; put files of rows there, or give another")
-    unread = [name for name in data if not is_readable(name)]
-    if unread:
-        raise DataError(
-            f"{directory}: holds {unread[0]}, of which rows are not read; a directory is read as a whole; convert or "
-            f"remove it, or name the files you mean by a glob such as {directory}/*.jsonl"
-        )
-    splits: dict[str, list[PurePosixPath]] = {}
-    for name in data:
-        splits.setdefault(_split_of(name), []).append(name)
-    if split not in splits:
-        raise no_split(str(directory), split, splits)
-    if len(splits) > 1:
-        others = ",".join(each for each in splits if each != split)
-        logger.info("directory=%s split=%s files=%s not_read=%s", directory, split, len(splits[split]), others)
-    return splits[split]
-
-
-def _split_of(name: PurePosixPath) -> str:
-    return next((split for split, word in _SPLITS.items() if word.search(str(name))), "train")
+def _files_below(directory: Path) -> list[PurePosixPath]:
+    """Those that ``lineage.digest`` takes the content of a source from, which follows no directory that is a link."""
+    names = []
+    for path in sorted(directory.rglob("*")):
+        name = PurePosixPath(path.relative_to(directory).as_posix())
+        if path.is_file():
+            names.append(name)
+        elif path.is_symlink() and not is_hidden(name):
+            raise DataError(
+                f"{directory}: holds {name}, a link to {'a directory' if path.is_dir() else 'nothing'}, which is not "
+                "followed; directories, files and links to files are accepted; put the files there, or remove the link"
+            )
+    return names

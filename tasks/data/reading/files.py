@@ -1,4 +1,4 @@
-"""The readers, by the suffix of a file; and the files of a directory."""
+"""The readers, by the suffix of a file."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -25,7 +25,6 @@ _READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
     ".text": read_text,
     ".md": read_markdown,
 }
-_NO_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_infos.json", "dataset_info.json")
 
 
 def read_file(path: Path, name: str) -> Iterator[Chunk]:
@@ -49,9 +48,3 @@ def read_file(path: Path, name: str) -> Iterator[Chunk]:
 def is_readable(path: PurePosixPath) -> bool:
     """Whether there is a reader for a file of that name."""
     return data_suffix(path) in _READERS
-
-
-def is_beside_data(path: PurePosixPath) -> bool:
-    """Whether a file in a directory of data is no data: hidden, or a note on the data."""
-    hidden = any(part.startswith((".", "_")) for part in path.parts)
-    return hidden or path.name.lower().startswith(_NO_DATA)

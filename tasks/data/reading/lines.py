@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 
+from lineage.errors import DataError
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
 from tasks.data.reading.opened import no_rows
 
@@ -36,13 +37,22 @@ class LinesChunk:
 
 
 def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chunk]:
-    """The rows of a text that has one on each line; blank lines are passed over."""
+    """The rows of a text that has one on each line; blank lines are passed over.
+
+    Raises:
+        DataError: there is none, or the lines end otherwise.
+    """
     found = False
     for first, data in _blocks(stream):
         if data is None:
             found = True
             yield ParsedChunk(entries=(_endless(f"{name}:{first}"),))
         elif not data.isspace():
+            if not found and b"\n" not in data and b"\r" in data.strip():
+                raise DataError(
+                    f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
+                    "convert it: `tr '\\r' '\\n' < FILE > NEW`"
+                )
             found = True
             yield LinesChunk(name=name, first=first, data=data, parse=parse)
     if not found:

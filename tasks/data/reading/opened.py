@@ -33,7 +33,7 @@ _NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit
 
 def data_suffix(path: PurePath) -> str:
     """What a file's name says of its rows, without its compression: ``.jsonl`` of ``rows.jsonl.gz``."""
-    return (PurePath(path.stem) if path.suffix in _COMPRESSIONS else path).suffix.lower()
+    return (PurePath(path.stem) if _compression(path) else path).suffix.lower()
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
 @contextmanager
 def on_disk(path: Path, name: str) -> Iterator[Path]:
     """The file unpacked, for a reader that goes back and forth in it."""
-    if path.suffix not in _COMPRESSIONS:
+    if not _compression(path):
         yield path
         return
     with TemporaryDirectory() as scratch:
@@ -82,9 +82,9 @@ def unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
         with stream:
             yield stream
     except OSError as error:  # of the disk, and of every decompressor
-        if path.suffix in _COMPRESSIONS:
+        if packing := _compression(path):
             raise DataError(
-                f"{name}: cannot be unpacked ({error}); {_COMPRESSIONS[path.suffix]} is accepted, to its end; "
+                f"{name}: cannot be unpacked ({error}); {packing} is accepted, to its end; "
                 "it was cut or damaged: write or download it again"
             ) from error
         raise DataError(
@@ -114,13 +114,21 @@ def _known(head: bytes) -> tuple[str, str]:
     for start, (found, mend) in _NO_TEXT.items():
         if head.startswith(start):
             return found, mend
+    for order, high in (("LE", 1), ("BE", 0)):  # of UTF-16, whose letters have a byte that is 0
+        if all(head[1 - high : 8 : 2]) and len(head) >= 8 and not any(head[high:8:2]):
+            return "UTF-16 (every second byte is 0)", _ICONV.format(f"UTF-16{order}")
     return ("text" if head[:1] in b'{["' else "of another kind"), ""
 
 
+def _compression(path: PurePath) -> str | None:
+    return _COMPRESSIONS.get(path.suffix.lower())
+
+
 def _raw(path: Path) -> RawIOBase:
-    if path.suffix not in _COMPRESSIONS:
+    packing = _compression(path)
+    if not packing:
         return path.open("rb", buffering=0)
     import pyarrow as pa
 
-    stream: RawIOBase = pa.input_stream(str(path), compression=_COMPRESSIONS[path.suffix])
+    stream: RawIOBase = pa.input_stream(str(path), compression=packing)
     return stream

@@ -3,8 +3,12 @@
 import importlib
 import importlib.util
 import inspect
+import json
+import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -37,17 +41,18 @@ class FunctionChunk:
 
 
 def read_function(source: Source) -> Iterator[Chunk]:
-    """The rows of a function, in the order in which it yields them.
+    """The rows of a function, in the order in which it yields them; what it prints goes to standard error.
 
     Raises:
         DataError: it cannot be imported or called, or raises; the message names the line that did.
     """
     rows = _yielded(row_function(source.path), source.path)
     for first in count(step=_ROWS_PER_CHUNK):
-        items = tuple(
-            _item(fields, f"{source.path}[{first + place}]")
-            for place, fields in enumerate(islice(rows, _ROWS_PER_CHUNK))
-        )
+        with redirect_stdout(sys.stderr):  # standard output is the command's own, such as its JSON
+            items = tuple(
+                _item(fields, f"{source.path}[{first + place}]")
+                for place, fields in enumerate(islice(rows, _ROWS_PER_CHUNK))
+            )
         if not items:
             return
         yield FunctionChunk(name=source.path, first=first, items=items)
@@ -56,12 +61,22 @@ def read_function(source: Source) -> Iterator[Chunk]:
 def _item(fields: object, where: str) -> bytes | Broken:
     if not isinstance(fields, Mapping):
         problem = f"the function yielded {type(fields).__name__}; {_ACCEPTED}; yield a dict"
-        return Broken(where=where, problem=problem, reason="not a mapping", raw=repr(fields)[:200])
+        return Broken(where=where, problem=problem, reason="not a mapping", raw=reprlib.repr(fields))
     try:
-        return orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:  # of a value that is no JSON, of a key that is no string, of half a surrogate pair
+        raw = orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
+        if b"null" in raw:  # as orjson writes NaN too
+            json.dumps(dict(fields), allow_nan=False, default=_plain)
+    except Exception as error:  # of a value or a key that JSON has not, or of the user's own mapping
         problem = f"not JSON: {error}; text, numbers, lists and mappings are accepted; convert it in the function"
-        return Broken(where=where, problem=problem, reason="not JSON", raw=repr(fields)[:200])
+        return Broken(where=where, problem=problem, reason="not JSON", raw=reprlib.repr(fields))
+    return raw
+
+
+def _plain(value: object) -> object:
+    """What JSON has no type for, as its numbers or its text."""
+    import numpy as np
+
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 def _yielded(function: RowFunction, path: str) -> Iterator[object]:
@@ -72,7 +87,7 @@ def _yielded(function: RowFunction, path: str) -> Iterator[object]:
         yield from rows
     except DataError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise DataError(
             f"{path}: {_place(error, function)}{type(error).__name__}: {error}; mend the function"
         ) from error
@@ -96,7 +111,7 @@ def _loaded(function: RowFunction, path: str) -> Callable[[], object]:
     return found
 
 
-def _place(error: Exception, function: RowFunction) -> str:
+def _place(error: BaseException, function: RowFunction) -> str:
     """``file:line: `` of the last line of the function's file that was running; empty where none was."""
     own = str(function.file or source_file(str(function.module)))
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == own]

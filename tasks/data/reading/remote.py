@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -11,16 +12,17 @@ from lineage.errors import DataError
 from lineage.remote_files import open_remote, remote_versions, revision_of
 from lineage.secrets import without_secrets
 from tasks.data.reading.chunk import Chunk
-from tasks.data.reading.files import is_beside_data, read_file
+from tasks.data.reading.files import read_file
+from tasks.data.reading.splits import choose, require_no_splits
 
 _BLOCK_BYTES = 2**20
 
 
-def read_remote(source: Source) -> Iterator[Chunk]:
-    """The rows of all files that a source's URL names, in order of name.
+def read_remote(source: Source, split: str) -> Iterator[Chunk]:
+    """The rows of a file, of all that a glob names, or of a split of a directory, in order of name.
 
     Raises:
-        ConfigError: nothing is there or answers.
+        ConfigError: nothing is there or answers, or there is no such split.
         DataError: its files are not those that it was pinned to, or one cannot be read.
     """
     versions = remote_versions("rows", source.path, source.credentials)
@@ -29,13 +31,21 @@ def read_remote(source: Source) -> Iterator[Chunk]:
             f"{source.path}: its files have changed since the plan was made; the bytes that were planned are accepted; "
             "let them rest, and run again"
         )
-    # As in a directory of this machine, what is no data is passed over; alone, it is read or refused.
-    data = [url for url in versions if not is_beside_data(PurePosixPath(_place(url).name))]
-    for url in data or versions:
+    for url in _chosen(source, list(versions), split):
         with TemporaryDirectory() as scratch:
             copy = Path(scratch, _place(url).name)
             _copy(url, source, copy)
             yield from read_file(copy, url)
+
+
+def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
+    """As of this machine: a directory has splits and notes, what a file or a glob names is read."""
+    depth = len(_place(source.path).parts)
+    below = {PurePosixPath(*_place(url).parts[depth:]): url for url in urls}
+    if has_magic(source.path) or PurePosixPath() in below:
+        require_no_splits(source, split)
+        return urls
+    return [below[name] for name in choose(list(below), split, source.path)]
 
 
 def _copy(url: str, source: Source, target: Path) -> None:
@@ -50,5 +60,8 @@ def _copy(url: str, source: Source, target: Path) -> None:
 
 
 def _place(url: str) -> PurePosixPath:
-    """Of a web page without its query; a bucket's names may hold question marks."""
-    return PurePosixPath(urlsplit(url).path if url.startswith(("http://", "https://")) else url)
+    """Without its file system's name, and of a web page without the query; a bucket's names may hold question marks."""
+    place = url.partition("://")[2]
+    if url.startswith(("http://", "https://")):
+        place = urlsplit(url).netloc + urlsplit(url).path
+    return PurePosixPath(place.lstrip("/"))

@@ -35,13 +35,19 @@ class TableChunk:
         import pyarrow as pa
 
         table = pa.ipc.open_stream(self.stream).read_all()
+        nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
         try:
             rows = table.to_pylist()
         except (ValueError, OverflowError):  # Python has no such value: half a character, a day in no year
-            yield from (self._alone(table, index) for index in range(table.num_rows))
+            entries = [self._alone(table, index) for index in range(table.num_rows)]
         else:
-            for index, fields in enumerate(rows, start=self.first):
-                yield Row(fields=fields, where=f"{self.name}[{index}]")
+            entries = [Row(fields=row, where=f"{self.name}[{index}]") for index, row in enumerate(rows, self.first)]
+        for entry in entries:
+            if isinstance(entry, Row) and nested:
+                told = {name: _without_nulls(entry.fields[name]) for name in nested}
+                yield Row(fields={**entry.fields, **told}, where=entry.where)
+            else:
+                yield entry
 
     def _alone(self, table: "pa.Table", index: int) -> Row | Broken:
         where = f"{self.name}[{self.first + index}]"
@@ -76,9 +82,10 @@ def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
     with _readable(path, name, "Arrow") as file, pa.OSFile(str(file)) as stream:
         if said_of(file) == "Arrow":
             batches = pa.ipc.open_file(stream)
-            yield from table_chunks((batches.get_batch(index) for index in range(batches.num_record_batches)), name)
+            found = (batches.get_batch(index) for index in range(batches.num_record_batches))
         else:
-            yield from table_chunks(pa.ipc.open_stream(stream), name)
+            found = iter(pa.ipc.open_stream(stream))
+        yield from table_chunks(map(_validated, found), name)
 
 
 def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[TableChunk]:
@@ -103,6 +110,27 @@ def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> I
         first += batch.num_rows
     if not first:
         raise no_rows(name, "columns without a row")
+
+
+def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    """A batch whose offsets and the like lie within it: with others a damaged file would end the process.
+
+    Raises:
+        pa.ArrowInvalid: they do not.
+    """
+    import pyarrow as pa
+
+    bare = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}  # what is no UTF-8 breaks its row alone
+    for column in batch.columns:
+        column.view(bare.get(column.type, column.type)).validate(full=True)
+    return batch
+
+
+def _without_nulls(value: object) -> object:
+    """A nested value as it was before a table gave all its structs the fields of each."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 @contextmanager

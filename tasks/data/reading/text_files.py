@@ -26,7 +26,7 @@ def read_markdown(path: Path, name: str) -> Iterator[Chunk]:
         )
     if raw.isspace():
         raise no_rows(name, "blank lines alone")
-    yield ParsedChunk(entries=(_text_row(raw, name),))
+    yield ParsedChunk(entries=(_text_row(raw.replace(b"\r\n", b"\n"), name),))
 
 
 def _text_row(raw: bytes, where: str) -> Row | Broken:

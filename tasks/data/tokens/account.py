@@ -68,6 +68,11 @@ class Account:
         return 100.0 * self.num_trained / max(self.num_tokens, 1)
 
     @property
+    def length(self) -> int:
+        """Tokens of all rows, before anything was cut."""
+        return sum(length * count for length, count in self.lengths.items())
+
+    @property
     def metrics(self) -> dict[str, float]:
         return {
             "rows": float(self.num_rows),

@@ -10,6 +10,8 @@ from tasks.data.tokens.token_part import TokenPart, token_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+FILLS_NO_CHUNK = "fills_no_chunk"  # the reason for which a document is left out
+
 
 def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
     """Every token is trained, but for the end of the stream that fills no chunk.
@@ -40,7 +42,7 @@ def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
 def _trained(fate: Fate, tokens: int) -> Fate:
     fate.tokens = fate.trained = tokens
     fate.cut = 0 < tokens < fate.length
-    fate.dropped = None if tokens else "fills_no_chunk"
+    fate.dropped = None if tokens else FILLS_NO_CHUNK
     return fate
 
 

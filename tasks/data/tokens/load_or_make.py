@@ -1,21 +1,20 @@
 """The tokens of prepared rows: made once, and used by every stage and trial that would make the same ones."""
 
-import hashlib
 import json
 import logging
 import shutil
-from dataclasses import asdict
-from importlib.metadata import version
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from lineage.artifact import Kind
-from lineage.digest import DigestCache, digest_file, digest_files, digest_of
-from lineage.fingerprint import canonical_json, short
-from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
+from lineage.digest import DigestCache, digest_file
+from lineage.fingerprint import short
+from tasks.chat_template import install_chat_template
 from tasks.data.preparing.row_split import TRAIN
 from tasks.data.tokens.account import Account
 from tasks.data.tokens.packing import pack
@@ -23,17 +22,19 @@ from tasks.data.tokens.samples import sample
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.data.tokens.tokenized_rows import TokenizedRows
+from tasks.data.tokens.tokens_key import tokens_key
 from tasks.data.tokens.write_tokens import FATES, TOKENS, write_tokens
-from tasks.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES, tokenizer_of
+from tasks.models import tokenizer_of
 
 if TYPE_CHECKING:
     from tasks.method import Input
 
 logger = logging.getLogger(__name__)
 
-TOKENS_VERSION = 1  # raise it when the same rows, tokenizer and options now give other tokens
-_ACCOUNT, _SIZES = "account.json", "sizes.json"
+_ACCOUNT, _DIGESTS = "account.json", "digests.json"
+_FILES = (TOKENS, FATES, _ACCOUNT)
 _NUM_SAMPLES = 3
+_SILENT_SECONDS = 5  # that pass before waiting for another run is worth a line
 
 
 def load_or_make(
@@ -63,10 +64,10 @@ def load_or_make(
             return _read(Path(scratch))  # the file stays while it is mapped
     cache = cache_dir / "tokens"
     cache.mkdir(parents=True, exist_ok=True)
-    rows_digest = DigestCache(cache / "digests.json").digest(file)
-    entry = cache / short(_key(tokenization, rows_digest, tokenizer_dir))
-    with FileLock(f"{entry}.lock"):
-        if not _is_whole(entry):
+    digests = DigestCache(cache / "digests.json")
+    entry = cache / short(tokens_key(tokenization, digests.digest(file), tokenizer_dir))
+    with _alone_at(entry, rows.name):
+        if not _is_whole(entry, digests):
             draft = entry.with_suffix(".draft")
             for old in (entry, draft):
                 shutil.rmtree(old, ignore_errors=True)
@@ -79,35 +80,18 @@ def load_or_make(
         return _read(entry)
 
 
-def _key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path) -> str:
-    """Of all that decides the tokens; the same before and after a stage has written its chat template into a model."""
-    path = tokenizer_dir / CHAT_TEMPLATE_FILE
-    if tokenization.kind == Kind.TEXT:
-        template = ""
-    elif tokenization.chat_template:
-        template = CHAT_TEMPLATES[tokenization.chat_template]
-    else:
-        template = path.read_text() if path.exists() else ""  # else it is in a file of the tokenizer
-    decides = {
-        "rows": rows_digest,
-        "tokenizer": _tokenizer_digest(tokenizer_dir),
-        "template": template,
-        "options": {**asdict(tokenization), "chat_template": None},
-        "version": TOKENS_VERSION,
-        "tokenizers": version("tokenizers"),
-    }
-    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
-
-
-def _tokenizer_digest(directory: Path) -> str:
-    digests = {}
-    for name in TOKENIZER_FILES:
-        path = directory / name
-        if path.is_dir():
-            digests[name] = digest_of(digest_files(path))
-        elif path.exists() and name != CHAT_TEMPLATE_FILE:
-            digests[name] = digest_file(path)
-    return digest_of(digests)
+@contextmanager
+def _alone_at(entry: Path, name: str) -> Iterator[None]:
+    lock = FileLock(f"{entry}.lock")
+    try:
+        lock.acquire(timeout=_SILENT_SECONDS)
+    except Timeout:
+        logger.info("rows_of=%s tokens=%s state=waiting for another run that makes these tokens", name, entry)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
@@ -123,16 +107,15 @@ def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: 
     if tokenization.packing and account.num_examples:
         account.packed, account.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
     (directory / _ACCOUNT).write_text(account.to_json())
-    sizes = {name: (directory / name).stat().st_size for name in (TOKENS, FATES, _ACCOUNT)}
-    (directory / _SIZES).write_text(json.dumps(sizes))
+    (directory / _DIGESTS).write_text(json.dumps({name: digest_file(directory / name) for name in _FILES}))
 
 
-def _is_whole(entry: Path) -> bool:
-    """Whether an entry is there and every file of it as long as it was."""
+def _is_whole(entry: Path, digests: DigestCache) -> bool:
+    """Whether an entry is there and every file of it as it was written."""
     try:
-        sizes: dict[str, int] = json.loads((entry / _SIZES).read_text())
-        return all((entry / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
+        stated = json.loads((entry / _DIGESTS).read_text())
+        return bool(stated == {name: digests.digest(entry / name) for name in _FILES})
+    except (OSError, ValueError):
         return False
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, DataError
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import Encoder, common_prefix, encoder_of
 from tasks.data.tokens.fate import Fate
@@ -41,7 +41,7 @@ class RowTokenizer:
     """Makes tokens of rows, each for itself. Can be pickled.
 
     Args:
-        renderer: None: the tokenizer has no chat template, and text needs none.
+        renderer: None: the tokenizer has no chat template, or texts need none.
         end_of_document: the token after a text.
     """
 
@@ -56,7 +56,7 @@ class RowTokenizer:
         return RowTokenizer(
             tokenization=tokenization,
             encoder=encoder_of(tokenizer),
-            renderer=Renderer.of(tokenizer) if tokenizer.chat_template is not None else None,
+            renderer=Renderer.of(tokenizer) if tokenizer.chat_template and tokenization.kind != Kind.TEXT else None,
             bos=tokenizer.bos_token_id,
             end_of_document=tokenizer.convert_tokens_to_ids(end_of_document(tokenizer)),
         )
@@ -124,6 +124,11 @@ class RowTokenizer:
         if self.renderer is None:
             raise ConfigError(_NO_TEMPLATE.format(model="the model"))
         messages = [message for column in columns for message in messages_of(row[column])]
+        if not any(message["role"] == "assistant" for message in messages_of(row[columns[-1]])):
+            raise DataError(
+                f"row {row['row_id']}: the assistant says nothing in its {columns[-1]}; at least one message of the "
+                "assistant is accepted; add the answer, or remove the row"
+            )
         return self.renderer.turns(messages, tools_of(row), str(row["row_id"]))
 
     def _head(self, ids: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lineage.errors import DataError
 from tasks.data.tokens.account import Account
+from tasks.data.tokens.chunks import FILLS_NO_CHUNK
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,15 +51,14 @@ class TokenizedRows:
         Args:
             previous_percent: of the last run; None: there is none.
         Raises:
-            DataError: nothing is trained, or less than half of what was.
+            DataError: it is less than half of what it was.
         """
         percent = self.account.trained_percent
-        if percent == 0 or (previous_percent is not None and percent < previous_percent / 2):
-            before = f", and the last run trained {previous_percent:.3g} %" if previous_percent is not None else ""
+        if previous_percent is not None and percent < previous_percent / 2:
             raise DataError(
-                f"{percent:.3g} % of the tokens get loss{before}; at least half of the last run's share is accepted; "
-                "look at the samples in the log, and mend the rows, the chat template or max_length; or accept it: "
-                f"accept_label_drop=[{stage}]"
+                f"{percent:.3g} % of the tokens get loss, and the last run trained {previous_percent:.3g} %; at least "
+                "half of the last run's share is accepted; look at the samples in the log, and mend the rows, the chat "
+                f"template or max_length; or accept it: accept_label_drop=[{stage}]"
             )
 
 
@@ -70,10 +70,7 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
     """
     account = result.account
     if not len(result):
-        raise DataError(
-            f"no row of {rows.name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "
-            "were left out; raise max_length, or check that the rows have answers that fit it"
-        )
+        raise _nothing_to_train(account, rows.name, max_length)
     shares = " ".join(f"{name}={value:g}" for name, value in account.metrics.items())
     lengths = " ".join(f"length_{name}={value}" for name, value in account.quantiles.items())
     logger.info("rows_of=%s max_length=%d %s %s", rows.name, max_length, shares, lengths)
@@ -85,3 +82,15 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
         logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
     for sample in account.samples:
         logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)
+
+
+def _nothing_to_train(account: Account, name: str, max_length: int) -> DataError:
+    if FILLS_NO_CHUNK in account.dropped:
+        return DataError(
+            f"all texts of {name!r} together are {account.length} tokens, less than one chunk of "
+            f"max_length={max_length}; lower max_length, or give more text"
+        )
+    return DataError(
+        f"no row of {name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "
+        "were left out; raise max_length, or check that the rows have answers that fit it"
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import DataError
+from tasks.data.batches import row_batches
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.tokens.account import MAX_NAMED, Account
 from tasks.data.tokens.chunks import chunked
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 TOKENS, FATES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
 _ROWS_PER_PART = 256
-_BYTES_PER_PART = 2**22
 _PARTS_INLINE = 16  # fewer are done before a process has started
 _READ = {
     Kind.TEXT: ("row_id", "text"),
@@ -83,23 +83,10 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 
 
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
-    import pyarrow.parquet as pq
-
-    file, kind = pq.ParquetFile(rows), tokenizer.tokenization.kind
-    columns = [name for name in _READ[kind] if name in file.schema_arrow.names]
-    batches = (part for batch in file.iter_batches(_ROWS_PER_PART, columns=columns) for part in _small(batch))
+    kind = tokenizer.tokenization.kind
+    batches = row_batches(rows, _ROWS_PER_PART, _READ[kind])
     parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers, inline_below=_PARTS_INLINE)
     return chunked(parts, tokenizer.tokenization.max_length) if kind == Kind.TEXT else parts
-
-
-def _small(rows: "pa.RecordBatch") -> Iterator["pa.RecordBatch"]:
-    """Rows in parts that fit memory: a token takes ten times the memory of its text while it is made."""
-    import pyarrow as pa
-
-    count = max(1, len(rows) * _BYTES_PER_PART // max(rows.nbytes, _BYTES_PER_PART))
-    for place in range(0, len(rows), count):
-        # A copy: a slice would go to its process with all of the rows.
-        yield rows if count == len(rows) else pa.concat_batches([rows.slice(place, count)])
 
 
 def _refusal(account: Account, too_long: Sequence[Fate], max_length: int) -> DataError:

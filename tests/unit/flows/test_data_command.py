@@ -1,52 +1,22 @@
 """``posttrain data``, in process: what it prints of good rows, bad ones, and of what is no rows at all."""
 
 import json
-import re
 
 import pytest
 
-from flows.__main__ import main
+from tests.data_command import call as call  # a fixture
+from tests.data_command import lines, texts, told
 
 
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def texts(count):
-    return [{"text": f"row {place} says something of its own: {place * 7919}"} for place in range(count)]
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """Writes files, calls the command beside them, and returns its exit code and both outputs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    (tmp_path / "scratch").mkdir()
-
-    def called(*words, **files):
-        for name, text in files.items():
-            (tmp_path / name.replace("_", ".")).write_text(text)
-        code = main(["data", *words])
-        return code, *capsys.readouterr()
-
-    return called
-
-
-def told(output):
-    """The lines without the padding of columns."""
-    return [re.sub(r"\s+", " ", line).strip() for line in output.splitlines()]
-
-
-def test_good_rows_are_told_and_nothing_is_left_behind(call, tmp_path):
+def test_good_rows_are_told(call):
     code, out, err = call("a.jsonl", a_jsonl=lines([*texts(200), texts(1)[0]]))
 
     assert code == 0 and err == "reading a.jsonl\n"
     shown = told(out)
     assert shown[0] == "a.jsonl"
-    assert "format text (text is a string: 201 of 201 rows looked at)" in shown
+    assert "format text (has text: 201 of 201 rows looked at)" in shown
     assert "text -> the document" in shown and "rows 201 read, 201 used" in shown and "duplicates 1" in shown
     assert any(line.startswith("lengths of 201 rows half have at most") for line in shown)
-    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_json_is_one_object_that_holds_the_report(call):
@@ -58,19 +28,16 @@ def test_json_is_one_object_that_holds_the_report(call):
     assert sum(report["lengths"]["counts"]) == 200
 
 
-def test_a_bad_row_ends_with_2_its_place_and_a_file_of_rejects_and_the_report_all_the_same(call):
+def test_a_bad_row_ends_with_2_its_place_and_the_report_all_the_same(call):
     code, out, err = call("a.jsonl", a_jsonl=lines([*texts(200), {"text": 5}]))
 
     assert code == 2
     assert "left out not text: 1" in told(out)
-    assert (
+    assert err.endswith(
         "posttrain: 1 of 201 rows cannot be used:\n"
         '  a.jsonl:201: text is the number 5; accepted: {"text": "..."}; write a string\n'
-    ) in err
-    rejects = re.search(r"all of them are in (\S+);", err)
-    assert rejects
-    with open(rejects.group(1)) as file:
-        assert json.loads(file.read())["where"] == "a.jsonl:201"
+        "all of them are in rejects.jsonl, which --out DIR keeps; mend them, or leave them out with max_bad_rows=1\n"
+    )
 
 
 def test_bad_rows_that_are_allowed_are_shown_and_end_with_0(call):
@@ -94,7 +61,7 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
 
     assert (code, out) == (2, "")
     assert err == (
-        "posttrain: a.jsonl: two formats fit: text (text is a string), alpaca (instruction and output are strings); "
+        "posttrain: a.jsonl: two formats fit: text (has text), alpaca (has instruction and output); "
         "say which with format=NAME (sources.NAME.format=...)\n"
     )
 
@@ -105,24 +72,28 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
         (["empty.jsonl"], "empty.jsonl is empty (0 bytes)"),
         (["nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
         (["kind=text"], "no rows are named; give a file"),
-        (["a.jsonl", "formt=text"], "formt: unknown key; accepted: "),
         (["a.jsonl", "formt=text"], "did you mean format?"),
         (["a.jsonl", "held_out=yes"], "held_out"),
         (["a.jsonl", "max_bad_rows=-1"], "max_bad_rows=-1: input should be greater than or equal to 0"),
         (["a.jsonl", "kind=pictures"], 'kind="pictures": input should be'),
         (["a.jsonl", "columns={a: [b}"], "key=value is accepted"),
         (["source:corpsu"], "the configuration has no such source; there are: corpus, instructions, preferences;"),
-        (["a.jsonl", "kind=preferences"], "which gives text; this stage makes preferences"),
+        (["a.jsonl", "kind=rows"], "kind=rows: no data stage makes it; accepted: text, conversations, preferences"),
+        (["a.jsonl", "max_length=9"], "max_length=9: it is of tokens, which nothing but a model makes; state model="),
+        (["a.jsonl", "chat_template=chatml"], "chat_template=chatml: it is of tokens, which nothing but a model"),
+        (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through none, as"),
+        (["prompts.jsonl", "max_length=9", "model=."], "max_length=9: of prompts it is not told what would be trained"),
+        (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; state a share for each"),
         (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
-        (["a.jsonl", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: cannot be written"),
-        (["a.jsonl", "--against", "empty.jsonl"], "empty.jsonl is empty"),
-        (["a.jsonl", "--against", "bad.jsonl"], "1 of 2 rows cannot be used"),
+        (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),
+        (["a.jsonl", "max-length=5"], "did you mean max_length?"),
+        (["a.jsonl", "--against", "nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
     ],
 )
 def test_what_cannot_be_is_refused_with_2(call, words, message):
-    bad = lines([*texts(1), {"text": None}])
+    prompts = lines([{"prompt": f"What is {place}?"} for place in range(9)])
 
-    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="", bad_jsonl=bad)
+    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="", prompts_jsonl=prompts)
 
     assert code == 2 and message in err and "Traceback" not in err
 
@@ -147,19 +118,24 @@ def test_several_sources_are_prepared_together(call):
     assert [source["path"] for source in report["sources"].values()] == ["a.jsonl", "b.jsonl"]
 
 
-def test_rows_that_are_measured_on_elsewhere_are_named(call):
-    trained, measured = texts(100), [{"text": "only here"}, texts(8)[7]]
+def test_what_a_directory_holds_of_other_splits_is_told_once(call, tmp_path):
+    (tmp_path / "rows").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "rows" / f"{split}.jsonl").write_text(lines(texts(30)))
+    code, _, err = call("rows", "--json")
 
-    code, out, err = call("a.jsonl", "--against", "b.jsonl", "--json", a_jsonl=lines(trained), b_jsonl=lines(measured))
-
-    report = json.loads(out)
-    assert code == 0 and report["leaked_rows"] == 1 and "reading b.jsonl" in err
-    [overlap] = report["leakage"]
-    assert (overlap["kind"], overlap["train_set"], overlap["held_out_set"]) == ("exact", "a.jsonl", "b.jsonl")
-    assert overlap["train_row_id"] == overlap["held_out_row_id"]
+    assert code == 0
+    assert err.count("rows: split=train is read; not read, being of other splits by name: test.jsonl\n") == 1
 
 
-def test_a_page_is_written(call, tmp_path):
-    code, _, _ = call("a.jsonl", "--html", "a.html", a_jsonl=lines(texts(100)))
+def test_what_a_function_prints_is_not_in_the_json(call):
+    code = "def rows():\n    print('hello')\n    for i in range(30): yield {'text': f'row {i} of {i * 7919}'}\n"
+    code, out, err = call("python:a.py:rows", "allow_code=true", "--json", a_py=code)
 
-    assert code == 0 and "<svg" in (tmp_path / "a.html").read_text()
+    assert code == 0 and json.loads(out)["rows"] == 30 and "hello\n" in err
+
+
+def test_a_function_that_ends_the_process_is_refused(call):
+    code, _, err = call("python:a.py:rows", "allow_code=true", a_py="import sys\ndef rows(): sys.exit(0)\n")
+
+    assert code == 2 and "a.py:2: SystemExit: 0; mend the function" in err

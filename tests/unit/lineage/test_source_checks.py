@@ -30,6 +30,9 @@ def hub(**fields) -> Source:
         (hub(kind=Kind.CHECKPOINT, columns={"a": "text"}), r"sources.rows.columns: it says how rows are read"),
         (hub(kind=Kind.CHECKPOINT, streaming=True), r"sources.rows.streaming: it says how rows are read"),
         (hub(credentials={"key": "KEY"}), r"sources.rows.credentials: owner/name is read without any"),
+        (hub(allow_code=True), r"sources.rows.allow_code=true: owner/name runs no code; .*; remove allow_code"),
+        (Source(path=__file__, allow_code=True), r"sources.rows.allow_code=true: .* runs no code"),
+        (Source(path=__file__, revision="abc"), r"sources.rows.revision=abc: .* has no revisions; .*remove revision"),
         (Source(path="quickstart:corpus", streaming=True, sample_count=1), "quickstart:corpus is no hub data set"),
         (Source(path="memory://a.jsonl", streaming=True, sample_count=1), "memory://a.jsonl is no hub data set"),
     ],
@@ -52,6 +55,15 @@ def test_a_bounded_stream_is_pinned(bound, tmp_path):
     assert pin(hub(streaming=True, **bound), tmp_path).source.streaming
 
 
+def test_what_was_pinned_can_be_pinned_again(tmp_path):
+    """As it is before a stage starts; the revision is then our own."""
+    (tmp_path / "a.py").write_text("def rows(): ...")
+    for source in (Source(path="quickstart:corpus"), Source(path=f"python:{tmp_path}/a.py:rows", allow_code=True),
+                   Source(path=str(tmp_path))):  # fmt: skip
+        pinned = pin(source, tmp_path)
+        assert pin(pinned.source, tmp_path).fingerprint == pinned.fingerprint
+
+
 @pytest.mark.parametrize(
     "stated",
     [
@@ -69,7 +81,7 @@ def test_how_rows_are_read_is_identity_and_recorded(stated, tmp_path):
 
 def test_execution_is_not_identity(tmp_path):
     plain = pin(hub(sample_count=5), tmp_path)
-    assert pin(hub(sample_count=5, labels=("nc",), allow_code=True), tmp_path).fingerprint == plain.fingerprint
+    assert pin(hub(sample_count=5, labels=("nc",)), tmp_path).fingerprint == plain.fingerprint
 
 
 def test_a_sample_of_a_stream_is_another_one_than_that_of_all_rows(tmp_path):

@@ -152,6 +152,11 @@ def test_mistakes_of_two_fields(overrides, message):
         toy(*overrides)
 
 
+def test_mistakes_of_a_methods_fields_together_name_the_stage():
+    with pytest.raises(ConfigError, match=r"^stages.sft.method: max_prompt_length=2048 leaves no room"):
+        load_pipeline(["stages.sft.method.max_prompt_length=2048", "stages.sft.method.max_length=2048"])
+
+
 def test_a_mandatory_value_that_nobody_gave():
     with pytest.raises(ConfigError, match=r"sources.rows.path: has no value; state sources.rows.path="):
         load_pipeline(["pipeline=toy", "model=none"], CONF)

@@ -92,7 +92,8 @@ def test_a_run_whose_stages_are_made_is_done_and_a_pruned_trial_is_no_failure(pl
 
 def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
     extra = replace(plan.stage("data"), name="extra")
-    wide = replace(plan, stages=[extra, *plan.stages])
+    pipeline = replace(plan.pipeline, stages={"extra": extra.stage, **plan.pipeline.stages})
+    wide = replace(plan, pipeline=pipeline, stages=[extra, *plan.stages])
     with Journal(wide, [], Recorded(), wide.stale).open():
         assert the_note(plan).stages["model"].after == ["extra", "data"]
 

@@ -42,6 +42,11 @@ def test_few_items_start_no_process() -> None:
     assert {process for _, process in ordered_map(slow_first, [3, 4], 1, inline_below=1)} == {os.getpid()}
 
 
+def test_there_are_no_more_processes_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert {process for _, process in ordered_map(slow_first, [3, 4], 64, inline_below=1)} == {os.getpid()}
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) -> None:
     results = ordered_map(refuse_three, range(9), workers, inline_below=1)

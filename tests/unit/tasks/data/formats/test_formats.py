@@ -48,6 +48,9 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
     "messages": [
         ({"messages": [S, Q, A, Q, B]}, {"messages": [S, Q, A, Q, B]}),
         ({"messages": [Q, A, Q]}, {"messages": [Q, A, Q]}),
+        ({"messages": [{**Q, "role": "Human"}, {**A, "role": "Assistant"}]}, {"messages": [Q, A]}),
+        ({"messages": [{**Q, "role": "prompter"}, {**A, "role": "assistant"}]}, {"messages": [Q, A]}),
+        ({"messages": json.dumps([Q, A]), "tools": ""}, {"messages": [Q, A]}),
         (
             {"messages": [{**Q, "name": None, "tool_calls": []}, {**A, "weight": 1}], "tools": None},
             {"messages": [Q, A]},
@@ -129,7 +132,7 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
         ({"conversations": [said("human", "q"), said("gpt", "a")], "id": "x"}, {"messages": [Q, A]}),
         *(
             ({"conversations": [said("user", "q"), said(who, "a")], "system": "s"}, {"messages": [S, Q, A]})
-            for who in ("assistant", "chatgpt", "bing", "bard")
+            for who in ("assistant", "chatgpt", "bing", "bard", "GPT", "model", "ai", "Bot")
         ),
         *(
             (
@@ -177,16 +180,22 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
             {"prompt": [S, Q], "chosen": [A], "rejected": [B], "kind": None, "tools": TOOLS},
         ),
         (
-            {"chosen": [S, Q, A, Q, A], "rejected": [S, Q, A, Q, B]},
-            {"prompt": [S, Q, A, Q], "chosen": [A], "rejected": [B], "kind": None},
-        ),
-        (
             {"prompt": "q", "chosen": [S, Q, A], "rejected": [S, Q, B]},
             {"prompt": [S, Q], "chosen": [A], "rejected": [B], "kind": None},
         ),
         (
             {"prompt": "q", "chosen": [CALLING], "rejected": "b"},
             {"prompt": [Q], "chosen": [CALLING], "rejected": [B], "kind": None},
+        ),
+    ],
+    "implicit_preference": [
+        (
+            {"chosen": [S, Q, A, Q, A], "rejected": [S, Q, A, Q, B]},
+            {"prompt": [S, Q, A, Q], "chosen": [A], "rejected": [B], "kind": None},
+        ),
+        (
+            {"chosen": "q a", "rejected": "q b"},
+            {"prompt": [Q], "chosen": [assistant(" a")], "rejected": [assistant(" b")], "kind": None},
         ),
     ],
     "sharegpt_ranking": [
@@ -211,9 +220,17 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
     ],
     "oumi_preference": [
         (
-            {"messages": [S, Q], "chosen": {"messages": [A]}, "rejected": {"messages": [B]}},
+            {"messages": [S, Q], "chosen": {"messages": [A], "metadata": {"n": 1}}, "rejected": {"messages": [B]}},
             {"prompt": [S, Q], "chosen": [A], "rejected": [B], "kind": None},
-        )
+        ),
+        (
+            {"messages": [S, Q], "chosen": "a", "rejected": [B], "kind": ""},
+            {"prompt": [S, Q], "chosen": [A], "rejected": [B], "kind": None},
+        ),
+        (
+            {"messages": [S, Q], "chosen": A, "rejected": B},
+            {"prompt": [S, Q], "chosen": [A], "rejected": [B], "kind": None},
+        ),
     ],
     "unpaired": [
         *(

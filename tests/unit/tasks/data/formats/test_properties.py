@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.remarks import remarks
+from tasks.data.formats.values import is_blank
 from tasks.data.schema import messages_of
 
 Row = dict[str, object]
@@ -19,7 +20,7 @@ Turn = dict[str, str]
 
 # Text as people write it: any characters, something in it, no half pairs, no marks of tool calls or of thinking.
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
-    lambda text: text.strip() and "<" not in text
+    lambda text: not is_blank(text) and "<" not in text
 )
 
 
@@ -85,7 +86,7 @@ ANSWERED: dict[str, Callable[[list[Turn], Turn, Turn], tuple[str, Row]]] = {
         "preference", {"prompt": asked, "chosen": chosen["content"], "rejected": [rejected]},
     ),
     "implicit prompt": lambda asked, chosen, rejected: (
-        "preference", {"chosen": [*asked, chosen], "rejected": [*asked, rejected]},
+        "implicit_preference", {"chosen": [*asked, chosen], "rejected": [*asked, rejected]},
     ),
     "sharegpt_ranking": lambda asked, chosen, rejected: (
         "sharegpt_ranking",
@@ -158,6 +159,7 @@ GOOD: dict[str, Row] = {
     "reasoning": {"problem": "w0", "thinking": "w1", "solution": "w2"},
     "function_calling": {"query": "w0", "tools": [TOOL], "answers": [CALL]},
     "preference": {"prompt": ASKED, "chosen": "w7", "rejected": [REJECTED], "kind": "w9"},
+    "implicit_preference": {"chosen": [*ASKED, CHOSEN], "rejected": [*ASKED, REJECTED], "kind": "w9"},
     "sharegpt_ranking": {
         "conversations": [{"from": "human", "value": "w0"}], "chosen": {"from": "gpt", "value": "w1"},
         "rejected": {"from": "gpt", "value": "w2"},

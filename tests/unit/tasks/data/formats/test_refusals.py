@@ -38,6 +38,7 @@ SHAREGPT = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt"
 REASONING = '{"problem": "...", "thinking": "...", "solution": "..."}'
 XLAM = '{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}'
 PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages'
+IMPLICIT = '{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike'
 RANKING = (
     '{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
     '"rejected": {"from": "gpt", "value": "..."}}'
@@ -55,8 +56,10 @@ JUDGED = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant"
 PROMPTS = '{"prompt": "..."}, a string or a list of messages'
 TOOLS = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or that as JSON text'
 CALLS = 'a list of {"name": ..., "arguments": {...}}, bare or as "function" of {"type": "function"}'
-ROLES = "system, user, assistant, tool, developer, function"
-SHAREGPT_ROLES = f"{ROLES}, human, gpt, chatgpt, bing, bard, observation, function_response, function_call"
+ROLES = (
+    "system, user, assistant, tool, developer, function, human, prompter, gpt, chatgpt, bing, bard, model, ai, bot, "
+    "observation, function_response, function_call"
+)
 RENAME = "add {0!r} or rename the field that holds it"
 STRING, FILL, LIST, ORDER = (
     "write a string",
@@ -91,7 +94,7 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             "add 'role'", "unknown role",
         ),
         (
-            {"messages": [Q, {"role": "gpt", "content": "a"}]}, "messages[1] has the role 'gpt'", ROLES,
+            {"messages": [Q, {"role": "critic", "content": "a"}]}, "messages[1] has the role 'critic'", ROLES,
             "rename the role or remove the row", "unknown role",
         ),
         (
@@ -103,6 +106,8 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             "add 'content'", "no answer",
         ),
         ({"messages": [Q, {**A, "content": " "}]}, "messages[1] content is empty", CHAT, FILL, "no answer"),
+        ({"messages": [Q, {**A, "content": "\u200b"}]}, "messages[1] content is empty", CHAT, FILL, "no answer"),
+        ({"messages": [Q, {**A, "content": "\ufeff \u200b"}]}, "messages[1] content is empty", CHAT, FILL, "no answer"),
         ({"messages": [Q, {**A, "content": None}]}, "messages[1] content is null", CHAT, STRING, "no answer"),
         (
             {"messages": [Q, {**A, "content": True}]}, "messages[1] content is the boolean true", CHAT, STRING,
@@ -170,7 +175,7 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
         ),
         (
             {"messages": [Q, {**A, "content": "<tool_call>{}"}]},
-            "messages[1] content has <tool_call> without </tool_call>", "calls that end",
+            "messages[1] content has <tool_call> without </tool_call>", "calls that begin and end",
             "close the call or remove the row", "unclosed tool call",
         ),
         (
@@ -306,7 +311,7 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
         (
             {"conversations": [human("q"), {"from": "narrator", "value": "a"}]},
             "conversations[1] has the role 'narrator'",
-            SHAREGPT_ROLES,
+            ROLES,
             "rename the role or remove the row", "unknown role",
         ),
         ({"conversations": [human("q"), gpt(None)]}, "conversations[1] value is null", SHAREGPT, STRING, "no answer"),
@@ -388,16 +393,28 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             "chosen has messages of user, assistant", "one assistant message", "move what precedes it to prompt",
             "wrong role order",
         ),
+        ({"prompt": "q", "chosen": None, "rejected": "b"}, "chosen is null", PAIR, STRING, "no answer"),
+    ],
+    "implicit_preference": [
         (
             {"chosen": [Q, A], "rejected": [{**Q, "content": "other"}, A]},
-            "chosen and rejected have no common beginning, and there is no prompt", PAIR,
+            "chosen and rejected have no common beginning, and there is no prompt", IMPLICIT,
             "add the prompt, or mend what both answer", "empty prompt",
         ),
         (
-            {"chosen": [Q, A], "rejected": [Q, A]}, "chosen and rejected are the same", PAIR,
+            {"chosen": [Q, A], "rejected": [Q, A]}, "chosen and rejected are the same", IMPLICIT,
             "there is nothing to prefer: remove the row", "nothing to prefer",
         ),
-        ({"prompt": "q", "chosen": None, "rejected": "b"}, "chosen is null", PAIR, STRING, "no answer"),
+        ({"chosen": "q a", "rejected": None}, "rejected is null", IMPLICIT, "write both alike", "no answer"),
+        (
+            {"chosen": "q a", "rejected": [Q, A]}, "chosen is the text 'q a'", IMPLICIT, "write both alike",
+            "not of the format",
+        ),
+        (
+            {"chosen": "", "rejected": ""}, "chosen and rejected have no common beginning, and there is no prompt",
+            IMPLICIT, "add the prompt, or mend what both answer", "empty prompt",
+        ),
+        ({"chosen": "q a"}, "no field 'rejected' (fields: chosen)", IMPLICIT, RENAME.format("rejected"), "no answer"),
     ],
     "sharegpt_ranking": [
         (
@@ -431,8 +448,9 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
     ],
     "oumi_preference": [
         (
-            {"messages": [Q], "chosen": [A], "rejected": {"messages": [A]}}, "chosen is a list", OUMI,
-            "write an object with messages", "not of the format",
+            {"messages": [Q], "chosen": [Q, A], "rejected": {"messages": [A]}},
+            "chosen has messages of user, assistant",
+            "one assistant message", "move what precedes it to prompt", "wrong role order",
         ),
         (
             {"messages": [Q], "chosen": {}, "rejected": {"messages": [A]}}, "no field 'messages' (fields: none)", OUMI,
@@ -511,6 +529,7 @@ def test_a_message_can_be_written_whatever_it_quotes() -> None:
 def test_a_group_is_a_name() -> None:
     assert check_group({"group": "g"}) == "g"
     assert check_group({}) is None
+    assert check_group({"group": ""}) is None, "the cell of a table may be empty"
     with pytest.raises(BadRowError) as refusal:
         check_group({"group": 1})
     assert str(refusal.value) == (

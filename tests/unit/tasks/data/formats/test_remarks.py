@@ -10,12 +10,16 @@ CONTROL, NUL, REPLACED = "control characters", "NUL characters", "replacement ch
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("plain\ttext\r\n, Grüße 世界 \u0085", ()),
+        ("plain\ttext\r\n, Grüße 世界 \u00a0\u200d", ()),
         ("a\x07", (CONTROL,)),
         ("a\x7f", (CONTROL,)),
         ("a\0", (NUL,)),
         ("a\0\x1b\ufffd", (NUL, CONTROL, REPLACED)),
         ("na\ufffdve", (REPLACED,)),
+        ("a\x07\x85", (CONTROL,)),
+        ("a\ufeffb", ("byte order marks U+FEFF",)),
+        ("\u202eab", ("bidirectional controls",)),
+        ("\u2066ab\u2069", ("bidirectional controls",)),
     ],
 )
 def test_odd_characters_are_remarked_wherever_they_are(text: str, found: tuple[str, ...]) -> None:
@@ -26,7 +30,7 @@ def test_odd_characters_are_remarked_wherever_they_are(text: str, found: tuple[s
     assert remarks({"prompt": [asked], "completion": [answered], "label": True}) == found
 
 
-@pytest.mark.parametrize("code", [*range(1, 9), 11, 12, *range(14, 32), 127])
+@pytest.mark.parametrize("code", [*range(1, 9), 11, 12, *range(14, 32), *range(127, 160)])
 def test_every_control_character_is_remarked(code: int) -> None:
     assert remarks({"text": f"a{chr(code)}b"}) == (CONTROL,)
 

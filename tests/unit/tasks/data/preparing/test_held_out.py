@@ -1,12 +1,13 @@
 """How many rows are held out, and that no row changes its side as rows are added."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lineage.errors import ConfigError, DataError
-from tasks.prepare_data import PrepareText
-from tests.prepared import numbered, prepare, report, side, texts
+from tasks.prepare_data import PrepareConversations, PrepareText
+from tests.prepared import SIDES, Fields, numbered, prepare, report, side, texts
 
 
 def test_a_count_holds_out_as_many_rows_and_leaves_as_many_between_the_sides(tmp_path: Path) -> None:
@@ -42,6 +43,13 @@ def test_no_row_is_trained_on_after_it_was_held_out_or_the_other_way(
     assert before["train"] <= after["train"]
 
 
+@pytest.mark.parametrize("grown", [2000, 5000])
+def test_no_row_is_held_out_after_it_was_trained_on_however_much_a_set_grows(tmp_path: Path, grown: int) -> None:
+    prepare(tmp_path, PrepareText(held_out=50), numbered(1000), "before")
+    prepare(tmp_path, PrepareText(held_out=50), numbered(grown), "after")
+    assert not set(texts(tmp_path, "train", "before")) & set(texts(tmp_path, "held_out", "after"))
+
+
 @pytest.mark.parametrize("count", [150, 200])
 def test_a_count_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, count: int) -> None:
     with pytest.raises(DataError, match=rf"^held_out={count} of \d+ rows leaves none to train on; give more rows"):
@@ -71,3 +79,43 @@ def test_copies_of_a_row_are_on_one_side_whatever_their_groups(tmp_path: Path) -
     ids = [str(row["row_id"]) for name in ("train", "held_out") for row in side(tmp_path, name)]
     assert len(set(ids)) == 300
     assert sum(row_id.endswith("-2") for row_id in ids) == 100
+
+
+def test_a_copy_that_is_not_where_its_group_is_is_told(tmp_path: Path) -> None:
+    rows = [{"text": f"row {index % 100}", "group": f"g{index}"} for index in range(300)]
+    prepare(tmp_path, PrepareText(held_out=0.5), rows)
+    grouped = [{"text": f"row {index % 100}", "group": f"g{index % 100}"} for index in range(300)]
+    prepare(tmp_path, PrepareText(held_out=0.5), grouped, "one group")
+    found = report(tmp_path)["sources"]["rows"]["remarks"]  # type: ignore[index]
+    told = found["away from its group, beside the row that it is a copy of"]
+    assert 60 <= told["count"] <= 140
+    written = {row["row_id"] for name in ("train", "held_out") for row in side(tmp_path, name)}
+    assert len(told["places"]) == 5 and {*told["places"]} <= written
+    assert report(tmp_path, "one group")["sources"]["rows"]["remarks"] == {}  # type: ignore[index]
+
+
+QUESTIONS = {
+    "prompt_completion": lambda question, answer: {"prompt": question, "completion": answer},
+    "alpaca": lambda question, answer: {"instruction": question, "output": answer},
+    "messages": lambda question, answer: {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    },
+}
+
+
+@pytest.mark.parametrize("row", QUESTIONS.values(), ids=QUESTIONS)
+def test_all_answers_to_one_question_are_on_one_side(tmp_path: Path, row: Callable[[str, str], Fields]) -> None:
+    prepare(tmp_path, PrepareConversations(held_out=0.3), [row(f"q{index % 40}", f"a{index}") for index in range(200)])
+    train, held_out = ({found["messages"][0]["content"] for found in side(tmp_path, name)} for name in SIDES)  # type: ignore[index]
+    assert len(train) + len(held_out) == 40 and train and held_out
+
+
+def test_a_system_prompt_moves_no_row(tmp_path: Path) -> None:
+    rows = [QUESTIONS["messages"](f"q{index}", "a") for index in range(100)]
+    for out, prompt in (("without", None), ("with", "Be brief.")):
+        prepare(tmp_path, PrepareConversations(held_out=0.3, system_prompt=prompt), rows, out)
+    without, given = (
+        {row["messages"][-2]["content"] for row in side(tmp_path, "held_out", out)}  # type: ignore[index]
+        for out in ("without", "with")
+    )
+    assert without == given

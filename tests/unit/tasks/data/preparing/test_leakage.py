@@ -9,6 +9,7 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.data.preparing.leakage import NamedSet, find
+from tasks.data.preparing.prompt_texts import prompts_of
 from tasks.data.schema import schema
 
 
@@ -17,16 +18,21 @@ def words(seed, count=100):
     return [f"w{generator.randrange(20_000)}" for _ in range(count)]
 
 
+def turns(said):
+    """Turns, or the one of a user."""
+    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+
 @pytest.fixture
 def rows(tmp_path):
-    """Writes a set of rows of some kind; a text for each id."""
+    """Writes a set of rows of some kind; a text or turns for each id."""
 
     def written(name, texts, kind=Kind.TEXT):
         columns = {
             Kind.TEXT: lambda text: {"text": text},
-            Kind.CONVERSATIONS: lambda text: {"messages": [{"role": "user", "content": text}]},
+            Kind.CONVERSATIONS: lambda text: {"messages": turns(text)},
             Kind.PREFERENCES: lambda text: {
-                "prompt": [{"role": "user", "content": text}], "kind": "wrong",
+                "prompt": turns(text), "kind": "wrong",
                 **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
             },
         }[kind]  # fmt: skip
@@ -101,6 +107,49 @@ def test_what_many_held_out_rows_share_is_their_template_and_no_leak(rows, leaks
     assert count == 10 and {each.kind for each in overlaps} == {"n-gram"}
 
 
+def test_a_row_that_says_nothing_but_what_many_say_is_compared_all_the_same(rows, leaks):
+    text = " ".join(words(0, 60))
+    train = rows("train", {"t": f"{text} and more"})
+
+    count, overlaps = leaks([train], [rows("held_out", {f"h{place}": text for place in range(12)})])
+
+    assert count == 12 and {each.kind for each in overlaps} == {"n-gram"}
+
+
+def test_a_prompt_that_is_answered_otherwise_or_in_another_kind_is_found(rows, leaks):
+    asked = {"role": "user", "content": "What is 1 + 1?"}
+
+    def answer(text):
+        return {"role": "assistant", "content": text}
+
+    told, long = {"role": "system", "content": "Be brief."}, " ".join(words(0))
+    train = rows("train", {
+        "said": [told, asked, answer(long)],
+        "earlier": [asked, answer("2"), {"role": "user", "content": "And 2 + 2?"}, answer("4")],
+        "other": [told, {**asked, "content": "What is 1 - 1?"}, answer("0")],
+    }, Kind.CONVERSATIONS)  # fmt: skip
+    exam = [
+        rows("chats", {"c0": [asked, answer("Two.")], "c1": [told, answer("Hi")]}, Kind.CONVERSATIONS),
+        rows("pairs", {"p0": [asked]}, Kind.PREFERENCES),
+        rows("texts", {"x0": "what is 1 + 1? ", "x1": "What is 1 * 1?"}),
+    ]
+
+    count, overlaps = leaks([train], exam)
+
+    found = [("prompt", "c0", "said"), ("prompt", "p0", "said"), ("prompt", "x0", "said")]
+    assert count == 3 and described(overlaps) == found
+
+
+def test_a_part_of_a_set_asks_what_its_own_rows_ask(rows):
+    turns = [{"role": role, "content": f"{role} {place}"} for place in range(2) for role in ("user", "assistant")]
+    written = rows("rows", {"a": turns, "b": turns[:1], "c": turns[1:2], "d": []}, Kind.CONVERSATIONS)
+    (batch,) = pq.ParquetFile(written.file).iter_batches()
+
+    whole = ["user 0\nassistant 0\nuser 1", "user 0", "", ""]
+    assert prompts_of(batch).to_pylist() == whole
+    assert prompts_of(batch.slice(1)).to_pylist() == whole[1:]
+
+
 @pytest.mark.parametrize("kind", [Kind.CONVERSATIONS, Kind.PREFERENCES])
 def test_rows_of_other_kinds_are_compared_by_what_is_said_in_them(rows, leaks, kind):
     text = " ".join(words(0))
@@ -118,7 +167,7 @@ def test_every_pair_of_sets_is_compared_and_all_that_is_found_is_written(rows, l
     count, overlaps = leaks([first, second], [third, rows("d", dict(enumerated(texts)))])
 
     written = pq.read_table(tmp_path / "leakage.parquet").to_pylist()
-    assert count == len(written) == 62 and len(overlaps) == 20
+    assert (count, len(written), len(overlaps)) == (31, 62, 20)  # rows, each of them in two training sets
     assert [(each.train_set, each.held_out_set) for each in overlaps[:2]] == [("a", "c"), ("b", "c")]
     assert [row["held_out_row_id"] for row in written[2:32]] == [row_id for row_id, _ in enumerated(texts)]
 

@@ -80,6 +80,7 @@ def test_a_temperature_makes_slots_more_alike(tmp_path: Path) -> None:
         (PrepareText(proportions=EVEN), {"rows": 40, "more": 40}),
         (PrepareText(proportions=EVEN, stopping="all_exhausted"), {"rows": 300, "more": 300}),
         (PrepareText(temperature=1.0), {"rows": 300, "more": 40}),
+        (PrepareText(temperature=0.5), {"rows": 300, "more": 5}),
     ],
 )
 def test_the_counts_that_are_taken(method: PrepareText, wanted: Mapping[str, int]) -> None:
@@ -143,3 +144,22 @@ def test_proportions_name_all_slots_of_rows(tmp_path: Path) -> None:
 def test_a_slot_without_training_rows_cannot_be_mixed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^a mixture of rows, more: more has no training row; give it rows, or take"):
         mixed(tmp_path, PrepareText(held_out=0.9, seed=3, proportions=EVEN), rows=300, more=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "slot"),
+    [
+        (PrepareText(temperature=0.001), "0 rows of more"),
+        (PrepareText(temperature=0.001, stopping="all_exhausted"), "inf rows of rows"),
+        (PrepareText(temperature=0.05, stopping="all_exhausted"), "1.27e+19 rows of rows"),
+        (PrepareText(proportions={"rows": 0.999, "more": 0.001}), "0.3 rows of more"),
+    ],
+)
+def test_a_mixture_that_leaves_a_slot_out_or_cannot_be_written_is_refused(method: PrepareText, slot: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        mixed_counts({"rows": 300, "more": 40}, method)
+    assert str(refusal.value).startswith(f"a mixture of rows, more: {slot}, which has ")
+    assert str(refusal.value).endswith(
+        "; a mixture of one row of each slot at least is accepted, and one that can be written; state a larger share "
+        "for the slot of the fewest rows, or a temperature nearer to 1"
+    )

@@ -34,6 +34,7 @@ def search(tmp_path):
     def found(rows):
         bands = band_hashes([text for _, text in rows])
         keys = {"ordinal": range(len(rows)), "content": [row_id for row_id, _ in rows]}
+        keys["row_id"] = keys["content"]
         table = pa.table({**keys, **{band: bands[:, place] for place, band in enumerate(BANDS)}})
         pq.write_table(table, tmp_path / "keys.parquet")
         with duckdb.connect() as connection:
@@ -73,6 +74,26 @@ def test_rows_that_differ_in_case_and_punctuation_are_near_duplicates(search):
     count, listed = search([("a", text), ("b", text.upper().replace(" ", ", "))])
 
     assert count == 1 and listed[0].similarity == 1.0
+
+
+@pytest.mark.parametrize(
+    ("edits", "index", "least", "most"), [(17, 0.7, 0, 0.05), (11, 0.8, 0.3, 0.7), (8, 0.85, 0.9, 1), (5, 0.9, 1, 1)]
+)
+def test_as_many_pairs_are_found_as_is_said(search, edits, index, least, most):
+    generator = random.Random(0)
+    pairs = [(text, changed(text, generator, edits)) for text in (words(generator, 500) for _ in range(100))]
+    assert sum(jaccard(*pair) for pair in pairs) / 100 == pytest.approx(index, abs=0.01)
+
+    count, _ = search([(f"{place}{side}", " ".join(text)) for place, pair in enumerate(pairs)
+                       for side, text in zip("ab", pair, strict=True)])  # fmt: skip
+
+    assert least <= count / 100 <= most
+
+
+def test_short_rows_are_compared_with_their_punctuation(search):
+    assert search([("a", "What is 1 + 1?"), ("b", "What is 1 - 1?")]) == (0, [])
+    count, _ = search([("a", "What is 1 + 1?"), ("b", "what is  1 + 1?\n")])
+    assert count == 1
 
 
 def test_a_thousand_rows_alike_are_a_thousand_pairs_each_with_an_earlier_one(search, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
@@ -161,7 +162,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as refusal:
         prepare(tmp_path, PrepareConversations(), numbered(10))
     assert str(refusal.value) == (
-        f"{tmp_path}/rows.jsonl: detected text (text is a string: 10 of 10 rows looked at), which gives text; this "
+        f"{tmp_path}/rows.jsonl: detected text (has text: 10 of 10 rows looked at), which gives text; this "
         "stage makes conversations; use conf/stage/text.yaml for it, or say with format=NAME how else it is read"
     )
 
@@ -180,7 +181,7 @@ def test_the_report_says_how_rows_were_read_and_what_was_odd(tmp_path: Path) -> 
     found = report(tmp_path)
     assert found["sources"]["rows"] == {  # type: ignore[index]
         "path": f"{tmp_path}/rows.jsonl", "format": "text", "mapping": {"text": "the document"},
-        "evidence": "text is a string: 51 of 51 rows looked at", "rows_read": 51, "rows_used": 51, "dropped": {},
+        "evidence": "has text: 51 of 51 rows looked at", "rows_read": 51, "rows_used": 51, "dropped": {},
         "remarks": {"control characters": {"count": 1, "places": [f"{tmp_path}/rows.jsonl:51"]}},
         "ignored_columns": {"url": 1},
     }  # fmt: skip
@@ -193,6 +194,11 @@ def test_near_duplicates_are_counted_and_kept(tmp_path: Path) -> None:
     metrics = prepare(tmp_path, PrepareText(held_out=0.2), rows)
     assert (metrics["near_duplicate_rows"], metrics["duplicates"], metrics["rows"]) == (1, 0, 52)
     assert len(report(tmp_path)["near_duplicates"]) == 1  # type: ignore[arg-type]
+
+
+def test_an_empty_system_prompt_is_refused_when_it_is_stated() -> None:
+    with pytest.raises(ValidationError, match=r"system_prompt\n.*at least 1 character"):
+        TypeAdapter(PrepareConversations).validate_json('{"system_prompt": ""}')
 
 
 def test_held_out_rows_that_are_trained_on_are_listed(tmp_path: Path) -> None:

@@ -83,6 +83,17 @@ def test_the_page_says_all_that_the_report_holds():
         assert told in shown, told
 
 
+def test_what_is_not_listed_is_in_a_file_that_the_page_names():
+    several = report()
+    several.counts |= {"near_duplicate_rows": 31, "leaked_rows": 32}
+
+    shown = Page(render(several)).text
+
+    assert "The first 1 of 31; near_duplicates.parquet has all of them." in shown
+    assert "The first 1 of 32; leakage.parquet has all of them." in shown
+    assert "The first" not in Page(render(report())).text
+
+
 def test_what_rows_bring_is_text_on_the_page():
     plain, hostile = Page(render(report())), render(report(HOSTILE))
 

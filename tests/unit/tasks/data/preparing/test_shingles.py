@@ -45,11 +45,41 @@ def test_capitals_beyond_ascii_are_folded_too():
         ("a b c d e", "a b c d"),  # a row that is shorter than a gram
         ("a bb c d e", "ab b c d e"),  # where words end
         ("a b c d aaaaaaaab", "a b c d aaaaaaaac"),  # the ninth character of a word
-        ("a b c d " + "a" * 100, "a b c d " + "a" * 101),  # the length of a word of which not all is hashed
+        ("a b c d " + "a" * 100, "a b c d " + "a" * 101),  # the length of a long word
+        ("a b c d " + "a" * 100 + "b", "a b c d " + "a" * 100 + "c"),  # the end of a long word
     ],
 )
 def test_other_words_are_other_grams(one, other):
     assert not set(grams([one], 5)[0]) & set(grams([other], 5)[0])
+
+
+@pytest.mark.parametrize(
+    "other", ["the “cat” sat — on the mat…", "the cat、sat　on the mat。", "the cat\u00a0sat on the mat ¡"]
+)
+def test_punctuation_and_white_space_beyond_ascii_make_no_difference_either(other):
+    assert grams(["the cat sat on the mat"], 5) == grams([other], 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("今天天气很好", 6),
+        ("今天 天气\uff0c很好。", 6),
+        ("ภาษา", 4),
+        ("Python很好", 3),
+        ("𠀀𠀁", 2),
+        ("안녕 세상", 2),
+        ("Ünïcode", 1),
+    ],
+)
+def test_of_a_script_without_spaces_each_character_is_a_word(text, count):
+    assert len(grams([text], 1)[0]) == count
+
+
+def test_two_sentences_without_spaces_share_what_both_say():
+    one, other = (set(grams([text], 3)[0]) for text in ("今天天气很好我们去公园", "今天天气很好他们去学校"))
+
+    assert len(one & other) == 4
 
 
 def test_a_part_of_an_arrow_array_is_read_as_a_list_is():

@@ -58,6 +58,14 @@ def parquet_of(table: list[dict[str, str]]) -> bytes:
     return sink.getvalue()
 
 
+def arrow_of(table: list[dict[str, str]], *, is_stream: bool) -> bytes:
+    sink = io.BytesIO()
+    rows = pa.Table.from_pylist([{**row, "messages": [row] * len(row["q"])} for row in table])
+    with (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return sink.getvalue()
+
+
 WRITERS: dict[str, Callable[[list[dict[str, object]]], bytes]] = {
     "orjson.jsonl": lambda rows: b"\n".join(map(orjson.dumps, rows)),
     "json.jsonl": lambda rows: "".join(json.dumps(row) + "\r\n" for row in rows).encode(),
@@ -85,7 +93,7 @@ def test_rows_come_back_from_parquet(table: list[dict[str, str]]) -> None:
 @_settings
 def test_cells_come_back_from_csv(table: list[dict[str, str]], block_bytes: int) -> None:
     with file_of("rows.csv", csv_of(table), block_bytes) as file:
-        assert rows_of(file) == [{name: cell for name, cell in row.items() if cell} for row in table]
+        assert rows_of(file) == table
 
 
 @st.composite
@@ -186,4 +194,14 @@ def test_a_damaged_parquet_file_ends_in_rows_and_faults_or_is_refused(
     table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
 ) -> None:
     with file_of("rows.parquet", damaged(parquet_of(table))) as file:
+        read_or_refused(file)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@given(table=tables, damaged=damage())
+@settings(_settings, max_examples=80)
+def test_a_damaged_arrow_file_ends_in_rows_and_faults_or_is_refused(
+    is_stream: bool, table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
+) -> None:
+    with file_of("rows.arrow", damaged(arrow_of(table, is_stream=is_stream))) as file:
         read_or_refused(file)

@@ -9,7 +9,7 @@ from tasks.data.reading import delimited
 from tasks.data.reading.chunk import Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, read, rows_of, write
 
-_QUOTES = "a cell that holds a quote stands in quotes, and doubles it; mend or remove the row [quotes]"
+_QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
 _CELLS = (
     "one cell per column is accepted; put a cell that holds the separator or a line break in quotes, "
     "or mend the row [number of cells]"
@@ -26,8 +26,8 @@ def test_cells_are_strings_named_by_the_header(
     text = end.join(lines).replace(",", separator)
     file = write(tmp_path / f"rows{suffix}{packed}", PACKED[packed](text.encode()))
     assert rows_of(file) == [
-        {"q": f"two{separator}\nlines", "a": 'say "ü"'}, {"a": "1"}, {"q": "2"}, {"q": "a ' b", "a": 'c" d'},
-        {"q": "last", "a": "one"},
+        {"q": f"two{separator}\nlines", "a": 'say "ü"'}, {"q": "", "a": "1"}, {"q": "2", "a": ""},
+        {"q": "a ' b", "a": 'c" d'}, {"q": "last", "a": "one"},
     ]  # fmt: skip
     assert [row.where.removeprefix(f"{file}:") for row in read(file)] == ["2", "5", "6", "7", "8"]
 
@@ -48,7 +48,8 @@ def test_rows_come_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("1", f"1 cells, and the header has 2; {_CELLS}"),
         ("1,2,3", f"3 cells, and the header has 2; {_CELLS}"),
-        ('"1"2,3', f"a quote closes a cell on line 3, and the cell goes on; {_QUOTES}"),
+        ('"1"2,3',
+         f"a quote closes a cell on line 3, and the cell goes on; {_QUOTES}; mend or remove the row [quotes]"),
         (b"\xe4,1",
          "byte 0xe4 in column 'q' is not UTF-8; UTF-8 is accepted; convert the file: "
          "`iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the row [not UTF-8]"),
@@ -63,20 +64,72 @@ def test_a_row_that_cannot_be_read_is_named_and_the_others_are_read(
     assert [each.fields for each in read(file) if isinstance(each, Row)] == [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]
 
 
-def test_a_quote_that_is_never_closed_is_named_with_the_line_where_its_row_begins(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.csv", 'q,a\n1,2\n3,"4\n5,6\n7,8\n')
-    assert faults(file) == [
-        "rows.csv:3: a quote that opens in this row is never closed: lines 3 to 5, the last, became one row; " + _QUOTES
+def _refusal(file: Path) -> str:
+    with pytest.raises(DataError) as refusal:
+        read(file)
+    return str(refusal.value).removeprefix(f"{file.parent}/")
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ('3,"4\n5,6\n7,8\n', "a quote that opens in this row is never closed: lines 3 to 5"),
+        ('3,"4\n5,6\n7,8", 9\n', "3 cells, and the header has 2: lines 3 to 5"),
+        ('3,"4\n5,6\n7,"8"\n9,0\n', "a quote closes a cell on line 5, and the cell goes on: lines 3 to 5"),
+    ],
+)
+def test_a_quote_that_swallows_lines_is_refused_with_the_first_and_the_last(
+    tmp_path: Path, rows: str, fault: str
+) -> None:
+    assert _refusal(write(tmp_path / "rows.csv", f"q,a\n1,2\n{rows}")) == (
+        f"rows.csv:3: {fault} would be one row; {_QUOTES}; close the quote that opens on line 3, or double it"
+    )
+
+
+def test_a_quote_that_is_never_closed_on_the_last_line_is_a_bad_row(tmp_path: Path) -> None:
+    assert faults(write(tmp_path / "rows.csv", 'q,a\n1,2\n3,"4\n')) == [
+        f"rows.csv:3: a quote that opens in this row is never closed; {_QUOTES}; mend or remove the row [quotes]"
     ]
 
 
 def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 2**20)
     file = write(tmp_path / "rows.csv", 'q,a\n1,"2\n' + "3,4\n" * 2**18 + "5,6\n")
+    assert _refusal(file).startswith("rows.csv:2: a cell of more than 1 MB: lines 2 to ")
+
+
+@pytest.mark.parametrize(
+    ("swallowed", "first", "last"),
+    [
+        ('3,"4\n5,6\n7,8\n9,0"', 3, 6),
+        ('"3,4\n5,6\n7",8', 3, 5),
+        ('"3\n4","5\n6,7\n8,9"', 4, 6),
+    ],
+)
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_a_cell_in_which_rows_are_swallowed_is_named_with_its_lines(
+    tmp_path: Path, swallowed: str, first: int, last: int, separator: str
+) -> None:
+    text = f"q,a\n1,2\n{swallowed}\nb,c\n".replace(",", separator)
+    file = write(tmp_path / ("rows.csv" if separator == "," else "rows.tsv"), text)
     assert faults(file) == [
-        f"rows.csv:2: a cell of more than 1 MB: a quote that opens in this row is never closed; {_QUOTES}"
+        f"{file.name}:3: a cell holds line breaks and separators as if rows were in it: lines {first} to {last}; one "
+        f"row per line, or text in quotes, is accepted; close the quote that opens on line {first}, or double those "
+        "that belong to the text [rows in a cell]"
     ]
-    assert [row.where for row in read(file)][-1] == f"{file}:{2**18 + 3}"
+    assert [row.fields["a"] for row in read(file) if isinstance(row, Row)] == ["2", "c"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Roses are red,\nviolets are blue,\nso, yes", "Dear, all,\nwe, sold, 1\nof, them", "a\nb,c", "a\nb\nc"],
+)
+def test_text_of_several_lines_is_a_cell_like_any_other(tmp_path: Path, text: str) -> None:
+    assert rows_of(write(tmp_path / "rows.csv", f'q,a\n1,"{text}"\n')) == [{"q": "1", "a": text}]
+
+
+def test_documents_of_one_column_may_have_lines(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "rows.csv", 'text\n"a\nb\nc"\n')) == [{"text": "a\nb\nc"}]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +147,7 @@ def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytes
          ": its header, 'q,a', is separated by commas; tabs are accepted; "
          "write it again with those (.csv: commas, .tsv: tabs)"),
         ("rows.csv", '"q\n',
-         ":1: a quote that opens in this row is never closed: lines 1 to 1, the last, became one row; "
-         "a header of column names is accepted; mend it"),
+         ":1: a quote that opens in this row is never closed; a header of column names is accepted; mend it"),
         ("rows.csv", b"a,\xff\n1,2\n",
          ": the name of column 2 is not UTF-8; UTF-8 is accepted; "
          "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`"),

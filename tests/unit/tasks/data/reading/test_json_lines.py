@@ -13,7 +13,11 @@ from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, re
 _MEND = "one JSON object per row is accepted; mend or remove it"
 _CUT = (
     "the line ends inside an object or a list: it was cut here, or goes on in the next line; one JSON object per row "
-    "is accepted; write the whole row on one line (`jq -c . FILE > FILE.jsonl` does), or remove it [cut short]"
+    "is accepted; write the whole row on one line (`jq -c . FILE > NEW.jsonl` does), or remove it [cut short]"
+)
+_ARRAY = (
+    "one JSON object per row is accepted; if the whole file is one JSON array, name it .json, or put each item on a "
+    "line: `jq -c '.[]' FILE > NEW.jsonl`"
 )
 _WHOLE = "one JSON object per row is accepted; write the whole row again, or remove it [cut short]"
 
@@ -60,14 +64,20 @@ def test_rows_that_lie_across_blocks_are_whole(
         (b'{"text": ', _CUT),
         (b'{"text": ["a", ', _CUT),
         (b"{", _CUT),
-        (
-            b'["a"]',
-            "a JSON list, not an object; one JSON object per row is accepted; for one array over the whole file, name "
-            "the file .json; otherwise mend or remove it [not an object]",
-        ),
-        (b'[{"a": 1} 2]',
-         "not JSON: Expecting ',' delimiter at column 11; one JSON object per row is accepted; "
-         "for one array over the whole file, name the file .json [not JSON]"),
+        (b'["a"]', f"a JSON list, not an object; {_ARRAY}; otherwise mend or remove it [not an object]"),
+        (b'[{"a": 1} 2]', f"not JSON: Expecting ',' delimiter at column 11; {_ARRAY} [not JSON]"),
+        (b"[",
+         "the line ends inside an object or a list: it was cut here, or goes on in the next line; "
+         f"{_ARRAY} [cut short]"),
+        (b'{"a": 1},', f"a comma behind the row, at column 9; {_ARRAY} [not JSON]"),
+        (b"]", f"not JSON: Expecting value at column 1; {_ARRAY} [not JSON]"),
+        (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", f"values nested more than 250 deep; {_MEND} [nested too deep]"),
+        (b'{"a": [-9223372036854775809]}',
+         "the integer -9223372036854775809 needs more than 64 bits; one JSON object per row is accepted; "
+         "write it as text, in quotes [number too large]"),
+        (b'{"a": 18446744073709551616, "b": ""}',
+         "the integer 18446744073709551616 needs more than 64 bits; one JSON object per row is accepted; "
+         "write it as text, in quotes [number too large]"),
         (b'"text"', f"a string, not a JSON object; {_MEND} [not an object]"),
         (b"null", f"null, not a JSON object; {_MEND} [not an object]"),
         (b"true", f"a boolean, not a JSON object; {_MEND} [not an object]"),
@@ -101,7 +111,38 @@ def test_a_line_that_is_no_row_is_named_as_what_it_is_and_the_others_are_read(
     file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + line + after)
     assert faults(file) == [f"rows.jsonl:2: {fault}"]
     assert [row.fields["text"] for row in read(file) if isinstance(row, Row)] == ["a", "c"][: 2 if after else 1]
-    assert [row.raw for row in read(file) if isinstance(row, Broken)] == [line.decode(errors="replace")]
+    assert [row.raw for row in read(file) if isinstance(row, Broken)] == [line.decode(errors="replace")[:200]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"a": 18446744073709551615, "b": -9223372036854775808},
+        {"a": "99999999999999999999999999"},
+        {"a": [[[[1]]]], "b": 0.1234567890123456789012345},
+    ],
+)
+def test_what_is_within_64_bits_or_no_integer_is_read(tmp_path: Path, row: object) -> None:
+    assert rows_of(write(tmp_path / "rows.jsonl", json_lines([row]))) == [row]
+    assert rows_of(write(tmp_path / "rows.json", json.dumps([row]))) == [row]
+
+
+@pytest.mark.parametrize("before", range(7))
+def test_a_number_that_is_too_large_is_seen_wherever_it_stands(tmp_path: Path, before: int) -> None:
+    (fault,) = faults(write(tmp_path / "rows.jsonl", f'{{"{"x" * before}": {2**64}}}'))
+    assert fault.endswith("[number too large]")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.txt"])
+def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name, '{"a": 1}\r{"a": 2}\r')
+    with pytest.raises(DataError) as refusal:
+        read(file)
+    assert str(refusal.value) == (
+        f"{file}: its lines end with a carriage return alone; a line feed at their end is accepted; "
+        "convert it: `tr '\\r' '\\n' < FILE > NEW`"
+    )
+    assert len(read(write(file, '{"a": 1}\r'))) == 1
 
 
 @pytest.mark.parametrize("line", [b"[" * 3000, b'{"a":' * 3000, b'{"a": 1e999}', b'{"a": ' + b"9" * 5000 + b"}"])

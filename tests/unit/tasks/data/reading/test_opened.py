@@ -20,6 +20,9 @@ _ROWS = json_lines([{"text": f"row {number}"} for number in range(2000)])
          " is UTF-32 (by its byte order mark); UTF-8 is accepted; convert it: `iconv -f UTF-32 -t UTF-8 FILE > NEW`"),
         (b"\xfe\xff\0{",
          " is UTF-16 (by its byte order mark); UTF-8 is accepted; convert it: `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
+        *((f'{letter}", "q": 1'.encode(f"utf-16-{order}"),
+           f" is UTF-16 (every second byte is 0); UTF-8 is accepted; convert it: `iconv -f UTF-16{order.upper()} -t "
+           "UTF-8 FILE > NEW`") for order in ("le", "be") for letter in "{q"),
         (PACKED[".gz"](_ROWS), " is gzip; text is accepted; if it is packed text, add .gz to its name"),
         (PACKED[".zst"](_ROWS), " is Zstandard; text is accepted; if it is packed text, add .zst to its name"),
         (PACKED[".bz2"](_ROWS), " is bzip2; text is accepted; if it is packed text, add .bz2 to its name"),
@@ -49,6 +52,10 @@ def test_a_packed_file_that_was_cut_or_damaged_is_refused(tmp_path: Path, name: 
         assert str(refusal.value).endswith(
             f"; {kind} is accepted, to its end; it was cut or damaged: write or download it again"
         )
+
+
+def test_suffixes_are_read_in_any_case(tmp_path: Path) -> None:
+    assert len(read(write(tmp_path / "rows.JSONL.GZ", gzip.compress(_ROWS)))) == 2000
 
 
 def test_parts_packed_one_after_the_other_are_one_file(tmp_path: Path) -> None:

@@ -42,6 +42,33 @@ def test_rows_are_asked_for_as_they_are_needed(tmp_path):
     assert len(list(next(chunks).rows())) == 1000
 
 
+_ODD = """
+class Hostile:
+    def __repr__(self):
+        raise ValueError("no")
+
+def hostile():
+    return Hostile()
+
+def deep():
+    value = []
+    for _ in range(5000):
+        value = [value]
+    return {'text': value}
+
+"""
+
+
+def test_nothing_is_a_value_and_arrays_are_lists(read):
+    code = "import numpy as np\ndef rows(): yield {'a': None, 'b': np.array([1.5]), 'c': np.float32(2)}"
+    assert [row.fields for row in read(code)] == [{"a": None, "b": [1.5], "c": 2.0}]
+
+
+def test_what_a_function_prints_stays_out_of_the_output_of_the_command(read, capsys):
+    read("print('loaded')\ndef rows():\n    print('called')\n    yield {'text': 'a'}\n    print('done')\n")
+    assert capsys.readouterr() == ("", "loaded\ncalled\ndone\n")
+
+
 @pytest.mark.parametrize(
     ("item", "problem", "reason"),
     [
@@ -49,11 +76,22 @@ def test_rows_are_asked_for_as_they_are_needed(tmp_path):
         ("None", "the function yielded NoneType", "not a mapping"),
         ("{'text': object()}", "not JSON: Type is not JSON serializable: object", "not JSON"),
         ("{1: 'a'}", "not JSON: Dict key must be str", "not JSON"),
+        (
+            "{'text': float('nan'), 'none': None}",
+            "not JSON: Out of range float values are not JSON compliant",
+            "not JSON",
+        ),
+        ("{'text': __import__('numpy').array([1, float('inf')])}", "not JSON: Out of range float values", "not JSON"),
+        ("deep()", "not JSON: Recursion limit reached", "not JSON"),
+        ("hostile()", "the function yielded Hostile", "not a mapping"),
+        ("{'text': hostile()}", "not JSON: Type is not JSON serializable: Hostile", "not JSON"),
         ("{'text': '\\ud800'}", "not JSON: str is not valid UTF-8: surrogates not allowed", "not JSON"),
     ],
 )
 def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, read, tmp_path):
-    good, bad, last = read(f"def rows():\n    yield {{'text': 'a'}}\n    yield {item}\n    yield {{'text': 'b'}}\n")
+    good, bad, last = read(
+        _ODD + f"def rows():\n    yield {{'text': 'a'}}\n    yield {item}\n    yield {{'text': 'b'}}\n"
+    )
     assert isinstance(good, Row) and isinstance(bad, Broken) and isinstance(last, Row)
     assert bad.problem.startswith(problem) and bad.reason == reason
     assert bad.where == f"python:{tmp_path}/mine.py:rows[1]" and last.where.endswith("[2]")
@@ -69,6 +107,8 @@ def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, re
         ("def rows(): return {'text': 'a'}", r"rows returned dict"),
         ("def rows():\n    yield {}\n    int('a')", r"mine.py:3: ValueError: invalid literal .*; mend the function"),
         ("import json\ndef rows():\n    json.loads('{')", r"mine.py:3: JSONDecodeError: "),
+        ("import sys\ndef rows():\n    yield {}\n    sys.exit()", r"mine.py:4: SystemExit: .*; mend the function"),
+        ("exit(0)", r"mine.py:1: SystemExit: 0; mend the function"),
         ("import nowhere", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'; mend the function"),
         ("def rows(:", r"mine.py:rows: SyntaxError: "),
     ],

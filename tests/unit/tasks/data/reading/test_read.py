@@ -16,7 +16,7 @@ from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
 from tasks.fetch_model import fetch_model
 from tests.site import site
-from tests.unit.tasks.data.reading.written import json_lines, read, write
+from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
 
 
 def texts(path: Path | str, **fields: object) -> list[tuple[object, str]]:
@@ -34,12 +34,42 @@ def test_a_directory_and_a_glob_are_read_in_order_of_name(tmp_path: Path, monkey
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, row(name))
     write(tmp_path / "e.csv", "text\ne.csv\n")
-    for name in ("README.md", "LICENSE", ".gitattributes", "_SUCCESS", "dataset_infos.json"):
+    for name in ("README.md", "readme_zh.md", "LICENSE", "LICENSE.txt", ".gitattributes", "_SUCCESS", ".a.jsonl",
+                 "dataset_infos.json"):  # fmt: skip
         write(tmp_path / name, "not read")
     assert [text for text, _ in texts(tmp_path)] == ["a.ndjson", "b.jsonl", "c.json", "e.csv", "sub/d.jsonlines"]
     assert [text for text, _ in texts(tmp_path / "[a-c].json*")] == ["b.jsonl", "c.json"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert texts("~/b.jsonl") == [("b.jsonl", f"{tmp_path}/b.jsonl:1")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dev-team-chats.jsonl", "notices.jsonl", "license_questions.jsonl", "_part2.jsonl", "README.jsonl",
+     "rows_test.jsonl", "latest/test_of_time.jsonl", "_new/a.jsonl", "testing-grounds/a.jsonl",
+     "part-00000-of-00002.jsonl"],
+)  # fmt: skip
+def test_data_is_read_whatever_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write(tmp_path / name, row("a"))
+    assert texts(tmp_path) == [("a", f"{tmp_path}/{name}:1")]
+
+
+@pytest.mark.parametrize(("target", "found"), [("elsewhere", "a directory"), ("nowhere", "nothing")])
+def test_a_link_that_is_not_followed_is_named(tmp_path: Path, target: str, found: str) -> None:
+    for directory in ("rows", "elsewhere"):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory / "a.jsonl", row(directory))
+    (tmp_path / "rows" / "b.jsonl").symlink_to(tmp_path / "elsewhere" / "a.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "rows")
+    assert [text for text, _ in texts(tmp_path / "link")] == ["rows", "elsewhere"]
+    (tmp_path / "rows" / "more").symlink_to(tmp_path / target)
+    with pytest.raises(DataError) as refusal:
+        read(tmp_path / "rows")
+    assert str(refusal.value) == (
+        f"{tmp_path}/rows: holds more, a link to {found}, which is not followed; directories, files and links to files "
+        "are accepted; put the files there, or remove the link"
+    )
 
 
 def test_what_nothing_reads_in_a_directory_is_refused_by_name(tmp_path: Path) -> None:
@@ -74,8 +104,9 @@ def test_a_directory_without_data_is_refused(tmp_path: Path, beside: tuple[str, 
     [
         ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
         ("train/a.jsonl", "test/a.jsonl"),
-        ("rows.jsonl", "rows_eval.jsonl"),
-        ("latest.jsonl", "my.Test.jsonl"),
+        ("rows.jsonl", "Eval.jsonl"),
+        ("latest.jsonl", "test_2.jsonl.gz"),
+        ("data/train_sft-00000-of-00001-ab12.jsonl", "data/test_sft-00000-of-00001-ab12.jsonl"),
     ],
 )
 def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
@@ -83,10 +114,11 @@ def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
 ) -> None:
     for name, text in ((train, "a"), (test, "b")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        write(tmp_path / name, row(text))
-    with caplog.at_level(logging.INFO):
+        write(tmp_path / name, PACKED[".gz"](row(text)) if name.endswith(".gz") else row(text))
+    with caplog.at_level(logging.WARNING):
         assert texts(tmp_path) == [("a", f"{tmp_path}/{train}:1")]
-    assert f"directory={tmp_path} split=train files=1 not_read=test" in caplog.text
+    told = f"{tmp_path}: split=train is read; not read, being of other splits by name: {test}"
+    assert [record.getMessage() for record in caplog.records] == [told]
     assert texts(tmp_path, split="test[:100]") == [("b", f"{tmp_path}/{test}:1")]
     with pytest.raises(ConfigError, match=r"no split 'validation' in it; it has (train, test|test, train); set split"):
         read(tmp_path, split="validation")
@@ -103,8 +135,27 @@ def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_pat
         files.pipe({"/bucket/README.md": b"x", "/bucket/.hidden": b"x"})
         assert [text for text, _ in texts("memory://bucket")] == ["b", "c"]
         files.pipe("/bucket/old.csv.xz", b"x")
-        with pytest.raises(DataError, match=r"memory:///bucket/old.csv.xz: rows are not read from .xz"):
+        with pytest.raises(DataError, match=r"memory://bucket: holds old.csv.xz, of which rows are not read"):
             texts("memory://bucket")
+    finally:
+        files.store.clear()
+
+
+def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({f"/test/rows/{name}": row(name) for name in ("train.jsonl", "test.jsonl", "dev/a.jsonl")})
+    try:
+        for path in ("memory://test/rows", "memory://test/rows/"):
+            assert [text for text, _ in texts(path)] == ["train.jsonl"]
+        assert caplog.messages[0] == (
+            "memory://test/rows: split=train is read; not read, being of other splits by name: test.jsonl, dev/a.jsonl"
+        )
+        assert [text for text, _ in texts("memory://test/rows", split="test")] == ["test.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/*.jsonl")] == ["test.jsonl", "train.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/test.jsonl")] == ["test.jsonl"]
+        for path in ("memory://test/rows/test.jsonl", "memory://test/rows/*.jsonl"):
+            with pytest.raises(ConfigError, match="split='test' of what has no splits"):
+                read(path, split="test")
     finally:
         files.store.clear()
 
@@ -138,7 +189,7 @@ def test_a_data_set_that_is_not_there_is_refused() -> None:
 def test_a_file_has_no_splits_but_slices_that_the_counting_stage_cuts(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", row("a") + row("b"))
     assert len(read(file, split="train[:1]")) == 2
-    for path in (file, "quickstart:preferences", "memory://bucket"):
+    for path in (file, "quickstart:preferences", "python:json.loads"):
         with pytest.raises(ConfigError) as refusal:
             read(path, split="test")
         assert str(refusal.value) == (

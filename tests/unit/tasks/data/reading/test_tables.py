@@ -77,6 +77,20 @@ def test_a_value_that_is_no_text_breaks_its_row_alone(tmp_path: Path, suffix: st
     )
 
 
+def _call(**arguments: object) -> dict[str, object]:
+    return {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}], "extra": None}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather", ".arrow"])
+def test_a_struct_has_the_fields_of_its_own_row_alone(tmp_path: Path, suffix: str) -> None:
+    rows = [_call(city="Ulm"), _call(zip=[89073, None]), _call(at={"day": 1}), _call(at={"hour": 0})]
+    file = stored(tmp_path / f"rows{suffix}", pa.Table.from_pylist(rows))
+    assert rows_of(file) == rows
+    raw = pa.StringArray.from_buffers(1, pa.array([b"\xff"]).buffers()[1], pa.array([b"\xff"]).buffers()[2])
+    one = pa.table({**pa.Table.from_pylist(rows).slice(0, 1).to_pydict(), "bad": ["a"]}).append_column("text", raw)
+    assert isinstance(read(stored(file, one))[0], Broken)
+
+
 def _refusal(file: Path) -> str:
     with pytest.raises(DataError) as refusal:
         read(file)

@@ -23,6 +23,7 @@ def test_a_markdown_file_is_a_document(tmp_path: Path, packed: str) -> None:
     file = write(tmp_path / f"doc.md{packed}", PACKED[packed]("# ü\n\nb\n".encode()))
     assert rows_of(file) == [{"text": "# ü\n\nb\n"}]
     assert [row.where for row in read(file)] == [str(file)]
+    assert rows_of(write(file, PACKED[packed](b"a\r\n\r\nb\r\n"))) == [{"text": "a\n\nb\n"}]
 
 
 def test_what_is_not_utf8_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Tokens are made once for all that would make the same ones, and made again where they are damaged."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import datasets
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
+from tasks.data import batches
 from tasks.data.tokens import load_or_make as module
 from tasks.data.tokens import write_tokens
 from tasks.data.tokens.account import Account, Named
@@ -84,15 +87,19 @@ def test_a_model_that_lacks_the_templates_tokens_is_refused(root: Path) -> None:
         load(root, replace(SFT, chat_template="hermes"))
 
 
-@pytest.mark.parametrize("file", ["tokens.arrow", "rows.arrow", "account.json", "sizes.json"])
+@pytest.mark.parametrize("file", ["tokens.arrow", "rows.arrow", "account.json", "digests.json"])
 def test_a_damaged_entry_is_made_again(root: Path, made: list[Path], file: str) -> None:
-    whole = load(root).columns
+    first = load(root)
+    columns = first.columns  # before its file is written to
     (path,) = (root / "cache" / "tokens").glob(f"*/{file}")
-    path.write_bytes(path.read_bytes()[:-20])
-    assert load(root).columns == whole
-    path.unlink()
-    assert load(root).columns == whole
-    assert len(made) == 3
+    given = path.read_bytes()
+    middle = len(given) // 2
+    for damaged in (given[:-20], given[:middle] + bytes([given[middle] ^ 128]) + given[middle + 1 :], None):
+        made.clear()
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        again = load(root)
+        assert (again.columns, again.account, len(made)) == (columns, first.account, 1)
+        assert path.read_bytes() == given
 
 
 def test_what_a_killed_process_left_does_not_stand_in_the_way(root: Path, made: list[Path]) -> None:
@@ -110,13 +117,31 @@ def test_of_several_that_want_them_at_once_one_makes_them(root: Path, made: list
     assert len(made) == 1
 
 
+def test_who_waits_for_another_says_so(
+    root: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.01)
+    begun, go_on, make = Event(), Event(), module._make
+    monkeypatch.setattr(module, "_make", lambda *given: (begun.set(), go_on.wait(20), make(*given)))
+    with caplog.at_level("INFO"), ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load, root)
+        begun.wait(20)
+        second = threads.submit(load, root)
+        while "waiting" not in caplog.text and not second.done():
+            time.sleep(0.01)
+        go_on.set()
+        assert len(first.result()) == len(second.result()) == 12
+    assert "state=waiting for another run that makes these tokens" in caplog.text
+    assert len(made) == 1
+
+
 def test_long_rows_are_taken_in_small_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, tokenize = [], write_tokens.PartTokenizer.__call__
     monkeypatch.setattr(
         write_tokens.PartTokenizer, "__call__", lambda self, rows: sizes.append(len(rows)) or tokenize(self, rows)
     )
     whole = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
-    monkeypatch.setattr(write_tokens, "_BYTES_PER_PART", 300)
+    monkeypatch.setattr(batches, "MAX_BYTES", 300)
     assert load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1).columns == whole.columns
     assert sizes[0] == sum(sizes[1:]) == 12 and max(sizes[1:]) < 12
 
@@ -156,5 +181,3 @@ def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
     assert f"{percent:.3g} % of the tokens get loss" in str(error.value)
     assert f"trained {2 * percent + 1:.3g} %" in str(error.value)
     assert "accept_label_drop=[sft]" in str(error.value)
-    with pytest.raises(DataError, match=r"^0 % of the tokens get loss;"):
-        load(root, replace(SFT, max_length=2)).require_like(None)

@@ -12,6 +12,7 @@ from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.skeleton import Skeleton
+from tasks.data.tokens.template import DATE, Template
 from tasks.data.tokens.tokenize_rows import IGNORED
 from tests import tiny
 from tests.unit.tasks.data.tokens.plain_labels import plain_labels
@@ -131,9 +132,9 @@ def test_rows_of_a_form_are_rendered_once_each(
     renderer = Renderer.of(with_template(tokenizer, CHATML))
     messages = [message for row in tiny.conversation_rows(8) for message in row["messages"]]
     renderer.turns(messages, None, "first")
-    count, render = [], Renderer._render
+    count, render = [], Template.render
     monkeypatch.setattr(
-        Renderer, "_render", lambda self, *args, **options: count.append(len(args[0])) or render(self, *args, **options)
+        Template, "render", lambda self, *args, **options: count.append(len(args[0])) or render(self, *args, **options)
     )
     renderer.turns([{**each, "content": f"{each['content']}é"} for each in messages], None, "second")
     assert count == [1]
@@ -162,14 +163,65 @@ def test_a_template_that_rewrites_some_contents_is_refused_on_their_row(tokenize
     thought = [turn[0], {"role": "assistant", "content": "hm</think>adds"}]
     renderer.turns([*turn, *turn], None, "plain")
     renderer.turns([*turn, *thought], None, "last")
-    with pytest.raises(ConfigError, match="not prefix-stable: on row first"):
+    with pytest.raises(ConfigError, match=r"on row first it rewrites earlier turns .*rows that are split into single-"):
         renderer.turns([*thought, *turn], None, "first")
+    assert renderer.turns(thought, None, "single").text.endswith("hm</think>adds<|im_end|>")
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match=r"row c0: .*roles must alternate"):
         token_rows(tiny.conversation_rows(1), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ messages[0].meta.name }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_is_not_the_rows_fault(
+    tokenizer: PreTrainedTokenizerBase, template: str, fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"chat template fails on row c0: {fault}: .*mend the template"):
+        token_rows(tiny.conversation_rows(1), with_template(tokenizer, template))
+
+
+def test_several_templates_and_none_for_all_are_refused_where_one_is_needed(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path))
+    tokenizer.chat_template = {"tool_use": HERMES, "rag": CHATML}
+    with pytest.raises(ConfigError, match=r"several chat templates.*\['rag', 'tool_use'\].*name it default"):
+        token_rows(tiny.conversation_rows(1), tokenizer)
+    assert token_rows(tiny.text_rows(1), tokenizer)
+
+
+def test_the_date_of_a_template_is_the_same_on_every_day(tokenizer: PreTrainedTokenizerBase) -> None:
+    # As Llama 3 has it.
+    dated = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ '<|im_start|>Today Date: ' + date_string + '\n' }}" + CHATML
+    )
+    turn = tiny.conversation_rows(1)[0]["messages"]
+    text = Renderer.of(with_template(tokenizer, dated)).turns(turn, None, "a").text
+    assert text.startswith(f"<|im_start|>Today Date: {DATE}\n")
+    renderer = Renderer.of(with_template(tokenizer, "{{ strftime_now('%d %b %Y') }}" + CHATML))
+    with pytest.raises(ConfigError, match=r"writes today's date .*date_string is accepted"):
+        renderer.turns(turn, None, "a")
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": "sum"}], []])
+def test_a_row_in_which_the_assistant_says_nothing_is_refused(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, object]]
+) -> None:
+    with_template(tokenizer, CHATML)
+    with pytest.raises(DataError, match=r"row a: the assistant says nothing in its messages; .*add the answer"):
+        token_rows([{"row_id": "a", "messages": messages}], tokenizer)
+    answered = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "adds"}]
+    pair = {"row_id": "a", "prompt": [*answered, answered[0]], "chosen": answered[1:], "rejected": messages}
+    with pytest.raises(DataError, match="row a: the assistant says nothing in its rejected; "):
+        token_rows([pair], tokenizer)
 
 
 def test_an_answer_to_nothing_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -202,7 +254,7 @@ def test_without_tools_hermes_is_chatml(tokenizer: PreTrainedTokenizerBase) -> N
 @pytest.mark.parametrize(
     ("messages", "tools", "missing"),
     [
-        (WITH_TOOLS[:2] + WITH_TOOLS[-1:], [WEATHER], "the tools"),
+        (WITH_TOOLS[:2] + WITH_TOOLS[-1:], [WEATHER], "the tool get_weather"),
         ([*WITH_TOOLS[:3], WITH_TOOLS[-1]], None, "the call of get_weather"),
         ([*WITH_TOOLS[:2], *WITH_TOOLS[3:]], None, "what a tool answers"),
     ],

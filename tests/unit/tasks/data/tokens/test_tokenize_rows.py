@@ -108,6 +108,17 @@ def test_nothing_to_train_is_refused_before_training(directory: Path, tmp_path: 
         show(result, rows_input(tmp_path), 4)
 
 
+def test_texts_that_fill_no_chunk_ask_for_a_shorter_one(directory: Path, tmp_path: Path) -> None:
+    result = tokenized(tiny.text_rows(3), directory, tmp_path, 4000)
+    length = sum(row.fate.length for row in token_rows(tiny.text_rows(3), AutoTokenizer.from_pretrained(directory)))
+    with pytest.raises(DataError) as error:
+        show(result, rows_input(tmp_path), 4000)
+    assert str(error.value) == (
+        f"all texts of 'corpus' together are {length} tokens, less than one chunk of max_length=4000; lower max_length,"
+        " or give more text"
+    )
+
+
 def test_what_gets_loss_is_logged(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*tiny.conversation_rows(4), {"row_id": "no answer left", "messages": _conversation(200, 4)}]
     with caplog.at_level("INFO"):
