@@ -95,11 +95,9 @@ def stage(
         DataError: one has no rows, or rows of no format or of another kind than the stage's.
     """
     staging = Staging(
-        schema=schema(convert.kind).remove(0),
-        rows=directory / "rows.arrows",
-        keys=directory / "keys.parquet",
+        schema=schema(convert.kind).remove(0), rows=directory / "rows.arrows", keys=directory / "keys.parquet",
         bad=directory / "bad.jsonl",
-    )
+    )  # fmt: skip
     with (
         staging.rows.open("wb") as rows,
         staging.bad.open("w") as bad,

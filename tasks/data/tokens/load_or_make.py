@@ -67,16 +67,15 @@ def load_or_make(
     digests = DigestCache(cache / "digests.json")
     entry = cache / short(tokens_key(tokenization, digests.digest(file), tokenizer_dir))
     with _alone_at(entry, rows.name):
-        if not _is_whole(entry, digests):
+        is_lacking = not _is_whole(entry, digests)
+        if is_lacking:
             draft = entry.with_suffix(".draft")
             for old in (entry, draft):
                 shutil.rmtree(old, ignore_errors=True)
             draft.mkdir()
             _make(tokenization, file, tokenizer_dir, workers, draft)
             draft.rename(entry)
-            logger.info("rows_of=%s tokens=%s state=made", rows.name, entry)
-        else:
-            logger.info("rows_of=%s tokens=%s state=reused", rows.name, entry)
+        logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_lacking else "reused")
         return _read(entry)
 
 
