@@ -20,7 +20,7 @@ MAX_OF_LONG_ROWS = 1500  # megabytes: of rows of one each
 MAX_MEGABYTES = 800  # twice what an interpreter with its libraries takes; the rows as Python objects take as much again
 
 PREPARE = """
-import resource, sys
+import sys
 from pathlib import Path
 from lineage.artifact import Kind, Source
 from tasks.context import Resources, TrainContext
@@ -32,7 +32,9 @@ source = Source(path=str(directory / "rows.jsonl"), shuffle_seed=1)
 rows = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=directory, source=source)
 context = TrainContext(output_dir=directory / "out", work_dir=directory, resources=Resources(cpus_per_worker=1))
 PrepareConversations().run({"rows": rows}, context)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+# Not `ru_maxrss`: that begins with what the process held that started this one.
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(int(status["VmHWM"].split()[0]) // 1024)
 """
 
 
