@@ -10,66 +10,50 @@ from tasks.data.preparing.options import Prepare, slots
 from tasks.method import Inputs
 
 
+class PrepareRows(Prepare):
+    """What all of them do; the kind of rows is theirs."""
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from tasks.data.preparing.prepare import prepare
+
+        return prepare(self, inputs, ctx)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PrepareText(Prepare):
+class PrepareText(PrepareRows):
     """Rows {text} for continued pretraining."""
 
     consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.TEXT)
     produces: ClassVar[Kind] = Kind.TEXT
 
-    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.data.preparing.prepare import prepare
-
-        return prepare(self, inputs, ctx)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConversations(Prepare):
+class PrepareConversations(PrepareRows):
     """Rows {messages} for supervised fine-tuning."""
 
     consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.CONVERSATIONS)
     produces: ClassVar[Kind] = Kind.CONVERSATIONS
 
-    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.data.preparing.prepare import prepare
-
-        return prepare(self, inputs, ctx)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PreparePreferences(Prepare):
+class PreparePreferences(PrepareRows):
     """Rows {prompt, chosen, rejected} for a reward model and for preference optimization."""
 
     consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.PREFERENCES)
     produces: ClassVar[Kind] = Kind.PREFERENCES
 
-    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.data.preparing.prepare import prepare
-
-        return prepare(self, inputs, ctx)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareUnpaired(Prepare):
+class PrepareUnpaired(PrepareRows):
     """Rows {prompt, completion, label}: answers that are wanted, and others that are not."""
 
     consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.UNPAIRED)
     produces: ClassVar[Kind] = Kind.UNPAIRED
 
-    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.data.preparing.prepare import prepare
-
-        return prepare(self, inputs, ctx)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PreparePrompts(Prepare):
+class PreparePrompts(PrepareRows):
     """Rows {prompt, columns}: what a policy answers in training, and what its reward is computed from."""
 
     consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.PROMPTS)
     produces: ClassVar[Kind] = Kind.PROMPTS
-
-    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.data.preparing.prepare import prepare
-
-        return prepare(self, inputs, ctx)

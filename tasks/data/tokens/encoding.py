@@ -54,7 +54,7 @@ class FastEncoder:
 
     Args:
         num_bytes: token -> how many bytes of UTF-8 it stands for; None: it does not stand for certain bytes.
-        quick: gives the same tokens in a tenth of the time; None: that is not proven of this tokenizer.
+        quick: gives the same tokens in much less time; None: that is not proven of this tokenizer.
     """
 
     backend: "Tokenizer"

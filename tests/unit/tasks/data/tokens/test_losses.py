@@ -72,7 +72,8 @@ def test_what_is_lost_is_named(
 
 @pytest.mark.parametrize("template", [CHATML, HERMES, STRIPPING, OWN_SYSTEM, PLAIN_WORDS, FORGETTING])
 def test_blanks_and_thoughts_may_go(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
+    turns = Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
+    assert len(turns.spans) == 2
 
 
 def test_a_form_is_looked_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
