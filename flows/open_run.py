@@ -15,7 +15,7 @@ from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
 from flows.stages.execute import Run
-from flows.stages.launch import StageProcesses
+from flows.stages.launch import StageProcesses, hurry
 from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
@@ -99,7 +99,7 @@ def stoppable() -> Iterator[None]:
         nonlocal stopped
         stopped = True
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)  # the stop is under way; a second one would only break it
+            signal.signal(each, _hurry)  # the stop is under way; a second one only ends the wait for stages that save
         raise KeyboardInterrupt
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -112,6 +112,11 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _hurry(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        hurry()
 
 
 def _sweep_note(plan: Plan, trials: Trials) -> SweepNote:

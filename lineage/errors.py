@@ -27,7 +27,7 @@ class DataError(PipelineError):
 
 
 class StoppedError(PipelineError):
-    """The run was stopped while this stage waited."""
+    """The run was stopped while this stage waited, or trained: then it has saved."""
 
     exit_code = 130
 
@@ -62,3 +62,7 @@ class StageError(PipelineError):
 
     def __str__(self) -> str:
         return f"stage {self.stage} failed: {self.cause} (log: {self.log})"
+
+
+class LostError(StageError):
+    """A worker was lost: killed, hung or preempted. Nothing is wrong with the stage, which can go on."""

@@ -5,7 +5,7 @@ import json
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class Provenance:
     code_digest: str  # of the method's source files
     seed: int | None
     resources: dict[str, object]
+    resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was gone on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,9 @@ def _damage(name: str, recorded: str | None, found: str | None) -> str:
 
 
 def provenance(
-    *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object]
-) -> Provenance:
+    *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object],
+    resumed_at: Sequence[int] = (),
+) -> Provenance:  # fmt: skip
     """Provenance of work that this host did with this environment."""
     commit, dirty = _git()
     return Provenance(
@@ -153,6 +155,7 @@ def provenance(
         code_digest=code_digest,
         seed=seed,
         resources=dict(resources),
+        resumed_at=list(resumed_at),
     )
 
 

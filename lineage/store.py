@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
@@ -37,6 +38,7 @@ class Entry:
         self.output = path / "output"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
+        self.checkpoints = Checkpoints(path / "checkpoints")
 
     def manifest(self) -> Manifest | None:
         """The record, or None while the artifact is unfinished.
@@ -81,14 +83,35 @@ class Entry:
             )
         return manifest
 
-    def begin(self) -> None:
-        """Clears what an unfinished attempt left, and makes the directories of a new one."""
-        for name in (MANIFEST, METRICS, PLOTS, self.metrics.name):
+    def begin(self, step: int = 0) -> None:
+        """Clears what an unfinished attempt left, and makes the directories of a new one.
+
+        Args:
+            step: of the checkpoint that is gone on from: its reports up to there stay.
+        """
+        for name in (MANIFEST, METRICS, PLOTS):
             (self.path / name).unlink(missing_ok=True)
+        if step:
+            self._cut_reports(step)
+        else:
+            self.metrics.unlink(missing_ok=True)
+            self.checkpoints.clear()
         for directory in (self.output, self.work):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
         self.logs.mkdir(parents=True, exist_ok=True)
+
+    def _cut_reports(self, step: int) -> None:
+        """Takes away the reports of steps that are trained again; a new file, so that who follows it sees that."""
+        if not self.metrics.exists():
+            return
+        draft = self.metrics.with_suffix(".tmp")
+        with draft.open("w") as file:
+            for line in self.metrics.read_text().splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
+                    if json.loads(line)["step"] <= step:
+                        file.write(line + "\n")
+        draft.replace(self.metrics)
 
     @property
     def work(self) -> Path:
@@ -110,6 +133,7 @@ class Entry:
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(self.path / MANIFEST)
+        self.checkpoints.clear()  # the output is what they were for
 
     def summarize(self, manifest: Manifest) -> None:
         """Writes ``metrics.json`` and ``plots.json`` where they are lacking: once, since DVC links them too."""

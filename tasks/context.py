@@ -36,6 +36,11 @@ class Resources:
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
     launcher: Launcher = Launcher.AUTO
     gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
+    save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps from one checkpoint to the next
+    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; both may be stated
+    keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
+    max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced, from the last checkpoint
+    hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
     @property
     def on_cluster(self) -> bool:
@@ -61,6 +66,11 @@ def _no_report(step: int, metrics: Metrics) -> None:
     """Drops a report: for calls outside a run."""
 
 
+def _never() -> bool:
+    """Nobody asks a call outside a run to stop."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
     """One worker's view of a running stage.
@@ -70,6 +80,9 @@ class TrainContext:
         work_dir: scratch space of the stage, deleted when it ends.
         report: ``report(step, metrics)``; every rank calls it, rank 0 records.
         cache_dir: what stages of one store share and can make again, such as tokens; None: nothing is kept.
+        checkpoint_dir: where checkpoints are committed; None: none are.
+        resume_from: the checkpoint to go on from, whose every byte was checked; None: from the beginning.
+        should_stop: whether the stage was asked to save and to end.
     """
 
     output_dir: Path
@@ -79,3 +92,6 @@ class TrainContext:
     world_size: int = 1
     report: Report = _no_report
     cache_dir: Path | None = None
+    checkpoint_dir: Path | None = None
+    resume_from: Path | None = None
+    should_stop: Callable[[], bool] = _never

@@ -10,7 +10,9 @@ import psutil
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from lineage.errors import ConfigError, PipelineError
+from lineage.checkpoints import Checkpoints
+from lineage.errors import ConfigError, PipelineError, StoppedError
+from tasks.checkpointing import Checkpointing
 from tasks.row_order import row_order
 
 if TYPE_CHECKING:
@@ -74,6 +76,19 @@ def ordered(rows: "TokenizedRows", method: "Training") -> "Dataset":
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
+class TokenCount(TrainerCallback):
+    """Lets TRL's count of tokens go on where the checkpoint's ended: it keeps none in a checkpoint."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+        self.trainer._total_train_tokens = counts[-1] if counts else 0
+
+
 class Recorder(TrainerCallback):
     """Hands every step's metrics to ``ctx.report``, and stops a training whose loss is no number."""
 
@@ -85,7 +100,8 @@ class Recorder(TrainerCallback):
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
-        self.window.append((time.perf_counter(), 0.0))
+        counts = [float(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
+        self.window.append((time.perf_counter(), counts[-1] if counts else 0.0))
 
     def on_log(
         self,
@@ -121,18 +137,37 @@ def fit(trainer: "Trainer", ctx: "TrainContext") -> dict[str, float]:
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds``, ``tokens_per_second``.
+        ``train_seconds`` (of all attempts), ``tokens_per_second``.
+
+    Raises:
+        StoppedError: it was asked to end before its last step; a checkpoint of the step before is committed.
     """
-    seconds = 0.0
+    before = _seconds_before(ctx)
+    start = time.perf_counter()
     if trainer.state.global_step < trainer.args.max_steps:
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Recorder(ctx))
-        start = time.perf_counter()
-        trainer.train()
-        seconds = time.perf_counter() - start
+        _train(trainer, ctx, before)
     else:
         logger.info("steps=%d state=finished nothing left to train", trainer.state.global_step)
-    return summary(trainer.state, seconds)
+    return summary(trainer.state, before + time.perf_counter() - start)
+
+
+def _train(trainer: "Trainer", ctx: "TrainContext", seconds_before: float) -> None:
+    checkpointing = Checkpointing(trainer, ctx, seconds_before)
+    trainer.remove_callback(PrinterCallback)
+    for callback in (TokenCount(trainer), Recorder(ctx), checkpointing):
+        trainer.add_callback(callback)
+    if ctx.resume_from:
+        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
+    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if checkpointing.stopped_at is not None:
+        raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
+
+
+def _seconds_before(ctx: "TrainContext") -> float:
+    """Of the attempts that the checkpoint comes from."""
+    if ctx.resume_from is None:
+        return 0.0
+    return Checkpoints.at(ctx.resume_from).train_seconds
 
 
 def summary(state: "TrainerState", seconds: float) -> dict[str, float]:

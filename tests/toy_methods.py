@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lineage.artifact import Kind
+from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.errors import StoppedError
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Inputs, Method, Training
 from tasks.row_scores import RowScores, write_scores
+
+STATE_FILE = "state.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +65,33 @@ class ToyTraining(Training):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         level = self.level or 0.0
-        for step in range(1, self.num_steps + 1):
+        done = int((ctx.resume_from / STATE_FILE).read_text()) if ctx.resume_from else 0
+        for step in range(done + 1, self.num_steps + 1):
             time.sleep(self.step_seconds)
             ctx.report(step, {"loss": level + 1.0 / step, "tokens_per_second": 100.0})
             if self.fail:
                 raise ValueError("told to fail")
+            stops = ctx.should_stop() and step < self.num_steps
+            if stops or (ctx.resources.save_steps and step % ctx.resources.save_steps == 0):
+                _save(step, ctx)
+            if stops:
+                raise StoppedError(f"stopped at step {step} of {self.num_steps}")
         given = inputs["policy"].path / "model.txt"
         (ctx.output_dir / "model.txt").write_text(f"{given.read_text()} -> {self.learning_rate}")
         return {"loss": level + 1.0 / self.num_steps, "train_seconds": 0.0}
+
+
+def _save(step: int, ctx: TrainContext) -> None:
+    assert ctx.checkpoint_dir is not None
+    draft = ctx.work_dir / f"draft-{step}"
+    draft.mkdir()
+    (draft / STATE_FILE).write_text(str(step))
+    checkpoint = Checkpoint(
+        step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0, metrics={}
+    )  # fmt: skip
+    store = Checkpoints(ctx.checkpoint_dir)
+    store.commit(draft, checkpoint)
+    store.keep(store.steps()[-ctx.resources.keep_last :])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ class Root:
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
     accept_label_drop: tuple[str, ...]
+    restart: tuple[str, ...]
     tags: tuple[str, ...]
     schedule: Schedule | None
     trigger: Trigger | None
@@ -101,6 +102,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         aliases=root.aliases,
         non_commercial_labels=root.non_commercial_labels,
         accept_label_drop=root.accept_label_drop,
+        restart=root.restart,
         operation=Operation(
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),

@@ -45,6 +45,7 @@ class Pipeline:
         aliases: what is stated of them; one that is not named here is not commercial.
         non_commercial_labels: patterns of labels, as of file names.
         accept_label_drop: stages that may train less than half the share of tokens that they trained the last time.
+        restart: stages that begin at step 0 although they have checkpoints.
         operation: when it runs by itself, and what follows.
     """
 
@@ -57,6 +58,7 @@ class Pipeline:
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     non_commercial_labels: tuple[str, ...] = ()
     accept_label_drop: tuple[str, ...] = ()
+    restart: tuple[str, ...] = ()
     operation: Operation = field(default_factory=Operation)
 
     def __post_init__(self) -> None:

@@ -13,12 +13,13 @@ def check_data(pipeline: Pipeline) -> None:
         ConfigError: names the field, and what there is.
     """
     training = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
-    for name in pipeline.accept_label_drop:
-        if name not in training:
-            raise ConfigError(
-                f"accept_label_drop: no stage that trains is named {name}; there are: {', '.join(training)}"
-                f"{nearest(name, training)}"
-            )
+    for field, names in (("accept_label_drop", pipeline.accept_label_drop), ("restart", pipeline.restart)):
+        for name in names:
+            if name not in training:
+                raise ConfigError(
+                    f"{field}: no stage that trains is named {name}; there are: {', '.join(training)}"
+                    f"{nearest(name, training)}"
+                )
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Prepare):
             try:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.declare.pipeline import CodeDrift, Pipeline, Stage
+from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.champion import Champion, resolve_champions
 from flows.planning.data_preflight import check_data
 from flows.planning.gate_check import check_gates
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
-from flows.planning.staleness import State, drifted, judge
+from flows.planning.staleness import State, drifted, judge, restarts, resumed
 from lineage.artifact import SOURCE, Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache
@@ -50,6 +50,7 @@ class PlannedStage:
     reason: str
     code_digest: str
     rerun_drifted: bool  # a finished output of other code does not count as finished
+    restart: bool = False  # from step 0, although there are checkpoints
 
     @property
     def upstream(self) -> list[str]:
@@ -155,7 +156,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     for name in resolved.order():
         stage = resolved.stages[name]
         inputs = {slot: known[resolved.key(ref)] for slot, ref in stage.inputs.items()}
-        planned = _plan_stage(name, stage, inputs, store, resolved.code_drift, memo)
+        planned = _plan_stage(name, stage, inputs, store, resolved, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
     return Plan(pipeline=resolved, stages=stages, notes=champions.notes)
@@ -175,7 +176,7 @@ def _promoted(name: str, champion: Champion) -> PlannedInput:
 
 
 def _plan_stage(
-    name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, drift: CodeDrift, memo: Memo
+    name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, pipeline: Pipeline, memo: Memo
 ) -> PlannedStage:
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
@@ -185,10 +186,13 @@ def _plan_stage(
         state, reason = judge(name, entry, recipe, inputs, store)
         manifest = entry.manifest()
         if state == "reuse" and manifest and manifest.provenance.code_digest != code:
-            state, reason = drifted(name, drift, reason)
+            state, reason = drifted(name, pipeline.code_drift, reason)
+        if state == "resume":
+            state, reason = resumed(name, entry, reason, code, pipeline)
         memo.stages[name, identity] = state, reason, code
     state, reason, code = memo.stages[name, identity]
+    restart = restarts(name, store.entry(name, identity), code, pipeline)
     return PlannedStage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
-        code_digest=code, rerun_drifted=drift == "rerun",
+        code_digest=code, rerun_drifted=pipeline.code_drift == "rerun", restart=restart,
     )  # fmt: skip

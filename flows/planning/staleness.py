@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from flows.declare.pipeline import CodeDrift
+from flows.declare.pipeline import CodeDrift, Pipeline
+from lineage.attempts import attempts
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
 from lineage.lease import living_holder
@@ -33,8 +34,12 @@ def judge(
     holder = living_holder(entry.path)
     if holder:
         return "run", f"process {holder.pid} on {holder.host} is making it now: a run waits for it and reuses it"
+    checkpoint = entry.checkpoints.newest()
+    if checkpoint:
+        when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")
+        return "resume", f"goes on from step {checkpoint.step}, saved {when}; {_reached(entry)}"
     if entry.metrics.exists():
-        return "run", f"an earlier attempt stopped at step {_last_step(entry)}; starts again"
+        return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
     return "run", _why_stale(recipe, inputs, store.finished(name))
 
 
@@ -54,7 +59,43 @@ def drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
     return "reuse", f"{reason}; its code changed since (code_drift=warn)"
 
 
+def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
+    """What is to be done about a stage that has checkpoints.
+
+    Raises:
+        ConfigError: ``code_drift=refuse``, and its code changed since the last attempt.
+    """
+    if name in pipeline.restart:
+        return "run", f"restart=[{name}]: starts again from step 0; {_reached(entry)}"
+    if not _other_code(entry, code):
+        return "resume", reason
+    if pipeline.code_drift == "refuse":
+        raise ConfigError(
+            f"stage {name}: its code changed since it was trained up to here ({reason}), and code_drift=refuse; "
+            f"run with restart=[{name}] to begin again, or code_drift=warn to go on"
+        )
+    if pipeline.code_drift == "rerun":
+        return "run", f"its code changed since an attempt before (code_drift=rerun): starts again; {_reached(entry)}"
+    return "resume", f"{reason}; its code changed since (code_drift=warn)"
+
+
+def restarts(name: str, entry: Entry, code: str, pipeline: Pipeline) -> bool:
+    """Whether it was said that a stage begins at step 0, whatever checkpoints it has when its turn comes."""
+    return name in pipeline.restart or (pipeline.code_drift == "rerun" and _other_code(entry, code))
+
+
+def _other_code(entry: Entry, code: str) -> bool:
+    before = attempts(entry.path)
+    return bool(before) and before[-1].code_digest != code
+
+
+def _reached(entry: Entry) -> str:
+    return f"the attempt before ended at step {_last_step(entry)}"
+
+
 def _last_step(entry: Entry) -> int:
+    if not entry.metrics.exists():
+        return 0
     for line in reversed(entry.metrics.read_text().splitlines()):
         with contextlib.suppress(ValueError):  # the last line may have been cut by the kill
             return int(json.loads(line)["step"])

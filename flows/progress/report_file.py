@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,17 @@ class ReportFile:
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         self._path, self._tail_bytes = path, tail_bytes
         self._offset: int | None = None
-        self.num_restarts = 0  # how often the stage began again, with an empty file
+        self._inode: int | None = None
+        self.num_restarts = 0  # how often the stage began again, or went on from a checkpoint
 
     def read(self) -> list[StageReport]:
         """The reports that came since the last reading; a line still being written waits for the next."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             size = file.seek(0, 2)
-            if self._offset is not None and size < self._offset:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._offset is not None and (size < self._offset or inode != self._inode):
                 self._offset, self.num_restarts = 0, self.num_restarts + 1
+            self._inode = inode
             if self._offset is None:
                 self._offset = max(0, size - self._tail_bytes) if self._tail_bytes else 0
             file.seek(self._offset)

@@ -10,11 +10,14 @@ from flows.planning.needs import needs, pool_of
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.observer import Observer
 from flows.stages.admission import admitted
+from flows.stages.attempts import begin, goes_on, run_attempts
 from flows.stages.data_checks import DataChecks
 from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged_sources
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses
 from flows.wording import counted
+from lineage.attempts import attempts
+from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
@@ -82,9 +85,11 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
-        entry.begin()
+        resumes = goes_on(planned, entry)
+        checkpoint = begin(planned, entry)
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
-        manifest, seconds = _tracked(run, planned, entry, parents, lease)
+        start = _stage_start(run, planned, entry, parents, resumes=resumes)
+        manifest, seconds = _tracked(run, planned, entry, start, checkpoint, lease)
     run.observer.done(run.title(planned), seconds, manifest.metrics)
     return Result(manifest=manifest, seconds=seconds)
 
@@ -103,13 +108,13 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
 
 
 def _tracked(
-    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], lease: Lease
+    run: Run, planned: PlannedStage, entry: Entry, start: StageStart, checkpoint: Checkpoint | None, lease: Lease
 ) -> tuple[Manifest, float]:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
-        tracked = run.tracker.stage(_stage_start(run, planned, entry, parents))
+        tracked = run.tracker.stage(start)
         try:
-            manifest, seconds = _make(run, planned, entry, parents, tracked, visible_gpus)
+            manifest, seconds = _make(run, planned, entry, start.parents, checkpoint, tracked, visible_gpus)
             entry.commit(manifest, lease)
         except BaseException as error:
             tracked.failed(error)
@@ -138,12 +143,14 @@ def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManag
     return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
 
 
-def _stage_start(run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest]) -> StageStart:
+def _stage_start(
+    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], *, resumes: bool
+) -> StageStart:
     method = planned.stage.method
     return StageStart(
         stage=planned.name, method=_class_name(method), produces=method.produces, fingerprint=planned.fingerprint,
         recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-        title=run.title(planned),
+        title=run.title(planned), resumes=resumes,
     )  # fmt: skip
 
 
@@ -152,6 +159,7 @@ def _make(
     planned: PlannedStage,
     entry: Entry,
     parents: Mapping[str, Manifest],
+    checkpoint: Checkpoint | None,
     tracked: StageTracker,
     visible_gpus: tuple[str, ...],
 ) -> tuple[Manifest, float]:
@@ -163,7 +171,7 @@ def _make(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
         inputs=job_inputs(run.plan, planned, parents),
     )  # fmt: skip
-    metrics = run.processes.run(job)
+    metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
     end = time.time()
     require_unchanged_sources(run.plan, planned)  # nor while it was read
     files = digest_files(entry.output)
@@ -182,7 +190,7 @@ def _make(
         metrics=dict(metrics),
         provenance=provenance(
             start=start, end=end, code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-            resources=asdict(resources),
+            resources=asdict(resources), resumed_at=[each.step for each in attempts(entry.path) if each.step],
         ),
         produces=method.produces,
         mlflow_run_id=run_ids.stage,

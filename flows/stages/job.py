@@ -28,6 +28,7 @@ class Job:
     Args:
         directory: of the stage in the store; ``output/``, ``work/``, ``logs/`` and ``metrics.jsonl`` lie below it.
         visible_gpus: devices that the stage was admitted to, as CUDA_VISIBLE_DEVICES names them.
+        resume_from: the checkpoint to go on from.
     """
 
     stage: str
@@ -36,10 +37,16 @@ class Job:
     resources: Resources
     directory: Path
     visible_gpus: tuple[str, ...] = ()
+    resume_from: Path | None = None
 
     @property
     def log(self) -> Path:
         return self.directory / "logs" / "stage.log"
+
+    @property
+    def stop_file(self) -> Path:
+        """Asks the stage, wherever its workers are, to save and to end."""
+        return self.directory / "work" / "stop"
 
     def resolve_inputs(self) -> Inputs:
         """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""

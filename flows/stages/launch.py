@@ -15,14 +15,24 @@ from pathlib import Path
 
 import psutil
 
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from flows.stages.process_settings import stage_environment
 from flows.stages.shared_imports import shares_imports
-from flows.stages.stage_process import Answer, answer, stage_main
-from lineage.errors import PrunedError, StageError, StoppedError
+from flows.stages.stage_process import Answer, answer, ask_to_stop, stage_main
+from lineage.errors import LostError, PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # for a process that was told to end
+_POLL_SECONDS = 0.1
+_SAVE_SECONDS = 20.0  # for a training that saves first; whoever stops us gives 30 s in all
+
+
+_hurried = threading.Event()  # of the whole process, as its signals are
+
+
+def hurry() -> None:
+    """Whoever asked for a stop asks again: stages that save are not waited for."""
+    _hurried.set()
 
 
 class StageProcesses:
@@ -35,7 +45,7 @@ class StageProcesses:
     def __init__(self) -> None:
         self._server: ForkServerContext = multiprocessing.get_context("forkserver")
         self._fresh: SpawnContext = multiprocessing.get_context("spawn")
-        self._running: dict[Path, BaseProcess] = {}  # by the stage's directory
+        self._running: dict[Path, tuple[Job, BaseProcess]] = {}  # by the stage's directory
         self._unwanted: dict[Path, str] = {}  # directory -> why
         self._lock = threading.Lock()
         self._starting = threading.Lock()  # apart: a start may wait for the fork server's imports, a stop must not
@@ -86,7 +96,7 @@ class StageProcesses:
             self.raise_if_stopped()  # a stop has taken the fork server away
             raise
         with self._lock:
-            self._running[job.directory] = process
+            self._running[job.directory] = job, process
         writer.close()
         if self._stopped.is_set() or job.directory in self._unwanted:  # between the look above and the start
             _signal_group(process, signal.SIGKILL)
@@ -100,18 +110,22 @@ class StageProcesses:
         if reply is None:
             self.raise_if_stopped()
             self._raise_if_unwanted(job.directory)
+        if isinstance(reply, StoppedError):
+            self.raise_if_stopped()
+            raise LostError(job.stage, f"its process was asked to end by SIGTERM, and saved: {reply}", str(job.log))
         return _result(reply if reply is not None else _death(job, process.exitcode))
 
     def stop(self) -> None:
-        """Ends every running stage with its whole group: asked first, killed after a grace."""
+        """Ends every running stage with its whole group: a training saves first, what takes too long is killed."""
         self._stopped.set()
         with self._lock:
-            processes = list(self._running.values())
-        for process in processes:
-            _signal_group(process, signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            running = list(self._running.values())
+        for job, process in running:
+            _ask(job, process)
+        deadline = time.monotonic() + _SAVE_SECONDS
+        for _, process in running:
+            while process.is_alive() and time.monotonic() < deadline and not _hurried.is_set():
+                process.join(_POLL_SECONDS)
             _signal_group(process, signal.SIGKILL)
         _end_fork_server()
 
@@ -119,10 +133,9 @@ class StageProcesses:
         """Ends one stage with its whole group, now or when it would start; whoever waits for it is told why."""
         with self._lock:
             self._unwanted[directory] = why
-            process = self._running.get(directory)
+            _, process = self._running.get(directory, (None, None))
         if process:
-            _signal_group(process, signal.SIGTERM)
-            threading.Thread(target=_kill_later, args=(process,), daemon=True).start()
+            _signal_group(process, signal.SIGKILL)
 
     def _raise_if_unwanted(self, directory: Path) -> None:
         with self._lock:
@@ -153,10 +166,12 @@ def _signal_group(process: BaseProcess, number: signal.Signals) -> None:
                 os.kill(process.pid, number)
 
 
-def _kill_later(process: BaseProcess) -> None:
-    process.join(_GRACE_SECONDS)
-    if process.is_alive():
-        _signal_group(process, signal.SIGKILL)
+def _ask(job: Job, process: BaseProcess) -> None:
+    """Asks a stage to end: one that trains finishes its step and saves."""
+    if job.method.trains and not isinstance(job, CheckJob):
+        ask_to_stop(job)
+    else:
+        _signal_group(process, signal.SIGTERM)
 
 
 def _end_fork_server() -> None:
@@ -171,14 +186,17 @@ def _death(job: Job, exitcode: int | None) -> StageError:
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
         hint = "; out of memory?" if -exitcode == signal.SIGKILL else ""
-        return StageError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
+        return LostError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
+    cause = f"its process ended with exit code {exitcode} and no answer"
+    if not job.resources.on_cluster:
+        return StageError(job.stage, cause, str(job.log))  # by its own code, which would do it again
     address = os.environ.get("RAY_ADDRESS")
-    hint = f"; is RAY_ADDRESS={address} reachable?" if address and job.resources.on_cluster else ""
-    return StageError(job.stage, f"its process ended with exit code {exitcode} and no answer{hint}", str(job.log))
+    hint = f"; is RAY_ADDRESS={address} reachable?" if address else "; its Ray cluster was lost"
+    return LostError(job.stage, cause + hint, str(job.log))
 
 
 def _result(reply: Answer) -> Metrics:
-    if isinstance(reply, StageError):
+    if isinstance(reply, StageError | StoppedError):
         raise reply
     return reply
 

@@ -1,5 +1,6 @@
 """The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
 
+import contextlib
 import logging
 import math
 import multiprocessing
@@ -11,10 +12,10 @@ import traceback
 from multiprocessing.connection import Connection
 
 from flows.stages.job import CheckJob, Job
-from lineage.errors import PipelineError, StageError
+from lineage.errors import PipelineError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
 
-Answer = Metrics | StageError
+Answer = Metrics | StageError | StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ def stage_main(job: Job, connection: Connection) -> None:
     os.setsid()  # a group of its own: whatever the stage starts can be ended with it
     _die_with_parent()
     _log_to(job)
+    if job.method.trains and not isinstance(job, CheckJob):
+        # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.
+        signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job))
     if job.visible_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
     reply = answer(job)
@@ -32,11 +36,20 @@ def stage_main(job: Job, connection: Connection) -> None:
     connection.close()
 
 
+def ask_to_stop(job: Job) -> None:
+    """Asks a training stage to save at the end of its step and to end; its workers look for the file."""
+    with contextlib.suppress(OSError):  # it is over, or the store is gone
+        job.stop_file.touch()
+
+
 def answer(job: Job) -> Answer:
     """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
     log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
     try:
         return finite(run(job))
+    except StoppedError as error:
+        logger.info("stage=%s state=stopped: %s", job.stage, error)
+        return error
     except PipelineError as error:
         traceback.print_exc()
         return StageError(job.stage, str(error), log, error.exit_code)

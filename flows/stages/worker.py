@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flows.stages.job import CheckJob, Job
 from lineage.errors import ArtifactError
-from lineage.store import CACHE
+from lineage.store import CACHE, Entry
 from tasks.context import Metrics, Report, TrainContext
 from tasks.method import Training
 
@@ -65,6 +65,9 @@ def _context(job: Job, rank: int = 0, world_size: int = 1) -> TrainContext:
         world_size=world_size,
         report=_reporter(job.directory / "metrics.jsonl", rank),
         cache_dir=job.directory.parents[1] / CACHE,
+        checkpoint_dir=Entry(job.directory).checkpoints.directory,
+        resume_from=job.resume_from,
+        should_stop=job.stop_file.exists,
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Follower:
     def __init__(self, path: Path, logged: Mapping[str, int] | None = None) -> None:
         self._path = path
         self._offset = 0
+        self._inode = 0
         self._logged = dict(logged or {})
 
     @property
@@ -48,6 +50,7 @@ class Follower:
         """All that was appended since the last reading that was kept; a line still being written waits."""
         try:
             with self._path.open("rb") as file:
+                self._begin_again_if_replaced(os.fstat(file.fileno()).st_ino)
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -56,6 +59,11 @@ class Follower:
         logged = dict(self._logged)
         points = [point for line in whole.splitlines() for point in _points(line) if _is_new(point, logged)]
         return Reading(points=points, end=self._offset + len(whole), logged=logged)
+
+    def _begin_again_if_replaced(self, inode: int) -> None:
+        """A stage that goes on from a checkpoint has a new file, of the reports up to there."""
+        if inode != self._inode:
+            self._offset, self._inode = 0, inode
 
     def keep(self, reading: "Reading") -> None:
         """The reading was recorded: the next one starts behind it."""

@@ -78,13 +78,14 @@ def test_a_stop_leaves_no_process_and_keeps_what_was_finished(toy, number, code)
     assert process.returncode == code
     wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
     assert "Traceback" not in errors
-    assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": "run", "right": "reuse"}
+    left = "run" if number == signal.SIGKILL else "resume"  # who is asked to end saves first
+    assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": left, "right": "reuse"}
     again = toy.run(*SLOW_LEFT, "stages.left.method.num_steps=3")
     assert {name for name, row in again.items() if row["seconds"]} == {"left"}
 
 
 def test_a_killed_stage_process_is_a_failed_stage(toy):
-    process = toy.start("run", *SLOW_LEFT)
+    process = toy.start("run", *SLOW_LEFT, "resources.max_failures=0")
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
     stages = [each for each in family(process) if "left" in _stage(each)]
     assert len(stages) == 1
@@ -92,6 +93,25 @@ def test_a_killed_stage_process_is_a_failed_stage(toy):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "stage left failed: its process was killed by SIGKILL; out of memory? (log: " in errors
+
+
+def test_a_killed_stage_process_is_started_again_from_its_checkpoint(toy):
+    saving = ("stages.left.method.num_steps=40", "stages.left.method.step_seconds=0.1", "resources.save_steps=5")
+    process = toy.start("run", *saving)
+    wait_until(lambda: list((toy.folder / "artifacts/left").glob("*/checkpoints/step-10")), "left saves")
+    [stage] = [each for each in family(process) if "left" in _stage(each)]
+    stage.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "killed by SIGKILL" in errors
+    assert "it goes on from its checkpoint of step 10" in errors or "of step 15" in errors
+    [directory] = (toy.folder / "artifacts/left").iterdir()
+    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+    resumed_at = json.loads((directory / "manifest.json").read_text())["provenance"]["resumed_at"]
+    assert len(resumed_at) == 1
+    assert resumed_at[0] in (10, 15)
+    assert not (directory / "checkpoints").exists()
 
 
 def _stage(process: psutil.Process) -> str:

@@ -84,7 +84,9 @@ def test_an_attempt_that_stopped_says_where(toy):
     entry = plan.entry(plan.stage("left"))
     entry.begin()
     entry.metrics.write_text('{"step": 7, "time": 0, "metrics": {}}\n{"step": 8, "ti')
-    assert toy().stage("left").reason == "an earlier attempt stopped at step 7; starts again"
+    assert toy().stage("left").reason == (
+        "the attempt before ended at step 7, before its first checkpoint; starts again"
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""From which step a stage begins, and how often: a lost worker is replaced, an error is not tried again."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from flows.planning.plan import PlannedStage
+from flows.stages.job import Job
+from lineage.attempts import attempts, note_attempt
+from lineage.checkpoints import Checkpoint
+from lineage.errors import LostError, StageError
+from lineage.store import Entry
+from tasks.context import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+def goes_on(planned: PlannedStage, entry: Entry) -> bool:
+    """Whether an attempt before was of the same code: then this one only goes on with it, also from step 0."""
+    before = attempts(entry.path)
+    return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
+
+
+def begin(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+    """Prepares a stage's directory for an attempt; returns the checkpoint that it goes on from, if it does.
+
+    Raises:
+        StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
+    """
+    checkpoint = None if planned.restart else _last_intact(planned, entry)
+    entry.begin(checkpoint.step if checkpoint else 0)
+    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest)
+    return checkpoint
+
+
+def run_attempts(
+    planned: PlannedStage,
+    entry: Entry,
+    job: Job,
+    checkpoint: Checkpoint | None,
+    run: Callable[[Job], Metrics],
+    tell: Callable[[str], None],
+) -> Metrics:
+    """Runs a stage, and goes on from its last checkpoint each time that a worker is lost, ``max_failures`` times.
+
+    Args:
+        job: as it would begin at step 0.
+        run: starts it, and waits for its end.
+        tell: whoever looks on.
+
+    Raises:
+        LostError: once too often.
+        PipelineError: it failed.
+    """
+    for left in reversed(range(job.resources.max_failures + 1)):
+        try:
+            return run(replace(job, resume_from=entry.checkpoints.path(checkpoint.step) if checkpoint else None))
+        except LostError as lost:
+            if not left:
+                raise
+            checkpoint = begin(replace(planned, restart=False), entry)
+            where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
+            tell(f"{lost}; it goes on {where}")
+    raise AssertionError("unreachable: the last loss is raised")
+
+
+def _last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+    found, damaged = entry.checkpoints.newest_intact()
+    for damage in damaged:
+        logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
+    if found is None and damaged:
+        raise StageError(
+            planned.name,
+            f"none of its checkpoints is what was committed: {'; '.join(damaged[:3])}; restore the files, or "
+            f"lose their steps and begin again with restart=[{planned.name}]",
+            str(entry.logs),
+        )
+    return found

@@ -1,0 +1,48 @@
+"""The attempts to make one artifact, ``attempts.jsonl`` beside it: when, where, by which code, from which step."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "attempts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt.
+
+    Args:
+        time: when it began, in seconds since the epoch.
+        host, pid: of the process that began it.
+        step: of the checkpoint that it went on from; 0: from the beginning.
+        code_digest: of the method's source files.
+    """
+
+    time: float
+    host: str
+    pid: int
+    step: int
+    code_digest: str
+
+
+def attempts(directory: Path) -> list[Attempt]:
+    """Of an artifact's directory, in order; what a kill cut is left out."""
+    found: list[Attempt] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (directory / FILE).read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                found.append(Attempt(**json.loads(line)))
+    return found
+
+
+def note_attempt(directory: Path, step: int, code_digest: str) -> None:
+    """Writes down that this process begins one."""
+    attempt = Attempt(
+        time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest
+    )  # fmt: skip
+    with (directory / FILE).open("a") as file:
+        file.write(json.dumps(asdict(attempt)) + "\n")

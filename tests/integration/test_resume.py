@@ -1,0 +1,113 @@
+"""A training that ended early and went on gives the weights of one that did not, to the bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import StoppedError
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import LoRA, Training
+from tests import training
+from tests.training import same, weights
+
+LORA = LoRA(rank=4, alpha=8, dropout=0.1)
+SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def context(
+    folder: Path, reports: list[tuple[int, Metrics]], *, resume_from: Path | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainContext:  # fmt: skip
+    return TrainContext(
+        output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
+        resources=SAVING, report=lambda step, metrics: reports.append((step, dict(metrics))),
+        resume_from=resume_from, should_stop=should_stop,
+    )  # fmt: skip
+
+
+def run(stage: Training, root: Path, ctx: TrainContext) -> Metrics:
+    return stage.run(training.inputs(root, stage), ctx)
+
+
+def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:
+    return [
+        (step, {name: value for name, value in metrics.items() if name not in ("tokens_per_second", "memory_gib")})
+        for step, metrics in reports
+    ]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", training.METHODS)
+def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:
+    stage = training.method(name, num_steps=6, adapter=adapter, lr_schedule="cosine")
+    whole: list[tuple[int, Metrics]] = []
+    unbroken = run(stage, root, context(tmp_path / "whole", whole))
+
+    parts: list[tuple[int, Metrics]] = []
+    broken = tmp_path / "broken"
+    with pytest.raises(StoppedError, match="stopped at step 3 of 6"):
+        run(stage, root, context(broken, parts, should_stop=lambda: len(parts) == 2))
+    store = Checkpoints(broken / "checkpoints")
+    assert store.steps() == [2, 3]
+    shutil.rmtree(broken / "work")
+    resumed = run(stage, root, context(broken, parts, resume_from=store.path(3)))
+
+    assert timeless(parts) == timeless(whole)
+    assert same(weights(broken / "output"), weights(tmp_path / "whole" / "output"))
+    assert resumed["num_tokens"] == unbroken["num_tokens"]
+    assert resumed["steps"] == 6
+    assert resumed["train_seconds"] > store.read(3).train_seconds
+
+
+def test_a_checkpoint_holds_all_that_a_resume_needs(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", num_steps=3)
+    run(stage, root, context(tmp_path, []))
+    found = Checkpoints(tmp_path / "checkpoints").read(2)
+    needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert needed <= found.files.keys()
+    assert not any(name.endswith(".bin") for name in found.files)
+    state = json.loads((tmp_path / "checkpoints" / "step-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def test_saving_changes_no_bit_and_none_falls_on_the_last_step(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", num_steps=4, adapter=LORA)
+    run(stage, root, context(tmp_path / "saving", []))
+    without = replace(context(tmp_path / "without", []), checkpoint_dir=None)
+    run(stage, root, without)
+    assert Checkpoints(tmp_path / "saving" / "checkpoints").steps() == [2]
+    assert same(weights(tmp_path / "saving" / "output"), weights(tmp_path / "without" / "output"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({"save_steps": 1, "keep_last": 2}, [3, 4]),
+        ({"save_steps": 2, "keep_last": 5}, [2, 4]),
+        ({"save_steps": None, "save_minutes": 1e-9, "keep_last": 9}, [1, 2, 3, 4]),
+        ({"save_steps": None, "save_minutes": 60.0}, []),
+    ],
+)
+def test_when_it_saves_and_what_it_keeps(root: Path, tmp_path: Path, fields: dict, steps: list[int]) -> None:
+    ctx = context(tmp_path, [])
+    run(training.method("sft", num_steps=5), root, replace(ctx, resources=replace(SAVING, **fields)))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == steps

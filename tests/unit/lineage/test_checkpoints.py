@@ -1,0 +1,92 @@
+"""Checkpoints: whole or absent, and what is damaged later is found by its digests."""
+
+from pathlib import Path
+
+import pytest
+
+from lineage.checkpoints import RECORD, Checkpoint, Checkpoints
+from lineage.errors import ArtifactError
+
+
+def saved(step: int) -> Checkpoint:
+    return Checkpoint(step=step, time=1.0, train_seconds=2.0, num_workers=1, zero_stage=0, metrics={"loss": 3.0})
+
+
+def commit(store: Checkpoints, step: int) -> Path:
+    draft = store.directory.parent / "draft"
+    (draft / "part").mkdir(parents=True)
+    (draft / "model.safetensors").write_text(f"weights {step}")
+    (draft / "part" / "rank-0").write_text(f"state {step}")
+    return store.commit(draft, saved(step))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store: Checkpoints) -> None:
+    path = commit(store, 5)
+    assert path == store.directory / "step-5"
+    assert not (store.directory.parent / "draft").exists()
+    found = store.read(5)
+    assert (found.step, found.train_seconds, found.metrics) == (5, 2.0, {"loss": 3.0})
+    assert sorted(found.files) == ["model.safetensors", "part/rank-0"]
+    assert Checkpoints.at(path) == found
+
+
+def test_the_newest_is_by_number_not_by_name(store: Checkpoints) -> None:
+    for step in (9, 10, 100, 20):
+        commit(store, step)
+    assert store.steps() == [9, 10, 20, 100]
+    newest = store.newest()
+    assert newest and newest.step == 100
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (lambda path: (path / "model.safetensors").write_text("weights 6"), "model.safetensors has SHA-256"),
+        (lambda path: (path / "part" / "rank-0").unlink(), "part/rank-0 is missing"),
+        (lambda path: (path / "other").write_text("x"), "other was added"),
+        (lambda path: (path / RECORD).unlink(), f"{RECORD} is missing"),
+        (lambda path: (path / RECORD).write_text("{"), f"{RECORD} cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(store: Checkpoints, harm, found: str) -> None:
+    commit(store, 5)
+    harm(commit(store, 10))
+    intact, damaged = store.newest_intact()
+    assert intact and intact.step == 5
+    [phrase] = damaged
+    assert "step-10" in phrase
+    assert found in phrase
+
+
+def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
+    draft = store.directory / "draft-7"
+    draft.mkdir(parents=True)
+    (draft / "model.safetensors").write_text("half")
+    assert store.steps() == []
+    assert store.newest() is None
+    assert store.newest_intact() == (None, [])
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(store: Checkpoints) -> None:
+    (commit(store, 5) / "model.safetensors").write_text("flipped")
+    commit(store, 5)
+    assert store.damage(5) == []
+
+
+def test_only_what_is_kept_stays(store: Checkpoints) -> None:
+    for step in (1, 2, 3, 4):
+        commit(store, step)
+    store.keep([2, 4])
+    assert sorted(path.name for path in store.directory.iterdir()) == ["step-2", "step-4"]
+    store.clear()
+    assert not store.directory.exists()
+
+
+def test_a_directory_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="its name is not step-N"):
+        Checkpoints.at(tmp_path)
