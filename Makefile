@@ -5,7 +5,9 @@ READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 
-.PHONY: demo test check bench test-gpu dvc-yaml prefect-yaml lock clean
+KILLS ?= 20
+
+.PHONY: demo test check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -26,6 +28,9 @@ bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the reco
 	$(BIN)/python bench/record.py
 	$(BIN)/python bench/dvc_status.py
 	$(BIN)/python bench/sweep.py
+
+chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

@@ -1,0 +1,111 @@
+"""The ways in which a run is interrupted, and who is hit."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.command import REPOSITORY
+
+MARK = "POSTTRAIN_CHAOS"  # in the environment of a run, and so of all that it starts
+LEFT_SECONDS = 60.0
+
+Kill = Callable[[subprocess.Popen[bytes], random.Random], None]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every living process of the runs that bear a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def left(mark: str) -> list[str]:
+    """What still runs a minute after the end of a run, by command line; nothing, as soon as there is nothing."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [" ".join(_command(process)) for process in marked(mark)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return ["?"]
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def _driver(number: signal.Signals) -> Kill:
+    def kill(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
+        driver.send_signal(number)
+
+    return kill
+
+
+def _all(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
+    family = marked(_mark(driver))
+    chance.shuffle(family)
+    for process in family:
+        _signal(process, signal.SIGKILL)
+
+
+def _one(words: str) -> Kill:
+    """One of the processes whose command line holds these words; where there is none yet, the driver."""
+
+    def kill(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
+        found = [each for each in marked(_mark(driver)) if each.pid != driver.pid and words in " ".join(_command(each))]
+        _signal(chance.choice(found) if found else psutil.Process(driver.pid), signal.SIGKILL)
+
+    return kill
+
+
+def _mark(driver: subprocess.Popen[bytes]) -> str:
+    with open(f"/proc/{driver.pid}/environ") as file:
+        return next(word.partition("=")[2] for word in file.read().split("\0") if word.startswith(f"{MARK}="))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to interrupt a run.
+
+    Args:
+        codes: with which its command may end: 0 where it goes on by itself, or was about to end.
+    """
+
+    kill: Kill
+    codes: frozenset[int]
+
+
+_KILLED, _STOPPED = frozenset({-signal.SIGKILL}), frozenset({130, 0})
+
+WAYS = {
+    "SIGKILL of the driver": Way(kill=_driver(signal.SIGKILL), codes=_KILLED),
+    "SIGTERM to the driver": Way(kill=_driver(signal.SIGTERM), codes=_STOPPED | {-signal.SIGTERM}),  # while it imports
+    "Ctrl-C": Way(kill=_driver(signal.SIGINT), codes=_STOPPED | {-signal.SIGINT}),
+    "SIGKILL of all": Way(kill=_all, codes=_KILLED),
+    "SIGKILL of a stage or its fork server": Way(kill=_one("multiprocessing"), codes=_KILLED | {0}),
+    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect_server"), codes=_KILLED | {0}),
+}
+
+
+def start(command: list[str], folder: Path, mark: str, log: int) -> subprocess.Popen[bytes]:
+    """A run in a session of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: mark}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )

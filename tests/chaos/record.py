@@ -1,0 +1,82 @@
+"""What a store and MLflow say of the runs that were interrupted."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineage.attempts import attempts
+from lineage.store import RESERVED, Store
+
+
+def digests(store: Path) -> dict[str, str]:
+    """Stage -> digest of its finished output."""
+    manifests = {name: entry.manifest() for name, entry in Store(store).entries()}
+    return {name: manifest.output_digest for name, manifest in manifests.items() if manifest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """How far an unfinished stage was when it was interrupted: in which attempt, at which step."""
+
+    directory: Path
+    attempt: int
+    step: int
+
+    def lost(self) -> int:
+        """Steps that the next attempt trained again; none where there was no next one."""
+        after = attempts(self.directory)[self.attempt :]
+        return max(0, self.step - after[0].step) if after else 0
+
+
+def reached(store: Path) -> list[Reached]:
+    """Of every stage that is under way."""
+    return [
+        Reached(directory=entry.path, attempt=len(attempts(entry.path)), step=max(_steps(entry.metrics), default=0))
+        for _, entry in Store(store).entries()
+        if entry.manifest() is None
+    ]
+
+
+def doubled(store: Path) -> list[str]:
+    """Stages whose reports do not count each step once, in order."""
+    return [
+        f"{entry.path.parent.name}: steps {steps}"
+        for _, entry in Store(store).entries()
+        if (steps := _steps(entry.metrics)) != sorted(set(steps))
+    ]
+
+
+def untidy(store: Path) -> list[str]:
+    """What a finished store should not hold: scratch, checkpoints, locks."""
+    names = ("work", "checkpoints", "lock")
+    folders = [folder for folder in store.iterdir() if folder.is_dir() and folder.name not in RESERVED]
+    return [str(path) for folder in folders for name in names for path in folder.glob(f"*/{name}") if path.exists()]
+
+
+def misrecorded(folder: Path) -> list[str]:
+    """What MLflow has wrong: a run left open, two runs of one stage, a step told twice."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    runs = client.search_runs([each.experiment_id for each in client.search_experiments()], max_results=1000)
+    found = [f"{run.info.run_name} is left RUNNING" for run in runs if run.info.status == "RUNNING"]
+    stages = [run.data.tags["posttrain.stage"] for run in runs if "posttrain.stage" in run.data.tags]
+    found += [f"{stages.count(name)} runs of {name}" for name in sorted(set(stages)) if stages.count(name) > 1]
+    for run in runs:
+        for metric in run.data.metrics:
+            steps = [each.step for each in client.get_metric_history(run.info.run_id, metric)]
+            if len(steps) != len(set(steps)):
+                found.append(f"{run.info.run_name}: a step of {metric} is told twice")
+    return found
+
+
+def _steps(metrics: Path) -> list[int]:
+    if not metrics.exists():
+        return []
+    steps = []
+    for line in metrics.read_text().splitlines():
+        try:
+            steps.append(int(json.loads(line)["step"]))
+        except ValueError:  # cut by a kill
+            continue
+    return steps

@@ -1,0 +1,142 @@
+"""One pipeline in a store of its own, killed and started again until it is finished."""
+
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.kills import WAYS, left, start
+from tests.chaos.record import Reached, digests, doubled, misrecorded, reached, untidy
+from tests.command import CONF
+from tests.miniature import MODEL, STEPS, write_own_rows
+
+SAVE_STEPS = 3
+MINIATURE = (
+    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=12" for stage in ("cpt", "sft", "reward", "dpo")),
+    f"resources.save_steps={SAVE_STEPS}",
+)  # fmt: skip
+TOY = (
+    "pipeline=toy", "model=none", "sources.rows.path=rows.txt", f"resources.save_steps={SAVE_STEPS}",
+    *(f"stages.{stage}.method.{each}" for stage in ("left", "right") for each in ("num_steps=30", "step_seconds=0.1")),
+)  # fmt: skip
+
+
+@dataclass
+class Score:
+    """What the rounds came to."""
+
+    kills: int = 0
+    resumed: int = 0
+    rounds: int = 0
+    identical: int = 0
+    lost_steps: int = 0
+    leaked: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        whole = self.resumed == self.kills and self.identical == self.rounds
+        return whole and not self.leaked and not self.wrong and self.lost_steps <= SAVE_STEPS
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"kills {self.kills}  resumed {self.resumed}  pipelines {self.rounds}  bit-identical {self.identical}  "
+                f"leaked processes {len(self.leaked)}  longest lost work {self.lost_steps} steps "
+                f"(saved every {SAVE_STEPS})",
+                *(f"leaked: {each}" for each in self.leaked),
+                *(f"wrong: {each}" for each in self.wrong),
+            ]
+        )
+
+
+class Rounds:
+    """Rounds below one folder, whose every kill and moment come from one seed."""
+
+    def __init__(self, folder: Path, seed: int, *, toy: bool) -> None:
+        self._folder = folder
+        self._chance = random.Random(seed)
+        self._mark = secrets.token_hex(8)
+        self._toy = toy
+        self.score = Score()
+
+    def unbroken(self) -> tuple[dict[str, str], float]:
+        """Digests and seconds of a run that nobody touches: the second of two, which finds all databases made.
+
+        Raises:
+            SystemExit: it fails, or two of them differ, so that nothing can be said of interrupted ones.
+        """
+        found: list[dict[str, str]] = []
+        seconds = 0.0
+        for folder in (self._folder / "first", self._folder / "unbroken"):
+            words, begin = self._command(folder), time.monotonic()
+            code, _ = self._run(words, folder, None, [])
+            if code:
+                raise SystemExit(f"the run that nobody touched ended with {code}: see {folder / 'run.log'}")
+            seconds = time.monotonic() - begin
+            found.append(digests(folder / "artifacts"))
+        if found[0] != found[1]:
+            raise SystemExit(f"two runs that nobody touched differ, in {folder.parent}: {found}")
+        return found[0], seconds
+
+    def round(self, expected: dict[str, str], seconds: float, kills: int) -> None:
+        """One pipeline, killed up to ``kills`` times before it is finished.
+
+        Args:
+            expected: stage -> digest of its output, where nobody interrupts.
+            seconds: that a run takes then.
+        """
+        self.score.rounds += 1
+        folder = self._folder / f"pipeline-{self.score.rounds}"
+        words = self._command(folder)
+        hits: list[Reached] = []
+        count, code = self.score.kills, -signal.SIGKILL
+        while code:
+            moment = self._chance.uniform(0, seconds) if self.score.kills - count < kills else None
+            code, is_expected = self._run(words, folder, moment, hits)
+            if not is_expected:
+                self.score.wrong.append(f"{folder}: a command ended with {code}: see run.log there")
+                self.score.resumed -= 1
+                break
+        self.score.resumed += self.score.kills - count
+        self.score.lost_steps = max([self.score.lost_steps, *(each.lost() for each in hits)])
+        self._judge(folder, expected)
+
+    def _judge(self, folder: Path, expected: dict[str, str]) -> None:
+        store = folder / "artifacts"
+        found = digests(store)
+        self.score.identical += found == expected
+        others = [name for name in expected if found.get(name) != expected[name]]
+        wrong = [f"{name}: not the output of an unbroken run" for name in others]
+        wrong += doubled(store) + untidy(store) + misrecorded(folder)
+        self.score.wrong += [f"{folder}: {each}" for each in wrong]
+
+    def _run(self, words: list[str], folder: Path, moment: float | None, hits: list[Reached]) -> tuple[int, bool]:
+        """One command, interrupted after ``moment`` seconds if it still runs then; its exit code, and if it may."""
+        with (folder / "run.log").open("ab") as log:
+            run = start(words, folder, self._mark, log.fileno())
+        try:
+            code = run.wait(moment)
+            return code, code == 0
+        except subprocess.TimeoutExpired:
+            pass
+        name = self._chance.choice(sorted(WAYS))
+        hits += reached(folder / "artifacts")
+        WAYS[name].kill(run, self._chance)
+        code = run.wait()
+        self.score.kills += 1
+        self.score.leaked += left(self._mark)
+        print(f"{folder.name}: {name} after {moment:.1f} s, exit code {code}", flush=True)
+        return code, code in WAYS[name].codes
+
+    def _command(self, folder: Path) -> list[str]:
+        """That runs the pipeline in a new folder, on the same rows each time."""
+        folder.mkdir()
+        if self._toy:
+            (folder / "rows.txt").write_text("rows")
+        words = TOY if self._toy else (*MINIATURE, *write_own_rows(folder))
+        return [sys.executable, "-m", "flows", "run", "--config-dir", str(CONF), *words]
