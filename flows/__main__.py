@@ -4,14 +4,18 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from lineage.errors import PipelineError
 
 STOPPED = 130
+_EXIT_SECONDS = 1.5
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
+    "rehearse": "make every stage at two steps, in minutes; keep nothing",
+    "certify": "kill, resume and reshard every training in short; say whether it gives the same model",
     "data": "read rows as a data stage would, and say what is in them; run nothing",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
@@ -21,6 +25,7 @@ COMMANDS = {
     "promote": "give an alias to a model that passed its gate",
     "rollback": "give an alias back to its previous holder",
     "rebuild": "refill MLflow from the manifests",
+    "gc": "free outputs that are unfinished, or that nothing refers to; show them first, and ask",
     "status": "show what runs now and what ran last",
     "logs": "print what a stage and its libraries said",
     "cancel": "stop a run, and leave nothing running",
@@ -50,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("posttrain: stopped; run the same command again to go on", file=sys.stderr)
+        _end_soon()
         return STOPPED
     except BrokenPipeError:  # `posttrain plan | head`: all is done but the last of the print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"posttrain: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _end_soon() -> None:
+    """Whatever a library still wants to tell a server that may be away: whoever stops us waits 30 s in all."""
+    end = threading.Timer(_EXIT_SECONDS, os._exit, (STOPPED,))
+    end.daemon = True
+    end.start()
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from flows.open_flows import tell_of_killed
 from flows.progress.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
 from lineage.errors import ConfigError, PipelineError
 
@@ -50,6 +51,7 @@ def cancel(note: RunNote, store: Path) -> str:
     if note.outcome:
         return f"{note.id} is over: {note.outcome}"
     if note.is_dead(store):
+        tell_of_killed(store)
         return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone; {_clear(note)}"
     is_here = note.driver.host == socket.gethostname()
     family = _family(note)

@@ -115,7 +115,8 @@ def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
     method = pipeline.stages[name].method
     keys = [f"stages.{name}.method", f"stages.{name}.inputs"]
     keys += [f"sources.{source}" for source in _sources(pipeline, name)]
-    return keys + (["adapter"] if "adapter" in {field.name for field in fields(method)} else [])
+    taken = {field.name for field in fields(method)}
+    return keys + [key for key in ("adapter", "save") if key in taken]
 
 
 def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[Rendered]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from flows.open_flows import tell_of_killed
+from flows.planning.disk_room import require_plan_room
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.journal import Journal
@@ -43,6 +45,7 @@ class Trials:
 def note_before(plan: Plan) -> None:
     """What is written down before anything runs, also where nothing will: what a killed run left open, the labels."""
     complete_record(plan.pipeline)
+    tell_of_killed(plan.pipeline.store)
     record_labels(plan.pipeline.store, _stated(plan))
 
 
@@ -59,9 +62,10 @@ def open_run(
         in_flow: whether Prefect orders the stages.
 
     Raises:
-        ConfigError: this machine has not what they ask for, or MLflow does not answer.
+        ConfigError: this machine or the store has not what they ask for, or MLflow does not answer.
     """
     check_machine(stages)
+    require_plan_room(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
@@ -92,17 +96,20 @@ def _marked(run_id: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Makes the first Ctrl-C or SIGTERM one ``KeyboardInterrupt``, whatever the libraries make of it on its way up."""
+    """Makes a first Ctrl-C, SIGTERM or closed terminal a ``KeyboardInterrupt``, whatever libraries make of it."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = True
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in handlers:
             signal.signal(each, _hurry)  # the stop is under way; a second one only ends the wait for stages that save
         raise KeyboardInterrupt
 
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     except BaseException as error:

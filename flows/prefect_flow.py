@@ -1,11 +1,9 @@
 """The Prefect flow: order and waiting only. The plan decides, `execute` does."""
 
-import contextlib
 from collections.abc import Sequence
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import CancelledRun, FailedRun
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Cancelled, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -13,6 +11,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.planning.needs import pool_of
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import judgements, record_decision, require_passed
+from flows.prefect_ends import Ending, tell_left
 from flows.promotion.prefect_approval import ask
 from flows.stages.execute import Result, Run, execute
 from flows.stages.gpu_pool import require_pools
@@ -20,20 +19,26 @@ from lineage.errors import GateError, PipelineError
 from tasks.context import Launcher
 
 
-def run_flow(run: Run) -> dict[str, Result]:
+def run_flow(run: Run, *, server_is_ours: bool) -> dict[str, Result]:
     """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
 
     Raises:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     results: dict[str, Result] = {}
+    ending = Ending(run.plan.pipeline.store, is_ours=server_is_ours, finished=results.keys())
+
+    def run_all() -> State[None] | None:
+        run_stages(run, results)
+        return verdict_state(run)
 
     @flow(name=run.plan.pipeline.name, persist_result=False, task_runner=task_runner())
     def pipeline_flow() -> State[None] | None:
-        results.update(run_stages(run))
-        return verdict_state(run)
+        return ending.follow(run_all)
 
-    with contextlib.suppress(CancelledRun, FailedRun):  # a refusal is recorded; whoever reads the verdicts finds it
+    if server_is_ours:  # on a database that has the runs of all such servers
+        tell_left(run.plan.pipeline.store, None)
+    with ending.told():
         pipeline_flow()
     return results
 
@@ -43,15 +48,17 @@ def task_runner() -> ThreadPoolTaskRunner:
     return ThreadPoolTaskRunner(max_workers=64)
 
 
-def run_stages(run: Run) -> dict[str, Result]:
+def run_stages(run: Run, results: dict[str, Result]) -> None:
     """Inside a flow run: a task run per stale stage.
+
+    Args:
+        results: filled as stages finish.
 
     Raises:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     plan = run.plan
     require_pools(_pools(plan.stale))
-    results: dict[str, Result] = {}
 
     # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
     @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
@@ -74,7 +81,6 @@ def run_stages(run: Run) -> dict[str, Result]:
         run.processes.stop()  # a stop is passed on to the stages, and they are waited for
         raise
     _raise_first_failure(runs)
-    return results
 
 
 def approved(run: Run) -> bool:

@@ -12,16 +12,17 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
-
 from lineage.errors import ConfigError, PipelineError
 
 START_TIMEOUT_SECONDS = 180.0
+_LONGEST_PAUSE_SECONDS = 60.0  # between two starts of a server that dies again and again
+_SETTLED_SECONDS = 60.0  # one that lived so long is started again at once
 
 CLIENT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # What a stage says goes to its log; the screen belongs to the board. Failures are told once, by us.
     "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",
     "PREFECT_CLI_WRAP_LINES": "false",
 }
@@ -29,6 +30,8 @@ CLIENT_SETTINGS = {
 
 class EmbeddedServer:
     """Prefect's API in a process of its own, on the user's own Prefect database.
+
+    The socket stays ours: whoever asks while a server that died is started again waits, and is not refused.
 
     Args:
         ui: whether its pages are served too, for a person who is asked something.
@@ -38,26 +41,35 @@ class EmbeddedServer:
         self._log = log
         self._ui = ui
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self._listener = socket.socket()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self.url = ""
 
     def start(self) -> None:
         """Begins the start, without waiting for it; ``url`` is known at once."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        self._listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api"
+        self._environment = {
+            **os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
+            **self._pages(),
+        }  # fmt: skip
+        self._start()
+
+    def _start(self) -> None:
+        descriptor = self._listener.fileno()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.prefect_server", str(listener.fileno())],
-                env={**os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
-                     **self._pages()},
-                pass_fds=[listener.fileno()],
+                [sys.executable, "-m", "flows.prefect_process", str(descriptor)],
+                env=self._environment,
+                pass_fds=[descriptor],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
-            )  # fmt: skip
-        listener.close()
+            )
 
     def _pages(self) -> dict[str, str]:
         """An ephemeral server has no pages; one with pages must tell them its address."""
@@ -66,7 +78,7 @@ class EmbeddedServer:
         return {"PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"}
 
     def wait_until_ready(self) -> None:
-        """Waits for the server to answer.
+        """Waits for the server to answer; from then on it is started again when it dies.
 
         Raises:
             PipelineError: it ended, or did not answer in time.
@@ -75,6 +87,7 @@ class EmbeddedServer:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                threading.Thread(target=self._keep, args=(self._process,), daemon=True, name="prefect-server").start()
                 return
             time.sleep(0.05)
         raise PipelineError(
@@ -82,17 +95,35 @@ class EmbeddedServer:
             "Start one yourself with `prefect server start` and set PREFECT_API_URL, or look at the log"
         )
 
+    def _keep(self, process: "subprocess.Popen[bytes]") -> None:
+        pause = 0.0
+        while True:
+            started = time.monotonic()
+            process.wait()
+            lived = time.monotonic() - started
+            pause = 0.0 if lived > _SETTLED_SECONDS else min(_LONGEST_PAUSE_SECONDS, 2 * pause + 1)
+            self._stopped.wait(pause)
+            with self._lock:
+                if self._stopped.is_set():
+                    return
+                self._start()
+                assert self._process is not None
+                process = self._process
+
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()  # it holds nothing that its database does not
-            self._process.wait()
+        with self._lock:
+            self._stopped.set()
+            self._listener.close()
+            if self._process is not None:
+                self._process.kill()  # it holds nothing that its database does not
+                self._process.wait()
 
 
 def configured_api_url() -> str | None:
     """The Prefect API that the user has set, by variable or by profile."""
     if os.environ.get("PREFECT_API_URL"):
         return os.environ["PREFECT_API_URL"]
-    profiles = _prefect_home() / "profiles.toml"
+    profiles = prefect_home() / "profiles.toml"
     if "PREFECT_API_URL" not in (profiles.read_text() if profiles.exists() else ""):
         return None  # prefect itself need not be asked, which takes seconds to import
     from prefect.settings import PREFECT_API_URL
@@ -118,7 +149,19 @@ def _require_reachable(url: str) -> None:
         ) from error
 
 
-def _prefect_home() -> Path:
+def answers(url: str, timeout_seconds: float) -> bool:
+    """Whether a Prefect server is there, also one that does not let us in."""
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def prefect_home() -> Path:
+    """Where Prefect keeps what is the user's: profiles, the database."""
     return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
 
@@ -143,33 +186,3 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     finally:
         server.stop()
         del os.environ["PREFECT_API_URL"]
-
-
-def _serve(descriptor: int) -> None:
-    """Serves on an inherited socket until the parent's end of stdin closes."""
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-    import uvicorn
-
-    # Two servers that migrate one fresh database break it: one starts at a time.
-    home = _prefect_home()
-    home.mkdir(parents=True, exist_ok=True)
-    starting = FileLock(home / "posttrain-start.lock")
-    starting.acquire()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            starting.release()
-
-    app = "prefect.server.api.server:create_app"
-    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on")
-    Server(config).run(sockets=[socket.socket(fileno=descriptor)])
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

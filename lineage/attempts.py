@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Attempt:
         host, pid: of the process that began it.
         step: of the checkpoint that it went on from; 0: from the beginning.
         code_digest: of the method's source files.
+        cause: what ended the attempt before it, where that is known.
     """
 
     time: float
@@ -27,6 +29,7 @@ class Attempt:
     pid: int
     step: int
     code_digest: str
+    cause: str = ""
 
 
 def attempts(directory: Path) -> list[Attempt]:
@@ -39,10 +42,18 @@ def attempts(directory: Path) -> list[Attempt]:
     return found
 
 
-def note_attempt(directory: Path, step: int, code_digest: str) -> None:
+def last_words(made: Sequence[Attempt]) -> str:
+    """The last of some attempts: ``attempt 3, from step 10: its process was killed``; empty: it is the first."""
+    if len(made) < 2:
+        return ""
+    last = made[-1]
+    return f"attempt {len(made)}, from step {last.step}{f': {last.cause}' if last.cause else ''}"
+
+
+def note_attempt(directory: Path, step: int, code_digest: str, cause: str = "") -> None:
     """Writes down that this process begins one."""
     attempt = Attempt(
-        time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest
+        time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause
     )  # fmt: skip
     with (directory / FILE).open("a") as file:
         file.write(json.dumps(asdict(attempt)) + "\n")

@@ -4,11 +4,12 @@ A checkpoint is written aside, digested, and moved to its name by one rename. Wh
 therefore complete, and what is damaged later is found by its digests.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -85,14 +86,17 @@ class Checkpoints:
             raise ArtifactError(f"{path} is no checkpoint: its name is not step-N")
         return Checkpoints(path.parent).read(int(match[1]))
 
+    def records(self) -> list[Checkpoint]:
+        """The committed ones by step, ascending; without those whose record cannot be read."""
+        found = []
+        for step in self.steps():
+            with contextlib.suppress(ArtifactError):
+                found.append(self.read(step))
+        return found
+
     def newest(self) -> Checkpoint | None:
         """The last one whose record can be read; None: there is none."""
-        for step in reversed(self.steps()):
-            try:
-                return self.read(step)
-            except ArtifactError:
-                continue
-        return None
+        return next(reversed(self.records()), None)
 
     def damage(self, step: int) -> list[str]:
         """What sets its files apart from what was committed, a phrase each; every byte is read."""
@@ -146,10 +150,11 @@ class Checkpoints:
             if step not in kept:
                 self._remove(step)
 
-    def clear(self) -> None:
-        """Removes all of them, and what a kill left of others."""
-        self.keep(())
-        shutil.rmtree(self.directory, ignore_errors=True)
+    def clear(self, kept: Collection[int] = ()) -> None:
+        """Removes all of them but those that are to stay, and what a kill left of others."""
+        self.keep(kept)
+        for gone in self.directory.glob(".*") if kept else (self.directory,):
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
         """Its name goes first: a kill in the middle leaves no half of a checkpoint that bears it."""

@@ -1,85 +1,73 @@
-"""A lock with a heartbeat: one process makes an artifact, the others wait, a dead holder is replaced."""
+"""A lock with a heartbeat: one process makes an artifact, the others wait, a dead holder is replaced.
+
+It needs of a file system what NFS has too: a creation that fails where the name is taken, a rename, and that an opened
+file is as the server has it. It trusts no clock but the waiter's own.
+"""
 
 import contextlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-from filelock import FileLock
-
 from lineage.errors import ArtifactError
+from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+
+__all__ = ["EXPIRY_SECONDS", "SKEW_SECONDS", "Holder", "Lease", "acquire_or", "living_holder", "require_held"]
 
 logger = logging.getLogger(__name__)
 
+LOCK = "lock"
 HEARTBEAT_SECONDS = 5.0
-# A holder on another host that has not touched its lock for this long is taken for dead.
-EXPIRY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """Who holds a lease. ``started`` tells a process from a later one with the same pid."""
-
-    host: str
-    pid: int
-    started: float
-    token: str
-
-    @staticmethod
-    def here() -> "Holder":
-        process = psutil.Process()
-        return Holder(host=socket.gethostname(), pid=process.pid, started=process.create_time(), token=uuid.uuid4().hex)
-
-    def is_dead(self, silent_seconds: float) -> bool:
-        """Of a process of this host the kernel knows; of another's only its silence tells."""
-        if self.host != socket.gethostname():
-            return silent_seconds > EXPIRY_SECONDS
-        try:
-            process = psutil.Process(self.pid)
-            gone = process.status() == psutil.STATUS_ZOMBIE  # killed, and not yet reaped by its parent
-            return gone or abs(process.create_time() - self.started) > 1.0
-        except psutil.NoSuchProcess:
-            return True
 
 
 class Lease:
     """The right to write one directory.
 
-    The lock is the file ``<directory>/lock``, which names the holder; its modification time is the
-    heartbeat. A ``FileLock`` guards only the moment in which the file is judged and replaced.
+    The lock is the file ``<directory>/lock``, which names the holder; its modification time is the heartbeat, of which
+    a waiter of another machine only asks whether it changes. Who finds a holder dead makes itself its heir, in the
+    file ``lock.<token of the dead>``, and then moves that file over the lock: a holder has one heir, and an heir that
+    died has an heir again.
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "lock"
-        self._guard = FileLock(directory / "lock.guard")
+        self.directory = directory
+        self._path = directory / LOCK
         self._me = Holder.here()
+        self._heard: dict[str, tuple[int, float]] = {}  # token -> its last heartbeat, and when we first saw that one
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def token(self) -> str:
+        """What the lock says as long as the lease is ours."""
+        return self._me.token
 
     def try_acquire(self) -> bool:
-        """Takes the lease if it is free, or its holder is dead."""
-        with self._guard:
-            holder = self._holder()
-            if holder and not self._is_dead(holder):
-                return holder.token == self._me.token
-            if holder:
-                logger.warning("lock=%s state=taken_over from=%s:%s", self._path, holder.host, holder.pid)
-            self._path.write_text(json.dumps(asdict(self._me)))
+        """Takes the lease if it is free, or its holder is dead: one of another machine only after some looks."""
+        with contextlib.suppress(FileNotFoundError):  # the directory was freed meanwhile: it is made again
+            if not self._take(self._path):
+                return False
+            for rest in self.directory.glob(f"{LOCK}.*"):  # of contenders that were killed
+                rest.unlink(missing_ok=True)
             return True
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return False
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keeps an acquired lease alive with a heartbeat, and gives it back at the end."""
+    def holding(self, lost: Callable[[str], None] = logger.warning) -> Iterator[None]:
+        """Keeps an acquired lease alive with a heartbeat, and gives it back at the end.
+
+        Args:
+            lost: called with a sentence, from the heartbeat's thread, once another process has taken it over, as after
+                a long suspension of this one.
+        """
         done = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(done,), daemon=True, name="lease-heartbeat")
+        thread = threading.Thread(target=self._beat, args=(done, lost), daemon=True, name="lease-heartbeat")
         thread.start()
         try:
             yield
@@ -88,54 +76,105 @@ class Lease:
             thread.join()
             self._release()
 
-    @contextlib.contextmanager
-    def still_mine(self) -> Iterator[None]:
-        """Holds the guard, for a commit that must not race a takeover.
+    def require(self) -> None:
+        """For who is about to commit.
 
         Raises:
             ArtifactError: another process has taken the lease over.
         """
-        with self._guard:
-            holder = self._holder()
-            if holder is None or holder.token != self._me.token:
-                raise ArtifactError(
-                    f"the lock {self._path} was lost to {holder or 'nobody'}: this process was silent for longer than "
-                    f"{EXPIRY_SECONDS:.0f} s; its output is not committed; run again to reuse the other one's"
-                )
-            yield
+        require_held(self.directory, self.token)
 
-    def _holder(self) -> Holder | None:
+    def _take(self, path: Path) -> bool:
+        """Makes ours a file that names a holder, if there is none, or that holder is dead."""
+        holder = read_holder(path)
+        if holder is None:
+            self._create(path)
+            holder = read_holder(path)
+        if holder is None or holder.token == self.token:
+            return holder is not None
+        heir = path.with_name(f"{LOCK}.{holder.token}")
+        if not (self._is_dead(path, holder) and self._take(heir)):
+            return False
+        with contextlib.suppress(FileNotFoundError):  # we were silent for too long ourselves, and have an heir
+            if read_holder(path) == holder:
+                heir.replace(path)
+                logger.warning("lock=%s state=taken_over from=%s:%s", path, holder.host, holder.pid)
+            else:
+                heir.unlink()
+        now = read_holder(path)
+        return now is not None and now.token == self.token
+
+    def _create(self, path: Path) -> None:
+        """Makes a file that names us, unless its name is taken."""
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            file.write(json.dumps(asdict(self._me)))
+
+    def _is_dead(self, path: Path, holder: Holder) -> bool:
+        if holder.is_here():
+            return holder.is_gone()
         try:
-            return Holder(**json.loads(self._path.read_text()))
+            beat = _heartbeat(path)
         except FileNotFoundError:
-            return None
-        except (json.JSONDecodeError, TypeError):  # its holder died while it wrote the file
-            return Holder(host=socket.gethostname(), pid=-1, started=0.0, token="")
+            return False
+        now = time.monotonic()
+        if self._heard.get(holder.token, (None, 0.0))[0] != beat:
+            self._heard[holder.token] = beat, now
+        return now - self._heard[holder.token][1] > EXPIRY_SECONDS or holder.is_dead(time.time() - beat / 1e9)
 
-    def _is_dead(self, holder: Holder) -> bool:
-        return holder.pid < 0 or holder.is_dead(time.time() - self._path.stat().st_mtime)
-
-    def _beat(self, done: threading.Event) -> None:
+    def _beat(self, done: threading.Event, lost: Callable[[str], None]) -> None:
         while not done.wait(HEARTBEAT_SECONDS):
-            with self._guard:
-                holder = self._holder()
-                if holder and holder.token == self._me.token:
-                    os.utime(self._path)
+            try:
+                self.require()
+                os.utime(self._path)
+            except ArtifactError as error:
+                lost(str(error))
+                return
+            except OSError as error:  # the store is away: others do not hear us, and may take over
+                logger.warning("lock=%s state=unreachable: %s", self._path, error)
 
     def _release(self) -> None:
-        with self._guard:
-            holder = self._holder()
-            if holder and holder.token == self._me.token:
-                self._path.unlink()
+        """Nobody takes over meanwhile: we are alive, or were taken over, and then the lock is not ours."""
+        with contextlib.suppress(OSError, ArtifactError):  # a store that is away: the lock expires
+            self.require()
+            self._path.unlink()
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Whom a lock names; None: there is none.
+
+    Raises:
+        OSError: other than that there is none.
+    """
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):  # being written now; of one that was killed then, only silence tells
+        return Holder(host="", pid=-1, started=0.0, token=f"unreadable-{path.name}")
+
+
+def require_held(directory: Path, token: str) -> None:
+    """That a directory's lease is still the one of this token.
+
+    Raises:
+        ArtifactError: another process has taken it over.
+    """
+    holder = read_holder(directory / LOCK)
+    if holder is None or holder.token != token:
+        to = f"process {holder.pid} on {holder.host}" if holder else "another process, which is done"
+        raise ArtifactError(
+            f"the lock {directory / LOCK} was lost to {to}: this process was silent for longer than "
+            f"{EXPIRY_SECONDS:.0f} s; its output is not committed; run again to reuse the other one's"
+        )
 
 
 def living_holder(directory: Path) -> Holder | None:
     """Who is making a directory's artifact now, if anybody is."""
-    path = directory / "lock"
+    path = directory / LOCK
     try:
-        holder = Holder(**json.loads(path.read_text()))
-        return None if holder.is_dead(time.time() - path.stat().st_mtime) else holder
-    except (OSError, ValueError, TypeError):
+        holder = read_holder(path)
+        return None if holder is None or holder.is_dead(time.time() - _heartbeat(path) / 1e9) else holder
+    except OSError:
         return None
 
 
@@ -151,3 +190,9 @@ def acquire_or(lease: Lease, finished: Callable[[], bool], waiting: Callable[[],
         waiting()
         time.sleep(_POLL_SECONDS)
     return False
+
+
+def _heartbeat(path: Path) -> int:
+    """When a holder was last heard, in nanoseconds of the store's clock; an opened file, which no client caches."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns

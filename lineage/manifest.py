@@ -98,6 +98,7 @@ class Manifest:
     mlflow_run_id: str | None = None  # of this stage
     execution_run_id: str | None = None  # of the execution of the pipeline that made it
     parent_run_ids: list[str] = field(default_factory=list)  # of the stages that it was made from
+    certificate: str | None = None  # SHA-256 of what `posttrain certify` had found of its recipe
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"

@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
+from lineage.metrics_file import cut_reports, flat_reports
 
 if TYPE_CHECKING:
     from lineage.lease import Lease  # of no use to who only asks the record, and slow to import
@@ -25,7 +27,8 @@ MANIFEST = "manifest.json"
 METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can make again, such as tokens
-RESERVED = (CACHE, "logs", "pipelines", "runs", "sweeps", "watch")  # directories of the store that belong to no stage
+# Directories of the store that belong to no stage.
+RESERVED = (CACHE, "certificates", "logs", "pipelines", "rehearsals", "runs", "sweeps", "watch")
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 
@@ -92,64 +95,68 @@ class Entry:
         for name in (MANIFEST, METRICS, PLOTS):
             (self.path / name).unlink(missing_ok=True)
         if step:
-            self._cut_reports(step)
+            cut_reports(self.metrics, step)
         else:
             self.metrics.unlink(missing_ok=True)
             self.checkpoints.clear()
+        self.fence()
+        shutil.rmtree(self.output, ignore_errors=True)
         for directory in (self.output, self.work):
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(parents=True, exist_ok=True)
 
-    def _cut_reports(self, step: int) -> None:
-        """Takes away the reports of steps that are trained again; a new file, so that who follows it sees that."""
-        if not self.metrics.exists():
-            return
-        draft = self.metrics.with_suffix(".tmp")
-        with draft.open("w") as file:
-            for line in self.metrics.read_text().splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
-                    if json.loads(line)["step"] <= step:
-                        file.write(line + "\n")
-        draft.replace(self.metrics)
+    def fence(self) -> None:
+        """Whoever held the lease before commits nothing from here on: what it would move to its name is gone."""
+        gone = self.path / f"work.{uuid.uuid4().hex[:8]}.gone"
+        with contextlib.suppress(FileNotFoundError):
+            self.work.replace(gone)
+        for rest in self.path.glob("work.*.gone"):  # also of one that was killed here
+            shutil.rmtree(rest, ignore_errors=True)
 
     @property
     def work(self) -> Path:
         """Scratch space of a running stage."""
         return self.path / "work"
 
-    def commit(self, manifest: Manifest, lease: "Lease") -> None:
+    def commit(self, manifest: Manifest, lease: "Lease", kept: Collection[int] = ()) -> None:
         """Makes the output an artifact: the manifest is written last, and atomically.
+
+        Args:
+            kept: steps of the checkpoints that stay beside the output.
 
         Raises:
             ArtifactError: the lease was lost to another process.
         """
+        lease.require()
+        self.summarize(manifest)
+        with (self.work / MANIFEST).open("w") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        self.finish(lease)
+        self.checkpoints.clear(kept)  # the output is what the others were for
+
+    def finish(self, lease: "Lease") -> None:
+        """Moves the manifest from ``work/`` to its place, the last of all.
+
+        Raises:
+            ArtifactError: the lease was lost to another process, which takes ``work/`` away before it looks.
+        """
+        lease.require()
+        try:
+            (self.work / MANIFEST).replace(self.path / MANIFEST)
+        except FileNotFoundError:
+            lease.require()
+            raise
         shutil.rmtree(self.work, ignore_errors=True)
-        draft = self.path / (MANIFEST + ".tmp")
-        with lease.still_mine():
-            self.summarize(manifest)
-            with draft.open("w") as file:
-                file.write(manifest.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path / MANIFEST)
-        self.checkpoints.clear()  # the output is what they were for
 
     def summarize(self, manifest: Manifest) -> None:
         """Writes ``metrics.json`` and ``plots.json`` where they are lacking: once, since DVC links them too."""
-        for name, content in ((METRICS, manifest.metrics), (PLOTS, list(self._reports()))):
+        for name, content in ((METRICS, manifest.metrics), (PLOTS, list(flat_reports(self.metrics)))):
             if not (self.path / name).exists():
                 draft = self.path / (name + ".tmp")
                 draft.write_text(json.dumps(content, indent=1) + "\n")
                 draft.replace(self.path / name)
-
-    def _reports(self) -> Iterator[dict[str, object]]:
-        if not self.metrics.exists():
-            return
-        for line in self.metrics.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
-                report = json.loads(line)
-                yield {"step": report["step"], "time": report["time"], **report["metrics"]}
 
 
 class Store:

@@ -77,13 +77,16 @@ class View:
                 f"{place}/output: is not adopted, since it is not what was committed: {'; '.join(damage[:3])}; "
                 "restore it with dvc pull --force, or run the stage again"
             )
-        lease = Lease(entry.path)
-        if not lease.try_acquire():  # another run makes it now
-            return None
-        with lease.holding():
-            if entry.is_finished():  # by a run that ended between the look and the lock
+        try:
+            lease = Lease(entry.path)
+            if not lease.try_acquire():  # another run makes it now
                 return None
-            self._fill(entry, place, manifest, lease)
+            with lease.holding():
+                if entry.is_finished():  # by a run that ended between the look and the lock
+                    return None
+                self._fill(entry, place, manifest, lease)
+        except OSError as error:  # a store that may only be read
+            return f"{place}: is not adopted: {error}"
         return f"{stage}: {place} is adopted as {entry.path}"
 
     def _move(self, stage: str, entry: Entry) -> None:
@@ -103,15 +106,13 @@ class View:
 
     def _fill(self, entry: Entry, place: Path, manifest: Manifest, lease: Lease) -> None:
         entry.begin()
-        shutil.rmtree(entry.work)
-        draft = MANIFEST + ".tmp"
         for name in _contents(manifest):
             if (place / name).exists():
                 # No symbolic link into the view: DVC deletes what lies there.
-                _place(place / name, entry.path / (draft if name == MANIFEST else name), (os.link, shutil.copyfile))
+                target = entry.work if name == MANIFEST else entry.path
+                _place(place / name, target / name, (os.link, shutil.copyfile))
         _restore_reports(entry)
-        with lease.still_mine():
-            (entry.path / draft).replace(entry.path / MANIFEST)
+        entry.finish(lease)
 
 
 def _contents(manifest: Manifest) -> dict[str, str | None]:

@@ -13,6 +13,7 @@ from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import TRAIN
 from tasks.method import Inputs, Method
+from tasks.zero import leave_out_deepspeed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,6 +70,7 @@ class BaseModel(Method):
         ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
         model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
         tokenizer.save_pretrained(ctx.output_dir)
+        leave_out_deepspeed()
         model.save_pretrained(ctx.output_dir)
         return {"parameters": float(model.num_parameters()), "vocab_size": float(len(tokenizer))}
 

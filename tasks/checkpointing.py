@@ -11,7 +11,10 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.errors import ConfigError
+from tasks.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.context import TrainContext
+from tasks.step_reports import step_metrics
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -19,21 +22,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Pickled, read by nobody: what it says is in the recipe and in the manifest.
-_UNREAD = ("training_args.bin",)
+_UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
 class Checkpointing(TrainerCallback):
     """Lets transformers write a checkpoint aside, and commits it once every worker has written its part.
 
+    Args:
+        best: which models compete for the output; the best of them is kept.
+
     Attributes:
         stopped_at: the step at which the training was asked to end early; None: it was not.
     """
 
-    def __init__(self, trainer: "Trainer", ctx: TrainContext, seconds_before: float) -> None:
+    def __init__(self, trainer: "Trainer", ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
         self.trainer = trainer
         self.ctx = ctx
+        self.best = best
         self.store = Checkpoints(ctx.checkpoint_dir) if ctx.checkpoint_dir else None
         self.stopped_at: int | None = None
+        self.metrics_known = False
         self.seconds_before = seconds_before
         self.start = self.last_save = time.monotonic()
 
@@ -41,6 +49,8 @@ class Checkpointing(TrainerCallback):
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
         self.start = self.last_save = time.monotonic()
+        if self.store and self.ctx.rank == 0:  # what comes after is damaged: it was gone back behind
+            self.store.keep(step for step in self.store.steps() if step <= state.global_step)
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
@@ -52,6 +62,27 @@ class Checkpointing(TrainerCallback):
             self.stopped_at = state.global_step
             control.should_training_stop = True
         control.should_save = (save or stop) and self.store is not None
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        """Refuses a metric that is not reported, at the first step."""
+        if "loss" not in logs or self.metrics_known:
+            return
+        found = set(step_metrics(state, state.global_step))
+        if self.best and self.best.metric == HELD_OUT_LOSS:
+            found.add(HELD_OUT_LOSS)
+        for ranking in (self.best, self.ctx.resources.keep_best):
+            if ranking and ranking.metric not in found:
+                raise ConfigError(
+                    f"{ranking.key}.metric={ranking.metric}: is not measured; there are: {', '.join(sorted(found))}"
+                )
+        self.metrics_known = True
 
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
@@ -84,10 +115,12 @@ class Checkpointing(TrainerCallback):
         start = time.monotonic()
         checkpoint = Checkpoint(
             step=state.global_step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
-            num_workers=self.ctx.world_size, zero_stage=0, metrics={},
+            num_workers=self.ctx.world_size, zero_stage=self.ctx.resources.zero_stage,
+            metrics=step_metrics(state, state.global_step),
         )  # fmt: skip
         path = self.store.commit(draft, checkpoint)
-        self.store.keep(self.store.steps()[-self.ctx.resources.keep_last :])
+        resources = self.ctx.resources
+        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.best))
         logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
 
 

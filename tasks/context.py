@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from lineage.errors import ConfigError
+from tasks.alive import Doing
+from tasks.best import KeepBest
 
 Metrics = Mapping[str, float]
 Report = Callable[[int, Metrics], None]
@@ -35,10 +37,12 @@ class Resources:
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, another global batch
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
     launcher: Launcher = Launcher.AUTO
+    zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are divided over the workers
     gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps from one checkpoint to the next
     save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; both may be stated
     keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
+    keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced, from the last checkpoint
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
@@ -66,6 +70,10 @@ def _no_report(step: int, metrics: Metrics) -> None:
     """Drops a report: for calls outside a run."""
 
 
+def _no_mark(step: int, doing: Doing) -> None:
+    """Nobody watches a call outside a run."""
+
+
 def _never() -> bool:
     """Nobody asks a call outside a run to stop."""
     return False
@@ -83,6 +91,8 @@ class TrainContext:
         checkpoint_dir: where checkpoints are committed; None: none are.
         resume_from: the checkpoint to go on from, whose every byte was checked; None: from the beginning.
         should_stop: whether the stage was asked to save and to end.
+        mark: ``mark(step, doing)``; every rank of a training calls it as it goes on, as ``report`` does by itself:
+            one that does not for ``resources.hang_minutes`` is taken for hung.
     """
 
     output_dir: Path
@@ -95,3 +105,4 @@ class TrainContext:
     checkpoint_dir: Path | None = None
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = _never
+    mark: Callable[[int, Doing], None] = _no_mark

@@ -31,13 +31,14 @@ class ContinuedPretraining(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+        from tasks.adapters import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_policy, lora_config, save_output
+        from tasks.models import load_policy, save_output
         from tasks.packed_forward import install
         from tasks.trainer import fit, ordered, trainer_args
 
-        policy = load_policy(inputs["policy"])
+        policy = load_policy(self, inputs["policy"], ctx)
         rows = load_or_make(
             self.tokenization(), inputs["rows"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
         )
@@ -49,9 +50,9 @@ class ContinuedPretraining(Training):
             # Chunks are of one length: there is no padding to leave out.
             data_collator=DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id),
             processing_class=policy.tokenizer,
-            peft_config=lora_config(self.adapter, "CAUSAL_LM"),
+            peft_config=lora_config(self.adapter, policy.model),
         )
         install(trainer.model)
-        metrics = fit(trainer, ctx)
-        save_output(trainer.model, ctx, inputs["policy"])
+        metrics = fit(self, trainer, inputs, ctx)
+        save_output(self, trainer.model, inputs["policy"], ctx)
         return {**rows.metrics, **metrics}

@@ -47,18 +47,19 @@ class DPO(Training):
         from trl import DPOConfig
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+        from tasks.adapters import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_policy, lora_config, save_output
+        from tasks.models import load_policy, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
         from tasks.preference_trainer import StepZeroProof, TokenizedDPOTrainer
         from tasks.trainer import fit, ordered, trainer_args
 
-        policy = load_policy(inputs["policy"])
+        policy = load_policy(self, inputs["policy"], ctx)
         # With LoRA the reference is the policy with its adapter switched off; else a second copy of the policy.
-        reference = None if self.adapter else load_policy(inputs["policy"]).model
+        reference = None if self.adapter else load_policy(self, inputs["policy"], ctx).model
         require_chat_template(policy.tokenizer, inputs["policy"])
         rows = load_or_make(
             self.tokenization(), inputs["pairs"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
@@ -79,14 +80,15 @@ class DPO(Training):
                 policy.model, DataCollatorForPreference(policy.tokenizer.pad_token_id), pairs=True
             ),
             processing_class=policy.tokenizer,
-            peft_config=lora_config(self.adapter, "CAUSAL_LM"),
+            peft_config=lora_config(self.adapter, policy.model),
         )
         install(trainer.model)
         if reference is not None:
             install(reference)
-            # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
-            trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+            if not ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward that the model has then
+                # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
+                trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
         trainer.add_callback(StepZeroProof(inputs["policy"], self.precision, self.loss_type))
-        metrics = fit(trainer, ctx)
-        save_output(trainer.model, ctx, inputs["policy"])
+        metrics = fit(self, trainer, inputs, ctx)
+        save_output(self, trainer.model, inputs["policy"], ctx)
         return {**rows.metrics, **metrics}

@@ -96,9 +96,9 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
-        from tasks.models import load_policy
+        from tasks.models import load_model
 
-        model = load_policy(policy).model.to(_device(ctx))
+        model = load_model(policy).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
@@ -117,9 +117,9 @@ class Evaluate(Method):
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
         """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair."""
-        from tasks.models import load_reward_model
+        from tasks.models import load_model
 
-        model = load_reward_model(reward_model, self.seed).model.to(_device(ctx))
+        model = load_model(reward_model).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
         chosen, rejected = (
             rewards(model, [row.input_ids for row in side], batch_size)

@@ -9,7 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 
 from lineage.artifact import Kind, Source
+from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
+from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.tokenization import Tokenization
 
@@ -37,9 +39,10 @@ class Input:
 
 Inputs = Mapping[str, Input]
 
+ALL_LINEAR = "all-linear"  # every linear layer but the head
 # What loads models, trains them and evaluates them; a method that needs less of it states less.
 _HEAVY = (
-    "torch", "transformers.trainer", "peft", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer",
+    "torch", "tasks.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer",
     "trl.trainer.sft_trainer",
 )  # fmt: skip
 
@@ -90,14 +93,32 @@ class Method(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Low-rank adaptation: Hu et al. 2021, arXiv:2106.09685. The output is the merged model."""
+    """Low-rank adaptation: Hu et al. 2021, arXiv:2106.09685. The output is the merged model.
+
+    Args:
+        target_modules: names of linear layers, with commas between them; ``all-linear``: all but the head.
+        quantization: what the base is rounded to while it is trained upon: ``nf4`` is QLoRA, Dettmers et al. 2023,
+            arXiv:2305.14314; None: nothing.
+    """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     rank: Annotated[int, Gt(0)] = 16
     alpha: Annotated[int, Gt(0)] = 32
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    target_modules: str = "all-linear"
+    target_modules: str = ALL_LINEAR
+    quantization: Literal["nf4"] | None = None
+
+    def __post_init__(self) -> None:
+        if not all(self.target_names):
+            raise ConfigError(
+                f"adapter.target_modules={self.target_modules!r}: a name is empty; give names of linear layers with "
+                f"commas between them, such as q_proj,v_proj, or {ALL_LINEAR}"
+            )
+
+    @property
+    def target_names(self) -> list[str]:
+        return [name.strip() for name in self.target_modules.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +139,32 @@ class Training(Method):
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     adapter: LoRA | None = None
+    save: Literal["adapter"] | None = None  # what is written: the adapter alone; None: the whole model
+    best: Best | None = None  # which models compete to be the best
+    output: Literal["best", "last"] | None = None  # None: last
+    on_divergence: Literal["fail", "best"] | None = None  # of a loss that is no number; None: fail
 
     def __post_init__(self) -> None:
         self.tokenization()  # refuses options that cannot work together
+        if self.save == "adapter" and self.adapter is None:
+            raise ConfigError(
+                "save=adapter: every weight is trained, and there is no adapter to save; state adapter=lora or "
+                "adapter=qlora, or save=null for this stage"
+            )
+        self._check_best()
+
+    def _check_best(self) -> None:
+        wanted = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]
+        if wanted and self.best is None:
+            raise ConfigError(
+                f"{wanted[0]}=best: nothing says which models compete; state best.every_steps=N, the steps from one "
+                f"to the next (best.metric is {HELD_OUT_LOSS})"
+            )
+        if self.on_divergence == "best" and self.best and self.best.metric != HELD_OUT_LOSS:
+            raise ConfigError(
+                f"on_divergence=best, best.metric={self.best.metric}: a step reports it before its own update, which "
+                f"may be the one that diverges; state best.metric={HELD_OUT_LOSS}, or on_divergence=fail"
+            )
 
     def tokenization(self) -> Tokenization | None:
         """How its rows become tokens, so that they can be checked before it runs; None: in a way of its own."""

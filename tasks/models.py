@@ -1,21 +1,22 @@
 """Loading what a stage starts from, and saving what it made so that it loads alone."""
 
-import json
-import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tasks.method import Input, LoRA
+from lineage.artifact import Kind
+from tasks.adapter_base import Base
+from tasks.adapters import plain_config, save_adapter
+from tasks.method import Input, Training
+from tasks.quantization import FourBit, is_quantized
+from tasks.whole_model import whole_model
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.context import TrainContext
-
-logger = logging.getLogger(__name__)
 
 # Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than it was loaded from.
 TOKENIZER_FILES = (
@@ -63,69 +64,74 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_policy(policy: Input) -> Policy:
-    """A causal language model in fp32: what optimizers step; bf16 is the trainer's autocast."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def load_policy(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+    """A causal language model to train, in fp32: what optimizers step; bf16 is the trainer's autocast.
 
-    model = AutoModelForCausalLM.from_pretrained(
-        policy.path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
+    Under QLoRA its linear layers, which are not trained, are in 4 bits.
+    """
+    model = whole_model(Kind.CHECKPOINT, policy.path, four_bit=FourBit.of(method, ctx))
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
-def load_reward_model(policy: Input, seed: int) -> Policy:
-    """The policy's backbone under a new head with one output, drawn from ``seed``."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, set_seed
-    from trl.trainer.reward_trainer import suppress_seqcls_warning
+def load_reward_model(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+    """The policy's backbone, as ``load_policy`` has it, under a new head with one output, drawn from the seed."""
+    from transformers import AutoConfig, set_seed
 
     tokenizer = load_tokenizer(policy)
-    set_seed(seed)
-    with suppress_seqcls_warning():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            policy.path,
-            num_labels=1,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
+    config = AutoConfig.from_pretrained(policy.path, num_labels=1, trust_remote_code=False, local_files_only=True)
+    set_seed(method.seed)
+    model = whole_model(Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method, ctx))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 
 
-def lora_config(adapter: LoRA | None, task: Literal["CAUSAL_LM", "SEQ_CLS"]) -> "LoraConfig | None":
-    """PEFT's form of ``adapter``; a new score head is trained and saved in full."""
-    if adapter is None:
-        return None
-    from peft import LoraConfig
-
-    names = adapter.target_modules
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=names if names == "all-linear" else [name.strip() for name in names.split(",")],
-        task_type=task,
-        modules_to_save=["score"] if task == "SEQ_CLS" else None,
-    )
+def load_model(given: Input) -> "PreTrainedModel":
+    """A finished policy or reward model in fp32, to be asked."""
+    return whole_model(given.kind, given.path)
 
 
-def save_output(model: "PreTrainedModel | PeftModel", ctx: "TrainContext", policy: Input) -> None:
-    """Writes a full model with the tokenizer and chat template of its input; rank 0 only.
+def save_output(method: Training, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext") -> None:
+    """Writes what was trained, with the tokenizer and chat template of its input; rank 0 only.
 
-    A LoRA is merged into the weights, and kept by itself in ``adapter/``.
+    A LoRA is merged into the weights, and kept by itself in ``adapter/``; with ``save=adapter`` it is all that is
+    written, and its base is named. One that was trained on a base in 4 bits is merged into the base as it was given,
+    not as it was rounded: so both ways of saving are the same model, and the next stage and whoever serves the adapter
+    on its base start from it. What the adapter was trained against is then a little off, by the rounding.
     """
     from peft import PeftModel
 
     if ctx.rank != 0:
         return
-    if isinstance(model, PeftModel):
-        _save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
-        model = model.merge_and_unload()
-    model.save_pretrained(ctx.output_dir, safe_serialization=True)
+    if not isinstance(model, PeftModel):
+        model.save_pretrained(ctx.output_dir, safe_serialization=True)
+    elif method.save == "adapter":
+        _save_adapter_alone(model, policy, ctx.output_dir)
+    else:
+        save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
+        _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR).save_pretrained(
+            ctx.output_dir, safe_serialization=True
+        )
     copy_tokenizer(policy.path, ctx.output_dir)
+
+
+def _save_adapter_alone(model: "PeftModel", policy: Input, directory: Path) -> None:
+    save_adapter(model, directory, policy)
+    Base.of(policy).write(directory)
+    base = model.get_base_model()
+    plain_config(base).save_pretrained(directory)
+    if base.can_generate():
+        base.generation_config.save_pretrained(directory)
+
+
+def _merge(method: Training, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
+    base = model.get_base_model()
+    if not is_quantized(base):
+        whole: PreTrainedModel = model.merge_and_unload()
+        return whole
+    whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter)
+    if base.can_generate():
+        whole.generation_config = base.generation_config
+    return whole
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -136,16 +142,3 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copytree(path, target / name, dirs_exist_ok=True)
         elif path.exists():
             shutil.copyfile(path, target / name)
-
-
-def _save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
-    """Saves the adapter with bytes that depend on the training only: no paths, sorted module names."""
-    model.save_pretrained(directory, safe_serialization=True)
-    (directory / "README.md").unlink(missing_ok=True)  # PEFT's model card, which names a local path
-    path = directory / "adapter_config.json"
-    config = json.loads(path.read_text())
-    config["base_model_name_or_path"] = policy.fingerprint
-    for key in ("target_modules", "modules_to_save"):
-        if isinstance(config.get(key), list):
-            config[key] = sorted(config[key])
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

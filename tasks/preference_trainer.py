@@ -1,6 +1,7 @@
 """TRL's DPO trainer on rows that are tokenized already, and the proof that it starts where it must."""
 
 import math
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
@@ -8,6 +9,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 from lineage.errors import PipelineError
+from tasks.zero import autocast
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -24,6 +26,10 @@ class TokenizedDPOTrainer(DPOTrainer):
 
     def _prepare_dataset(self, dataset: Dataset, *args: object) -> Dataset:
         return dataset
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
+        """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
+        return autocast(self.args)
 
 
 class StepZeroProof(TrainerCallback):

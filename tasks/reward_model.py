@@ -48,15 +48,16 @@ class RewardModel(Training):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
+        from tasks.adapters import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_reward_model, lora_config, save_output
+        from tasks.models import load_reward_model, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
         from tasks.trainer import fit, ordered, trainer_args
 
-        policy = load_reward_model(inputs["policy"], self.seed)
+        policy = load_reward_model(self, inputs["policy"], ctx)
         require_chat_template(policy.tokenizer, inputs["policy"])
         rows = load_or_make(
             self.tokenization(), inputs["pairs"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
@@ -72,11 +73,11 @@ class RewardModel(Training):
             train_dataset=ordered(rows, self),
             data_collator=collator_for(policy.model, collate, pairs=True),
             processing_class=policy.tokenizer,
-            peft_config=lora_config(self.adapter, "SEQ_CLS"),
+            peft_config=lora_config(self.adapter, policy.model),
         )
         install(trainer.model)
-        metrics = fit(trainer, ctx)
-        save_output(trainer.model, ctx, inputs["policy"])
+        metrics = fit(self, trainer, inputs, ctx)
+        save_output(self, trainer.model, inputs["policy"], ctx)
         return {**rows.metrics, **metrics}
 
 

@@ -52,15 +52,16 @@ class SFT(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+        from tasks.adapters import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import CHAT_TEMPLATE_FILE, load_policy, lora_config, save_output
+        from tasks.models import CHAT_TEMPLATE_FILE, load_policy, save_output
         from tasks.packed_batches import collator_for, unpacked
         from tasks.packed_forward import install
         from tasks.trainer import fit, ordered, trainer_args
 
-        policy = load_policy(inputs["policy"])
+        policy = load_policy(self, inputs["policy"], ctx)
         if self.chat_template:
             install_chat_template(policy.tokenizer, self.chat_template)
             _stop_at(policy.tokenizer.convert_tokens_to_ids(TOKENS[1]), policy.model.generation_config)
@@ -76,11 +77,11 @@ class SFT(Training):
             train_dataset=ordered(rows, self),
             data_collator=unpacked(collate) if self.packing else collate,
             processing_class=policy.tokenizer,
-            peft_config=lora_config(self.adapter, "CAUSAL_LM"),
+            peft_config=lora_config(self.adapter, policy.model),
         )
         install(trainer.model)
-        metrics = fit(trainer, ctx)
-        save_output(trainer.model, ctx, inputs["policy"])
+        metrics = fit(self, trainer, inputs, ctx)
+        save_output(self, trainer.model, inputs["policy"], ctx)
         if self.chat_template and ctx.rank == 0:
             (ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self.chat_template])
         return {**rows.metrics, **metrics}

@@ -1,35 +1,38 @@
 """What every training method shares: the arguments of its trainer, and running it."""
 
 import logging
-import math
 import time
-from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import psutil
-import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ConfigError, PipelineError, StoppedError
-from tasks.checkpointing import Checkpointing
+from lineage.errors import ConfigError, StoppedError
+from tasks.best import HELD_OUT_LOSS, Best
+from tasks.best_model import BestModel
+from tasks.checkpointing import Checkpointing, discard_drafts
+from tasks.divergence import Divergence
+from tasks.held_out_loss import held_out_rows
+from tasks.quantization import step_in_fp32
+from tasks.random_state import NewRandomState
 from tasks.row_order import row_order
+from tasks.step_marks import StepMarks
+from tasks.step_reports import Recorder, TokenCount, summary
+from tasks.zero import zero_args
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from tasks.context import TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
-    from tasks.method import Training
+    from tasks.method import Inputs, Training
 
 logger = logging.getLogger(__name__)
 
 # Transformers' own "constant" has no warmup.
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-# Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
-UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
-WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
 
 
 def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
@@ -68,6 +71,7 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        **zero_args(method, ctx),
     }
 
 
@@ -76,85 +80,61 @@ def ordered(rows: "TokenizedRows", method: "Training") -> "Dataset":
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
-class TokenCount(TrainerCallback):
-    """Lets TRL's count of tokens go on where the checkpoint's ended: it keeps none in a checkpoint."""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer = trainer
-
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
-        counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
-        self.trainer._total_train_tokens = counts[-1] if counts else 0
-
-
-class Recorder(TrainerCallback):
-    """Hands every step's metrics to ``ctx.report``, and stops a training whose loss is no number."""
-
-    def __init__(self, ctx: "TrainContext") -> None:
-        self.report = ctx.report
-        self.process = psutil.Process()
-        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS + 1)  # (seconds, tokens so far)
-
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
-        counts = [float(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
-        self.window.append((time.perf_counter(), counts[-1] if counts else 0.0))
-
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
-        if "loss" not in logs:  # the summary after the last step
-            return
-        if not (math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"])):
-            raise PipelineError(
-                f"training diverged: at step {state.global_step} loss={logs['loss']} grad_norm={logs['grad_norm']}; "
-                f"nothing was saved; lower learning_rate (now {args.learning_rate:g}) or max_grad_norm (now "
-                f"{args.max_grad_norm:g}), raise warmup_ratio, or train in precision=fp32"
-            )
-        self.window.append((time.perf_counter(), float(logs["num_tokens"])))
-        (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
-        metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
-        speed = (tokens - tokens_before) / (now - start)
-        self.report(state.global_step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(args)})
-
-    def memory_gib(self, args: "TrainingArguments") -> float:
-        """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
-        if args.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
-        return float(self.process.memory_info().rss) / 2**30
-
-
-def fit(trainer: "Trainer", ctx: "TrainContext") -> dict[str, float]:
+def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
     """Trains to the last step, reporting each; a trainer that is already there is not stepped again.
+
+    The trainer ends with the weights that are the stage's output: of the last step, or of the best.
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``.
+        ``train_seconds`` (of all attempts), ``tokens_per_second``; where the best model is the output, its
+        ``best_step``, of which the means then are; where it ended early, ``diverged_at_step``.
 
     Raises:
         StoppedError: it was asked to end before its last step; a checkpoint of the step before is committed.
+        PipelineError: its loss is no number.
+        DataError: the best model is to be found on held-out rows, and there are none.
     """
+    step_in_fp32(trainer.model)
     before = _seconds_before(ctx)
     start = time.perf_counter()
+    best = _best_model(method, trainer, inputs, ctx)
+    divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
-        _train(trainer, ctx, before)
+        try:
+            _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
+        except Exception:
+            discard_drafts(ctx.work_dir)
+            raise
     else:
         logger.info("steps=%d state=finished nothing left to train", trainer.state.global_step)
-    return summary(trainer.state, before + time.perf_counter() - start)
+    step, notes = trainer.state.global_step, dict[str, float]()
+    if best and (method.output == "best" or divergence.step is not None):
+        step = best.end_at_best()
+        notes["best_step"] = float(step)
+    if divergence.step is not None:
+        notes["diverged_at_step"] = float(divergence.step)
+    return {**summary(trainer.state, before + time.perf_counter() - start, step), **notes}
 
 
-def _train(trainer: "Trainer", ctx: "TrainContext", seconds_before: float) -> None:
-    checkpointing = Checkpointing(trainer, ctx, seconds_before)
+def _best_model(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
+    if method.best is None:
+        return None
+    rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None
+    return BestModel(trainer, method.best, ctx, rows)
+
+
+def _train(
+    trainer: "Trainer",
+    ctx: "TrainContext",
+    watching: Sequence["TrainerCallback"],
+    best: Best | None,
+    seconds_before: float,
+) -> None:
+    checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
-    for callback in (TokenCount(trainer), Recorder(ctx), checkpointing):
+    # Reports come after what is measured for them, checkpoints after what is decided of them.
+    for callback in (NewRandomState(ctx), TokenCount(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
@@ -168,19 +148,3 @@ def _seconds_before(ctx: "TrainContext") -> float:
     if ctx.resume_from is None:
         return 0.0
     return Checkpoints.at(ctx.resume_from).train_seconds
-
-
-def summary(state: "TrainerState", seconds: float) -> dict[str, float]:
-    """Final metrics of a training from the log of its steps."""
-    steps = [entry for entry in state.log_history if "loss" in entry]
-    last = steps[-WINDOW_STEPS:]
-    names = [name for name in last[-1] if name not in UNREPORTED | {"step", "learning_rate", "num_tokens"}]
-    means = {name: sum(float(entry[name]) for entry in last) / len(last) for name in names}
-    num_tokens = float(steps[-1]["num_tokens"])
-    return {
-        **means,
-        "steps": float(state.global_step),
-        "num_tokens": num_tokens,
-        "train_seconds": seconds,
-        "tokens_per_second": num_tokens / seconds if seconds else 0.0,
-    }

@@ -13,6 +13,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
+STATING = ("plan", "run", "rehearse", "certify")  # the commands that take what states a pipeline
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")
 
 
@@ -32,7 +33,7 @@ class Command:
 
     def _words(self, verb: str) -> list[str]:
         """What states the pipeline, for the commands that take one; of the others the folder is enough."""
-        return ["--config-dir", str(CONF), *self._overrides] if verb in ("plan", "run") else []
+        return ["--config-dir", str(CONF), *self._overrides] if verb in STATING else []
 
     def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:
         """Starts a command; its stderr goes to a file where one is named, to be read while it runs."""

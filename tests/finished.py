@@ -33,4 +33,5 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
             fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics=dict(metrics or {}),
             inputs=inputs, provenance=provenance(start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}),
         )  # fmt: skip
-        entry.commit(manifest, lease)
+        with lease.holding():
+            entry.commit(manifest, lease)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import StoppedError
+from tasks.best import kept_steps
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Inputs, Method, Training
@@ -87,11 +88,12 @@ def _save(step: int, ctx: TrainContext) -> None:
     draft.mkdir()
     (draft / STATE_FILE).write_text(str(step))
     checkpoint = Checkpoint(
-        step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0, metrics={}
+        step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0,
+        metrics={"loss": 1.0 / step},
     )  # fmt: skip
     store = Checkpoints(ctx.checkpoint_dir)
     store.commit(draft, checkpoint)
-    store.keep(store.steps()[-ctx.resources.keep_last :])
+    store.keep(kept_steps(store.records(), ctx.resources.keep_last, ctx.resources.keep_best, None))
 
 
 @dataclass(frozen=True, kw_only=True)

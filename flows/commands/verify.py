@@ -64,12 +64,13 @@ def _ancestry(ref: str, store: Path) -> set[str]:
 def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
     from lineage.digest import DigestCache
     from lineage.verify.dvc import check_lock, check_view
-    from lineage.verify.store import check_links, check_outputs, check_promotions, check_sources
+    from lineage.verify.store import check_certificates, check_links, check_outputs, check_promotions, check_sources
 
     cache = DigestCache(store / "digests.json")
     yield from check_outputs(checked)
     yield from check_links(checked)
     yield from check_sources(checked, cache)
+    yield from check_certificates(store, checked)
     yield from check_view(store, checked)
     if checked.is_whole:
         yield from check_promotions(store, checked)

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flows.declare.compose import compose_tree
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
@@ -44,7 +44,7 @@ class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
     Args:
-        adapter, gate: what every method with such a field takes from here, unless its stage states it.
+        adapter, save, gate: what every method with such a field takes from here, unless its stage states it.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -57,6 +57,7 @@ class Root:
     stages: dict[str, dict[str, object]]
     resources: Resources
     adapter: LoRA | None
+    save: Literal["adapter"] | None
     gate: GateDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
@@ -125,7 +126,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
     recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
-    defaults = {"adapter": tree["adapter"], "approval": root.gate.approval}
+    defaults = {"adapter": tree["adapter"], "save": root.save, "approval": root.gate.approval}
     taken = {field.name for field in fields(cls)}
     recipe = {**{key: value for key, value in defaults.items() if key in taken}, **recipe}
     shared = tree["resources"]

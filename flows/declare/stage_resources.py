@@ -23,6 +23,11 @@ def check_resources(name: str, method: Method, resources: Resources) -> None:
             f"{where}: num_workers={resources.num_workers} does not divide over num_nodes={resources.num_nodes}; "
             "num_workers counts the workers of all nodes: make it a multiple"
         )
+    if resources.zero_stage and resources.num_workers == 1:
+        raise ConfigError(
+            f"{where}: zero_stage={resources.zero_stage} divides gradients and optimizer state over the workers, and "
+            "num_workers=1; use num_workers=2 or more, or zero_stage=0"
+        )
     if resources.num_workers > 1 and not resources.on_cluster:
         raise ConfigError(
             f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "

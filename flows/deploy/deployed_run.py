@@ -105,7 +105,7 @@ def _execute(plan: Plan, words: Sequence[str]) -> bool:
         require_block(plan.pipeline.operation.notify)
     with RunPage(plan) as page, open_run(plan, words, page, plan.stale) as run:
         page.link(run.tracker)
-        run_stages(run)
+        run_stages(run, {})
         return approved(run)
 
 

@@ -17,6 +17,7 @@ from flows.deploy.keys import override_pattern
 from flows.deploy.pipelines import Declared, declared
 from flows.deploy.preset import Preset
 from flows.deploy.telling import end_hook
+from flows.prefect_ends import await_prefect
 from flows.prefect_flow import task_runner
 from lineage.errors import PipelineError
 
@@ -56,7 +57,9 @@ def pipeline_flow(pipeline: Declared, preset: Preset, pattern: str | None = None
         overrides: Annotated[list[str], overrides_field] = _NO_OVERRIDES,
         any_code: Annotated[bool, any_code_field] = False,
     ) -> State[None]:
-        return run_deployed(pipeline.option, preset, overrides, any_code=any_code)
+        state = run_deployed(pipeline.option, preset, overrides, any_code=any_code)
+        await_prefect()  # which is to hear of it
+        return state
 
     return run_pipeline
 

@@ -104,12 +104,14 @@ class RunPage:
             _say(f"{title}: waits for {reason}")
 
     def running(self, title: str, metrics: Path, total: int | None) -> None:
-        _say(f"{title}: started{f' ({total} steps)' if total else ''}")
+        progress = Progress(path=metrics, total=total)
+        begun = f"{title}: {progress.begun()}"
+        _say(begun)
         with _told():
             key = _key(f"{self._pipeline}-{title}-progress")
-            bar = create_progress_artifact(0.0, key=key, description=f"{title}: started")
+            bar = create_progress_artifact(_percent(progress), key=key, description=begun)
             with self._lock:
-                self._bars[title] = bar, Progress(path=metrics, total=total)
+                self._bars[title] = bar, progress
 
     def reused(self, title: str) -> None:
         self._end(title, "reused: another run made it", 100.0)

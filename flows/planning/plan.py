@@ -7,6 +7,7 @@ from pathlib import Path
 from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.champion import Champion, resolve_champions
 from flows.planning.data_preflight import check_data
+from flows.planning.elastic import goes_on_with
 from flows.planning.gate_check import check_gates
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
@@ -133,8 +134,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
 
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
-            judged, old rows were split otherwise, a mixture names no slot, or ``code_drift=refuse`` and a reused
-            stage's code changed.
+            judged, old rows were split otherwise, a mixture names no slot, ``code_drift=refuse`` and a reused
+            stage's code changed, or the workers cannot go on from a stage's checkpoint.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -189,6 +190,7 @@ def _plan_stage(
             state, reason = drifted(name, pipeline.code_drift, reason)
         if state == "resume":
             state, reason = resumed(name, entry, reason, code, pipeline)
+        reason = goes_on_with(name, stage, entry, reason) if state == "resume" else reason
         memo.stages[name, identity] = state, reason, code
     state, reason, code = memo.stages[name, identity]
     restart = restarts(name, store.entry(name, identity), code, pipeline)

@@ -59,9 +59,10 @@ class Board:
     def running(self, name: str, metrics: Path, total: int | None) -> None:
         with self._lock:
             self._waits.pop(name, None)
-            self._running[name] = Progress(path=metrics, total=total)
+            self._running[name] = progress = Progress(path=metrics, total=total)
+            begun = progress.begun()
         if not self._is_live:
-            self._say(name, f"started{f' ({total} steps)' if total else ''}")
+            self._say(name, begun)
 
     def reused(self, name: str) -> None:
         self._end(name, "reused: another run made it")

@@ -24,6 +24,7 @@ from flows.progress.run_notes import (
     note_path,
 )
 from lineage.errors import PipelineError
+from lineage.graph.places import node_key
 from lineage.lease import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.tracker import Tracker
@@ -61,7 +62,7 @@ class Journal:
         self._note = RunNote(
             id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Holder.here(), started=now,
             stages=self._expected(stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
-            sweep=sweep, in_flow=in_flow,
+            sweep=sweep, in_flow=in_flow, reads=[node_key(each.name, each.fingerprint) for each in plan.stages],
         )  # fmt: skip
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.errors import StoppedError
-from lineage.lease import EXPIRY_SECONDS, Holder
+from lineage.lease import EXPIRY_SECONDS, SKEW_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
@@ -95,6 +95,7 @@ class RunNote:
         sweep: None: it is none.
         in_flow: whether a flow run of Prefect is to order its stages.
         said: what it last told whoever looks on: whom it waits for, a trial that failed.
+        reads: ``stage@fingerprint`` of all artifacts of its plan, those that it makes and those that it reuses.
     """
 
     id: str
@@ -111,6 +112,7 @@ class RunNote:
     sweep: SweepNote | None = None
     in_flow: bool = True
     said: str = ""
+    reads: Sequence[str] = field(default_factory=list)
 
     def write(self, store: Path) -> None:
         path = note_path(store, self.id)
@@ -170,7 +172,7 @@ def latest(store: Path) -> Iterator[RunNote]:
     now = time.time()
     for index, run_id in enumerate(run_ids(store)):
         path = note_path(store, run_id)
-        if index < _LOOKED_AT or _age(path, now) < EXPIRY_SECONDS:
+        if index < _LOOKED_AT or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
             note = read_note(path)
             if note:
                 yield note

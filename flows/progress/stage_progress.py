@@ -26,7 +26,8 @@ class Progress:
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     last_time: float = 0.0  # of the latest report
-    _first: tuple[int, float] | None = None  # step and time of the earliest report that was read
+    _first: tuple[int, float] | None = None  # step and time of the earliest report since it began
+    _from_step: int = 0  # of the last report before that: of the attempt that it goes on with
 
     def __post_init__(self) -> None:
         self._file = ReportFile(self.path, _TAIL_BYTES)
@@ -36,10 +37,13 @@ class Progress:
         restarts = self._file.num_restarts
         reports = self._file.read()
         if self._file.num_restarts > restarts:
-            self.step, self.metrics, self._first = 0, {}, None
+            self.step, self.metrics, self._first, self._from_step = 0, {}, None, 0
         for report in reports:
             self.step, self.last_time = report.step, report.time
-            self._first = self._first or (report.step, report.time)
+            if report.time < self.started:
+                self._from_step = report.step
+            else:
+                self._first = self._first or (report.step, report.time)
             self.metrics.update(report.metrics)
 
     def seconds_left(self) -> float | None:
@@ -50,8 +54,15 @@ class Progress:
         if self.step > first_step:
             pace = (self.last_time - first_time) / (self.step - first_step)
         else:  # the only report: the start-up is counted in
-            pace = max(0.0, self.last_time - self.started) / max(1, self.step)
+            pace = max(0.0, self.last_time - self.started) / max(1, self.step - self._from_step)
         return pace * max(0, self.total - self.step)
+
+    def begun(self) -> str:
+        """How it began: ``started (300 steps)``, or with what it goes on."""
+        self.refresh()
+        if self.step:
+            return f"goes on from step {self.step}{f' of {self.total}' if self.total else ''}"
+        return f"started{f' ({self.total} steps)' if self.total else ''}"
 
     def describe(self) -> str:
         """``120/300  loss 3.410  9,800 tok/s  ETA 0:21``"""

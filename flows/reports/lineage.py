@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from flows.reports.printable import printable
+from lineage.certificate import read_certificate
+from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
 from lineage.manifest import Manifest, Provenance
@@ -62,7 +64,19 @@ def _artifact(manifest: Manifest, node: Node) -> list[str]:
     if measured:
         lines.append(measured)
     lines.append(f"{when}, {ran.end - ran.start:.1f} s on {', '.join(ran.hosts)}; {code}, code {ran.code_digest[:8]}")
-    return [*lines, *_labels(node)]
+    return [*lines, *_certificate(manifest, node), *_labels(node)]
+
+
+def _certificate(manifest: Manifest, node: Node) -> list[str]:
+    """What was found of how its recipe survives interruptions, and when."""
+    if manifest.certificate is None or node.entry is None:
+        return []
+    try:
+        found = read_certificate(node.entry.path.parents[1], manifest.certificate)
+    except ArtifactError as error:
+        return [f"certificate: {error}"]
+    when = datetime.fromtimestamp(found.provenance.end).strftime("%Y-%m-%d")
+    return [f"certificate {short(manifest.certificate)[:8]} of {when}: {found.words()}"]
 
 
 def _recipe(recipe: Mapping[str, object]) -> str:

@@ -12,6 +12,7 @@ from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest,
 from flows.progress.stage_progress import Progress
 from flows.progress.waits import waits_for
 from flows.sweep.folder import Ledger
+from lineage.attempts import Attempt, attempts
 from lineage.lease import HEARTBEAT_SECONDS
 
 _LAST = 5
@@ -25,6 +26,7 @@ class StageView:
         waits_for: what has to come first, while its run is under way.
         progress: of one that runs, or ran when its run ended.
         dashboard: address of Ray's, where it has one.
+        attempts: of one that runs, or ran when its run ended: all that were made so far.
     """
 
     title: str
@@ -32,6 +34,7 @@ class StageView:
     waits_for: str
     progress: Progress | None
     dashboard: str | None
+    attempts: Sequence[Attempt] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +105,6 @@ def _stage_view(title: str, run: RunNote, ended: float | None) -> StageView:
         dashboard = dashboard_file(directory).read_text().strip() or None
     except OSError:
         dashboard = None
-    return StageView(title=title, note=note, waits_for="", progress=progress, dashboard=dashboard)
+    return StageView(
+        title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=attempts(directory),
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.progress.run_notes import RunNote
 from flows.reports.run_views import RunView, StageView
 from flows.wording import clock, counted
+from lineage.attempts import last_words
 
 _MOST_ROWS = 20
 
@@ -38,6 +39,8 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
         "step": progress.step if progress else None, "total": note.total,
         "loss": metrics.get("loss"), "tokens_per_second": metrics.get("tokens_per_second"),
         "eta_seconds": progress.seconds_left() if progress else None,
+        "attempts": len(stage.attempts), "resumed_from": stage.attempts[-1].step if stage.attempts else 0,
+        "restart_cause": stage.attempts[-1].cause if stage.attempts else "",
         "workers": note.workers, "cpus": note.cpus, "gpus": note.gpus, "directory": note.directory,
     }  # fmt: skip
 
@@ -99,7 +102,8 @@ def _doing(stage: StageView) -> str:
     note = stage.note
     if stage.progress:
         room = [counted(note.workers, "worker"), counted(note.cpus, "CPU")]
-        return "  ".join([stage.progress.describe(), *room, *([counted(note.gpus, "GPU")] if note.gpus else [])])
+        gpus = [counted(note.gpus, "GPU")] if note.gpus else []
+        return "  ".join([stage.progress.describe(), *room, *gpus, last_words(stage.attempts)]).rstrip()
     if note.state in ("pending", "waiting"):
         return f"waits for {stage.waits_for}"
     if note.state in ("failed", "pruned"):

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from flows.planning.plan import PlannedStage
 from flows.stages.job import Job
-from lineage.attempts import attempts, note_attempt
+from lineage.attempts import attempts, last_words, note_attempt
 from lineage.checkpoints import Checkpoint
 from lineage.errors import LostError, StageError
+from lineage.lease import require_held
 from lineage.store import Entry
 from tasks.context import Metrics
 
@@ -21,15 +22,22 @@ def goes_on(planned: PlannedStage, entry: Entry) -> bool:
     return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
 
 
-def begin(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+def begin(planned: PlannedStage, entry: Entry, cause: str = "") -> Checkpoint | None:
     """Prepares a stage's directory for an attempt; returns the checkpoint that it goes on from, if it does.
+
+    Args:
+        cause: what ended the attempt before, where that is known.
 
     Raises:
         StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
     """
     checkpoint = None if planned.restart else _last_intact(planned, entry)
     entry.begin(checkpoint.step if checkpoint else 0)
-    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest)
+    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause)
+    words = last_words(attempts(entry.path))
+    if words:
+        with (entry.logs / "stage.log").open("a") as log:
+            log.write(f"--- {words}\n")
     return checkpoint
 
 
@@ -58,7 +66,9 @@ def run_attempts(
         except LostError as lost:
             if not left:
                 raise
-            checkpoint = begin(replace(planned, restart=False), entry)
+            if job.token:
+                require_held(job.directory, job.token)  # or another run is at work there now
+            checkpoint = begin(replace(planned, restart=False), entry, lost.cause)
             where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
             tell(f"{lost}; it goes on {where}")
     raise AssertionError("unreachable: the last loss is raised")

@@ -17,9 +17,11 @@ from flows.stages.job import Job
 from flows.stages.launch import StageProcesses
 from flows.wording import counted
 from lineage.attempts import attempts
+from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
-from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
+from lineage.disk import full_disk_named
+from lineage.errors import ArtifactError, PipelineError, PrunedError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import Manifest, provenance
 from lineage.store import Entry
@@ -61,7 +63,8 @@ def execute(run: Run, planned: PlannedStage) -> Result:
         PipelineError: the stage failed; nothing is committed.
     """
     try:
-        return _execute(run, planned)
+        with full_disk_named(run.plan.entry(planned).path):
+            return _execute(run, planned)
     except StoppedError:
         raise
     except PrunedError as error:
@@ -70,7 +73,7 @@ def execute(run: Run, planned: PlannedStage) -> Result:
     except PipelineError as error:
         run.observer.failed(run.title(planned), str(error))
         raise
-    except OSError as error:  # of the store: full, read-only, gone
+    except OSError as error:  # of the store: read-only, gone
         run.observer.failed(run.title(planned), str(error))
         raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
 
@@ -81,7 +84,8 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     finished = partial(planned.is_finished, entry)
     if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
         return _reused(run, planned, entry)
-    with lease.holding():
+    with lease.holding(lambda why: run.processes.end(entry.path, ArtifactError(why))):
+        entry.fence()
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
@@ -91,6 +95,9 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         start = _stage_start(run, planned, entry, parents, resumes=resumes)
         manifest, seconds = _tracked(run, planned, entry, start, checkpoint, lease)
     run.observer.done(run.title(planned), seconds, manifest.metrics)
+    if "diverged_at_step" in manifest.metrics:
+        at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
+        run.observer.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
     return Result(manifest=manifest, seconds=seconds)
 
 
@@ -114,8 +121,11 @@ def _tracked(
     with _admitted(run, planned) as visible_gpus:
         tracked = run.tracker.stage(start)
         try:
-            manifest, seconds = _make(run, planned, entry, start.parents, checkpoint, tracked, visible_gpus)
-            entry.commit(manifest, lease)
+            manifest, seconds = _make(
+                run, planned, entry, start.parents, checkpoint, tracked, visible_gpus, lease.token
+            )
+            manifest = certified(manifest, start.parents, run.plan.pipeline.store)
+            entry.commit(manifest, lease, _kept(planned, entry))
         except BaseException as error:
             tracked.failed(error)
             raise
@@ -162,6 +172,7 @@ def _make(
     checkpoint: Checkpoint | None,
     tracked: StageTracker,
     visible_gpus: tuple[str, ...],
+    token: str,
 ) -> tuple[Manifest, float]:
     resources = planned.stage.resources
     method = planned.stage.method
@@ -169,7 +180,7 @@ def _make(
     start = time.time()
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-        inputs=job_inputs(run.plan, planned, parents),
+        inputs=job_inputs(run.plan, planned, parents), token=token,
     )  # fmt: skip
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
     end = time.time()
@@ -197,6 +208,12 @@ def _make(
         execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
     ), end - start  # fmt: skip
+
+
+def _kept(planned: PlannedStage, entry: Entry) -> list[int]:
+    """The steps of the checkpoints that stay when the stage is finished."""
+    keep_best = planned.stage.resources.keep_best
+    return [each.step for each in keep_best.best(entry.checkpoints.records(), keep_best.n)] if keep_best else []
 
 
 def _class_name(method: Method) -> str:

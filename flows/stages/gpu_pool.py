@@ -4,6 +4,7 @@ A slot is held by a lease: it is given back at the end, and comes back by itself
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -11,13 +12,15 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
 
 from flows.prefect_server import configured_api_url
 from lineage.errors import ConfigError, PipelineError
 
 _LEASE_SECONDS = 60.0  # the least that Prefect takes
 _POLL_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 def require_pools(wanted: Mapping[str, int]) -> None:
@@ -54,15 +57,21 @@ def pool_slots(pool: str, slots: int, waiting: Callable[[], None]) -> Iterator[N
     Args:
         waiting: called at every look that was in vain; may raise, to end the wait.
     """
-    with contextlib.ExitStack() as held:
-        while not _take(held, pool, slots):
-            waiting()
-            time.sleep(_POLL_SECONDS)
+    held = contextlib.ExitStack()
+    while not _take(held, pool, slots):
+        waiting()
+        time.sleep(_POLL_SECONDS)
+    try:
         yield
+    finally:
+        try:
+            held.close()
+        except (PrefectException, httpx.HTTPError) as error:  # the lease ends by itself, and the stage is finished
+            logger.warning("pool=%s slots=%s state=not_given_back: %s", pool, slots, error)
 
 
 def _take(held: contextlib.ExitStack, pool: str, slots: int) -> bool:
-    # A server that cannot be asked for a while ends no training: the slots may then be given twice.
+    # A server that cannot be asked for a while ends no training, nor a wait: the slots may then be given twice.
     lease = concurrency(
         pool, slots, strict=True, max_retries=0, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False
     )
@@ -71,6 +80,8 @@ def _take(held: contextlib.ExitStack, pool: str, slots: int) -> bool:
     except ConcurrencySlotAcquisitionError as error:
         cause = error.__cause__
         if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED:
+            return False
+        if isinstance(cause, httpx.TransportError):
             return False
         if cause is None:  # it was deleted since
             raise _unknown(pool, slots) from error

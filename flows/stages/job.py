@@ -8,6 +8,8 @@ from lineage.artifact import ALIAS, Kind, Source
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 
+STOP_FILE = "stop"  # below work/
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
@@ -29,6 +31,7 @@ class Job:
         directory: of the stage in the store; ``output/``, ``work/``, ``logs/`` and ``metrics.jsonl`` lie below it.
         visible_gpus: devices that the stage was admitted to, as CUDA_VISIBLE_DEVICES names them.
         resume_from: the checkpoint to go on from.
+        token: of the lease that it writes the directory under; None: under none.
     """
 
     stage: str
@@ -38,6 +41,7 @@ class Job:
     directory: Path
     visible_gpus: tuple[str, ...] = ()
     resume_from: Path | None = None
+    token: str | None = None
 
     @property
     def log(self) -> Path:
@@ -46,7 +50,7 @@ class Job:
     @property
     def stop_file(self) -> Path:
         """Asks the stage, wherever its workers are, to save and to end."""
-        return self.directory / "work" / "stop"
+        return self.directory / "work" / STOP_FILE
 
     def resolve_inputs(self) -> Inputs:
         """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""

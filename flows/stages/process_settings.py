@@ -1,7 +1,9 @@
 """Environment that a stage's process must have before its Python starts."""
 
+import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -32,9 +34,26 @@ LIBRARIES = {
 WORKER_ENVIRONMENT = {**MALLOC, **THREADS}
 
 
+@contextlib.contextmanager
+def in_stage_environment() -> Iterator[None]:
+    """For a process about to start; what the user has set wins."""
+    added = {name: value for name, value in stage_environment().items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def stage_environment() -> dict[str, str]:
     """For a process about to start; what the user has set wins over it."""
-    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication()}
+    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_ray_patience()}
+
+
+def _ray_patience() -> dict[str, str]:
+    """A cluster of our own never starts its head again: who lost it need not wait a minute for that."""
+    return {} if os.environ.get("RAY_ADDRESS") else {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 
 
 def _ray_authentication() -> dict[str, str]:

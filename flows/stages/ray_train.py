@@ -1,23 +1,29 @@
 """Ray Train around a training stage: local mode for one worker, a cluster for more."""
 
+import contextlib
 import importlib
-import logging
 import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, get_context
+from ray.exceptions import RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 from ray.train.torch import TorchTrainer
 
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
+from flows.stages.memory_kills import memory_kills
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.ray_cluster import join
+from flows.stages.ray_endings import ending, lost_its_peer
 from flows.stages.worker import run_worker
 from lineage.errors import ConfigError
 from tasks.context import Metrics
 
-logger = logging.getLogger(__name__)
+_PEER_SECONDS = 5.0
 
 
 def train(job: Job) -> Metrics:
@@ -33,8 +39,10 @@ def _train_here(job: Job) -> Metrics:
 
 def _train_on_cluster(job: Job) -> Metrics:
     resources = job.resources
-    _connect(job)
+    kills = memory_kills()
     try:
+        with _own_sigterm():
+            _connect(job)
         trainer = TorchTrainer(
             _worker_loop,
             train_loop_config={"job": job},
@@ -45,28 +53,44 @@ def _train_on_cluster(job: Job) -> Metrics:
                 placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
             ),
             # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
+            # It tries nothing again either: whoever does so knows the newest checkpoint.
             run_config=RunConfig(
-                name="ray", storage_path=str(job.directory / "work"), failure_config=FailureConfig(max_failures=0)
+                name="ray",
+                storage_path=str(job.directory / "work"),
+                failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
             ),
         )
         return _metrics(trainer.fit().return_value)
-    except WorkerGroupError as error:
-        # What the worker raised, not Ray's wrapper of it: a wrong row stays a wrong row.
-        rank = min(error.worker_failures)
-        logger.exception("stage=%s rank=%s state=failed", job.stage, rank)
-        raise _root(error.worker_failures[rank]) from error
+    except (TrainingFailedError, RayError) as error:
+        raise ending(job, error, kills) from error
     finally:
         ray.shutdown()
 
 
-def _root(failure: Exception) -> Exception:
-    cause = failure.__cause__
-    return cause if isinstance(cause, Exception) and type(failure).__module__.startswith("ray.") else failure
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keeps what SIGTERM means to us, which ``ray.init`` replaces.
+
+    The processes that it starts do not hear it at all: a machine that is to go down sends it to every process,
+    and the workers must still save. They end with us.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
     context = get_context()
-    return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
+    try:
+        return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
+    except Exception as error:
+        if lost_its_peer(error):
+            time.sleep(_PEER_SECONDS)  # the first failure that Ray sees is told: that should be the peer's
+        raise
 
 
 def _per_worker(job: Job) -> dict[str, float]:

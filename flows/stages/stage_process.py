@@ -11,9 +11,11 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
+from flows.stages.endings import failed
 from flows.stages.job import CheckJob, Job
-from lineage.errors import PipelineError, StageError, StoppedError
-from tasks.context import Launcher, Metrics
+from flows.stages.session import kill_session
+from lineage.errors import StageError, StoppedError
+from tasks.context import Metrics
 
 Answer = Metrics | StageError | StoppedError
 
@@ -22,16 +24,19 @@ logger = logging.getLogger(__name__)
 
 def stage_main(job: Job, connection: Connection) -> None:
     """Entry point of the process."""
-    os.setsid()  # a group of its own: whatever the stage starts can be ended with it
+    os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
     _die_with_parent()
     _log_to(job)
     if job.method.trains and not isinstance(job, CheckJob):
         # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.
         signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     if job.visible_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
     reply = answer(job)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # the log is on a full disk
+        sys.stdout.flush()
     connection.send(reply)
     connection.close()
 
@@ -44,18 +49,22 @@ def ask_to_stop(job: Job) -> None:
 
 def answer(job: Job) -> Answer:
     """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
-    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
     try:
         return finite(run(job))
     except StoppedError as error:
         logger.info("stage=%s state=stopped: %s", job.stage, error)
         return error
-    except PipelineError as error:
-        traceback.print_exc()
-        return StageError(job.stage, str(error), log, error.exit_code)
+    except StageError as error:  # it says already which worker's it is
+        _log_error()
+        return error
     except Exception as error:
+        _log_error()
+        return failed(job, None if job.resources.on_cluster else 0, error)
+
+
+def _log_error() -> None:
+    with contextlib.suppress(OSError):  # as above: the answer tells of it
         traceback.print_exc()
-        return StageError(job.stage, one_line(error), log)
 
 
 def run(job: Job) -> Metrics:
@@ -81,18 +90,13 @@ def finite(metrics: Metrics) -> dict[str, float]:
     return kept
 
 
-def one_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         parent.join()
+        kill_session(os.getpid())
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="die-with-parent").start()

@@ -6,12 +6,17 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 from flows.stages.job import CheckJob, Job
+from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError
+from lineage.lease import require_held
 from lineage.store import CACHE, Entry
+from tasks.alive import Alive, Doing
+from tasks.check_rows import POLICY
 from tasks.context import Metrics, Report, TrainContext
+from tasks.disk_need import require_room
 from tasks.method import Training
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
 
     Raises:
         ArtifactError: this worker does not see the store.
+        PipelineError: the method's own, or the disk is full.
     """
     if not job.directory.is_dir():
         raise ArtifactError(
@@ -29,9 +35,18 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
             "give a `store` that every node mounts"
         )
     pin_threads(job.resources.cpus_per_worker)
-    context = _context(job, rank, world_size)
+    minutes = job.resources.hang_minutes
+    alive = Alive(job.directory / "work", rank, 60 * minutes if minutes else None) if job.method.trains else None
     start = time.perf_counter()
-    metrics = job.method.run(job.resolve_inputs(), context)
+    with full_disk_named(job.directory):
+        try:
+            inputs = job.resolve_inputs()
+            if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
+                require_room(job.stage, job.method, job.resources, inputs[POLICY].path, Entry(job.directory))
+            metrics = job.method.run(inputs, _context(job, rank, world_size, alive))
+        finally:
+            if alive:
+                alive.end()
     logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
     return metrics
 
@@ -56,19 +71,20 @@ def run_check(job: CheckJob) -> Metrics:
     return {"leaked_rows": pq.read_metadata(found).num_rows}
 
 
-def _context(job: Job, rank: int = 0, world_size: int = 1) -> TrainContext:
-    return TrainContext(
+def _context(job: Job, rank: int = 0, world_size: int = 1, alive: Alive | None = None) -> TrainContext:
+    context = TrainContext(
         output_dir=job.directory / "output",
         work_dir=job.directory / "work",
         resources=job.resources,
         rank=rank,
         world_size=world_size,
-        report=_reporter(job.directory / "metrics.jsonl", rank),
+        report=_reporter(job, rank, alive),
         cache_dir=job.directory.parents[1] / CACHE,
         checkpoint_dir=Entry(job.directory).checkpoints.directory,
         resume_from=job.resume_from,
         should_stop=job.stop_file.exists,
     )
+    return replace(context, mark=alive.mark) if alive else context
 
 
 def pin_threads(count: int) -> None:
@@ -81,11 +97,19 @@ def pin_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _reporter(path: Path, rank: int) -> Report:
-    """Appends one JSON object per report to the stage's ``metrics.jsonl``: on rank 0 alone."""
+def _reporter(job: Job, rank: int, alive: Alive | None) -> Report:
+    """Appends one JSON object per report to the stage's ``metrics.jsonl``, on rank 0 alone.
+
+    It is also where a stage ends whose driver has lost the lease and cannot end it, as one that is suspended.
+    """
+    path = job.directory / "metrics.jsonl"
 
     def record(step: int, metrics: Metrics) -> None:
+        if alive:
+            alive.mark(step, Doing.BETWEEN)
         if rank == 0:
+            if job.token:
+                require_held(job.directory, job.token)
             line = json.dumps({"step": step, "time": time.time(), "metrics": dict(metrics)})
             with path.open("a") as file:
                 file.write(line + "\n")

@@ -13,7 +13,7 @@ from flows.sweep.graph import Graph, Open
 from flows.sweep.planner import PlannedTrial, key_of
 from flows.sweep.room import Room
 from flows.sweep.trial import Outcome, Proposer, Trial, TrialState
-from lineage.errors import ConfigError, PipelineError, StoppedError
+from lineage.errors import ConfigError, PipelineError, PrunedError, StoppedError
 
 Submit = Callable[[str], None]  # the title of a node, to be worked on in a thread that ends with `ended`
 
@@ -139,7 +139,7 @@ class Engine:
                 cause = f"pruned at step {report.step} of {report.title}"
                 for unwanted in self._graph.drop(number):
                     self._graph.end(unwanted)
-                    self._run.processes.end(unwanted.of.plan.entry(unwanted.planned).path, cause)
+                    self._run.processes.end(unwanted.of.plan.entry(unwanted.planned).path, PrunedError(cause))
                 ended.append((opened, "pruned", cause))
         return ended
 

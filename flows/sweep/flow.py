@@ -1,35 +1,44 @@
 """The Prefect flow of a sweep: one flow run, a task run per stage. The engine decides what runs when."""
 
-import contextlib
 from collections.abc import Callable
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import FailedRun
 from prefect.states import Failed, State
 
+from flows.prefect_ends import Ending, tell_left
 from flows.prefect_flow import task_runner
 from flows.stages.execute import Run
 from flows.sweep.engine import Engine
 
 
-def run_sweep_flow(run: Run, engine: Engine, name: str, verdict: Callable[[], str | None]) -> None:
+def run_sweep_flow(
+    run: Run, engine: Engine, name: str, verdict: Callable[[], str | None], *, server_is_ours: bool
+) -> None:
     """Runs a sweep to its end.
 
     Args:
         verdict: asked at the end: what failed; None: nothing.
     """
 
+    finished: set[str] = set()
+
     # The stage goes in by title: a result of a task is nothing that Prefect should store or copy.
     @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{title}")
     def run_stage(title: str) -> None:
         engine.work(title)
+        finished.add(title)
 
     def submit(title: str) -> None:
         run_stage.submit(title).add_done_callback(lambda _: engine.ended(title))
 
+    ending = Ending(run.plan.pipeline.store, is_ours=server_is_ours, finished=finished)
+
     @flow(name=f"{run.plan.pipeline.name}-sweep", flow_run_name=name, persist_result=False, task_runner=task_runner())
     def sweep_flow() -> State[None] | None:
+        return ending.follow(drive)
+
+    def drive() -> State[None] | None:
         try:
             engine.drive(submit)
         except BaseException:
@@ -38,5 +47,7 @@ def run_sweep_flow(run: Run, engine: Engine, name: str, verdict: Callable[[], st
         failure = verdict()
         return Failed(message=failure) if failure else None
 
-    with contextlib.suppress(FailedRun):  # each trial has said why when it failed
+    if server_is_ours:
+        tell_left(run.plan.pipeline.store, None)
+    with ending.told():  # each trial has said why when it failed
         sweep_flow()

@@ -58,7 +58,10 @@ class Node:
         place = {"stage": self.name, "path": str(entry.path), "state": "present" if self.manifest else "missing"}
         if self.manifest is None:
             return {**place, "artifact_kind": None}
-        shown = ("pipeline", "method", "recipe", "metrics", "output_digest", "files", "provenance", "mlflow_run_id")
+        shown = (
+            "pipeline", "method", "recipe", "metrics", "output_digest", "files", "provenance", "mlflow_run_id",
+            "certificate",
+        )  # fmt: skip
         fields = asdict(self.manifest)
         return {**place, "artifact_kind": fields["produces"], **{name: fields[name] for name in shown}}
 

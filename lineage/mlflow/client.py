@@ -53,8 +53,8 @@ _LOCKED_SECONDS = 120.0
 _NOISY = ("mlflow", "alembic", "urllib3.connectionpool")
 _CALLS = (
     "create_experiment", "get_experiment_by_name", "restore_experiment", "search_experiments", "set_experiment_tag",
-    "create_run", "get_run", "search_runs", "update_run", "set_terminated", "set_tag", "log_batch", "log_inputs",
-    "log_outputs", "log_artifact", "get_metric_history", "create_logged_model", "finalize_logged_model",
+    "create_run", "get_run", "search_runs", "update_run", "set_terminated", "set_tag", "delete_tag", "log_batch",
+    "log_inputs", "log_outputs", "log_artifact", "get_metric_history", "create_logged_model", "finalize_logged_model",
     "search_logged_models", "set_logged_model_tags", "create_registered_model", "search_registered_models",
     "create_model_version", "search_model_versions", "set_registered_model_alias", "delete_registered_model_alias",
 )  # fmt: skip

@@ -50,7 +50,7 @@ class Follower:
         """All that was appended since the last reading that was kept; a line still being written waits."""
         try:
             with self._path.open("rb") as file:
-                self._begin_again_if_replaced(os.fstat(file.fileno()).st_ino)
+                self._begin_again_if_replaced(os.fstat(file.fileno()))
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -60,10 +60,13 @@ class Follower:
         points = [point for line in whole.splitlines() for point in _points(line) if _is_new(point, logged)]
         return Reading(points=points, end=self._offset + len(whole), logged=logged)
 
-    def _begin_again_if_replaced(self, inode: int) -> None:
-        """A stage that goes on from a checkpoint has a new file, of the reports up to there."""
-        if inode != self._inode:
-            self._offset, self._inode = 0, inode
+    def _begin_again_if_replaced(self, found: os.stat_result) -> None:
+        """A stage that goes on from a checkpoint has a new file, of the reports up to there.
+
+        One that begins again may be given the number of the file that was deleted.
+        """
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self._offset, self._inode = 0, found.st_ino
 
     def keep(self, reading: "Reading") -> None:
         """The reading was recorded: the next one starts behind it."""

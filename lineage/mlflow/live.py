@@ -1,18 +1,20 @@
 """What is written to MLflow while an execution runs; all of it by the tracker's one thread."""
 
 import contextlib
+import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lineage.attempts import attempts
 from lineage.lease import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
 from lineage.mlflow.executions import Row, description, end_dead_runs, run_name
 from lineage.mlflow.follow import Follower
 from lineage.mlflow.lookup import Recorded
-from lineage.mlflow.names import CAUSE, HOST, NOTE, PARENT_RUN, PID, REUSED, STARTED, WORDS, accepted
+from lineage.mlflow.names import CAUSE, HOST, NOTE, PARENT_RUN, PID, RESUMED_AT, REUSED, STARTED, WORDS, accepted
 from lineage.mlflow.record import Record
 from lineage.mlflow.trials import Trials
 from lineage.run_file import RunFile
@@ -130,7 +132,10 @@ class LiveRecord:
                 self._client.set_terminated(note.run_id, "KILLED")
             return None
         self._client.update_run(note.run_id, status="RUNNING")
-        self._tag(note.run_id, {**_process_tags(), PARENT_RUN: self.run_id})
+        resumed_at = json.dumps([each.step for each in attempts(start.directory) if each.step])
+        self._tag(note.run_id, {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: resumed_at})
+        if CAUSE in run.data.tags:  # of the end of the attempt before
+            self._client.delete_tag(note.run_id, CAUSE)
         histories = {name: self._client.get_metric_history(note.run_id, name) for name in run.data.metrics}
         return note.run_id, {name: max(each.step for each in history) for name, history in histories.items()}
 

@@ -70,7 +70,7 @@ def read_links(client: PatientClient, pipelines: Collection[str]) -> Links:
     experiments = [experiment_of(client, name) for name in pipelines]
     known = [experiment for experiment in experiments if experiment]
     finished = list(_finished_runs(client, known))
-    runs = {_key(run.data.tags): recorded_of(run) for run in finished}
+    runs = {_key(run.data.tags): recorded_of(_with_models(client, run)) for run in finished}
     stores = {_key(run.data.tags): str(run.data.tags.get(STORE)) for run in finished}
     models = {_key(model.tags): str(model.model_id) for model in _models(client, known)}
     versions: dict[Key, tuple[str, int]] = {}
@@ -134,6 +134,11 @@ def recorded_of(run: Run) -> Recorded:
     return Recorded(
         run_id=str(run.info.run_id), experiment_id=str(run.info.experiment_id), model_id=model_id, num_inputs=len(given)
     )
+
+
+def _with_models(client: PatientClient, run: Run) -> Run:
+    """A search does not tell which models a run was given: where it was given no data, the run itself is asked for."""
+    return run if run.inputs and run.inputs.dataset_inputs else client.get_run(run.info.run_id)
 
 
 def _finished_runs(client: PatientClient, experiments: list[str]) -> Iterator[Run]:

@@ -21,6 +21,7 @@ DIGEST = "posttrain.digest"
 LABELS = "posttrain.labels"
 WORDS = "posttrain.words"
 CAUSE = "posttrain.cause"
+RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was gone on from
 HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
 RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: what the manifest calls it
 REUSED = "posttrain.reused."  # + stage: the run that made what this execution reused

@@ -27,6 +27,7 @@ from lineage.mlflow.names import (
     GIT_COMMIT,
     LABELS,
     NOTE,
+    RESUMED_AT,
     SOURCE_NAME,
     SOURCE_TYPE,
     STORE,
@@ -112,6 +113,8 @@ class Runs:
         ]
         labels = self._shelf.labels(manifest)
         tags = {DIGEST: manifest.output_digest, LABELS: json.dumps(labels), NOTE: origins}
+        if manifest.provenance.resumed_at:
+            tags[RESUMED_AT] = json.dumps(manifest.provenance.resumed_at)
         if manifest.provenance.git_commit:
             tags[GIT_COMMIT] = manifest.provenance.git_commit
         self.client.log_batch(run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in tags.items()])

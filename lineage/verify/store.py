@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lineage.certificate import certificate_path, read_certificate
 from lineage.digest import DigestCache, digest_of
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import fingerprint, short
@@ -146,6 +147,19 @@ def _check_holder(alias: str, event: Event, checked: Checked) -> Iterator[Findin
     if known and event.digest and known[1].output_digest != event.digest:
         why = f"{event.digest[:16]} was promoted, and that output has digest {known[1].output_digest[:16]} now"
         yield _changed(f"alias {alias}", why, "judge the new bytes and promote them, or roll the alias back")
+
+
+def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
+    """That the certificate which a manifest names is there, and is what was written."""
+    for node, _, manifest in checked.items():
+        if manifest.certificate:
+            try:
+                read_certificate(root, manifest.certificate)
+            except ArtifactError as error:
+                lost = not certificate_path(root, manifest.certificate).exists()
+                fault = Fault.MISSING if lost else Fault.CHANGED
+                mend = "restore it; a new one, by posttrain certify, holds for what is made after it"
+                yield Finding(fault=fault, what=node, why=str(error), mend=mend)
 
 
 def _changed(what: str, why: str, mend: str) -> Finding:

@@ -63,9 +63,9 @@ def test_dpo_with_another_reference_fails_naming_both(
 
     original, loads = models.load_policy, []
 
-    def other_reference(policy: models.Input) -> models.Policy:
-        loads.append(policy)
-        found = original(policy)
+    def other_reference(*given: object) -> models.Policy:
+        loads.append(given)
+        found = original(*given)
         if len(loads) == 2:
             with torch.no_grad():
                 found.model.model.embed_tokens.weight.mul_(1.2)

@@ -135,6 +135,13 @@ def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(ow
     before, after = (load_file(output(rows[name]) / "model.safetensors") for name in ("sft", "dpo"))
     assert any(not before[key].equal(after[key]) for key in before)
 
+    alone = own.run("store=lora", "adapter=lora", "adapter.rank=4", "save=adapter")
+    for name in ("cpt", "sft", "reward", "dpo"):
+        assert not (output(alone[name]) / "model.safetensors").exists()
+        assert losses(alone[name]) == losses(rows[name])  # each on the base that it found, merged
+    assert alone["evaluate"]["metrics"] == rows["evaluate"]["metrics"]
+    assert own("verify", "store=lora").returncode == 0
+
 
 def test_ones_own_model_goes_in_by_its_directory(own):
     base = output(own.run("store=here", *ONLY_SFT)["base"])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.command import TOY, Command, alive, family, wait_until
 
+HERE = socket.gethostname()
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
 
 
@@ -48,7 +50,7 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
     assert result.returncode == 1
-    assert "stage left failed: ValueError: told to fail (log: " in result.stderr
+    assert f"stage left failed: rank 0 on {HERE} at step 1: ValueError: told to fail (log: " in result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     log = result.stderr.split("(log: ")[-1].split(")")[0]
     assert 'raise ValueError("told to fail")' in Path(log).read_text()
@@ -92,7 +94,8 @@ def test_a_killed_stage_process_is_a_failed_stage(toy):
     stages[0].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "stage left failed: its process was killed by SIGKILL; out of memory? (log: " in errors
+    assert f"stage left failed: rank 0 on {HERE} was killed by SIGKILL at step " in errors
+    assert "; out of memory? (log: " in errors
 
 
 def test_a_killed_stage_process_is_started_again_from_its_checkpoint(toy):

@@ -89,7 +89,8 @@ def test_a_failure_keeps_its_cause_and_its_log(toy):
     assert toy("run", "stages.left.method.fail=true").returncode == 1
     [run] = status(toy)["last"]
     assert run["state"] == "failed"
-    assert run["cause"].startswith("stage left failed: ValueError: told to fail (log: ")
+    assert run["cause"].startswith("stage left failed: rank 0 on ")
+    assert " at step 1: ValueError: told to fail (log: " in run["cause"]
     assert left(run)["state"] == "failed"
     assert "told to fail" in toy("logs", "left").stdout
 

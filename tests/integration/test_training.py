@@ -137,10 +137,10 @@ def test_a_finished_trainer_is_not_stepped_again(root: Path, tmp_path: Path, mon
 
     original, losses = trainer_module.fit, []
 
-    def fit_twice(trainer: object, ctx: object) -> dict[str, float]:
-        once = original(trainer, ctx)
+    def fit_twice(method: object, trainer: object, inputs: object, ctx: object) -> dict[str, float]:
+        once = original(method, trainer, inputs, ctx)
         before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-        twice = original(trainer, ctx)
+        twice = original(method, trainer, inputs, ctx)
         assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
         assert once["steps"] == twice["steps"]
         losses.extend([once["loss"], twice["loss"]])

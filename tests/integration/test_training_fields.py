@@ -31,6 +31,7 @@ CHANGES: dict[str, object] = {
     "max_grad_norm": 0.01,
     "precision": "bf16",
     "adapter": LORA,
+    "save": "adapter",
     "beta": 0.5,
     "loss_type": "ipo",
     "chat_template": "chatml",
@@ -73,6 +74,10 @@ def test_every_field_changes_the_run(
         run = training.train(training.method(name, **shorter, too_long=value), root, tmp_path / "output")
         assert not same(weights(run.output), weights(cut.output))
         return
+    if field == "save":  # of an adapter: all of the output is other files
+        run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")
+        assert (run.output / "base.json").exists() and not (run.output / "model.safetensors").exists()
+        return
     run = training.train(training.method(name, **{field: value}), root, tmp_path / "output")
     assert not same(weights(run.output), baselines[name, False])
 
@@ -85,8 +90,9 @@ def test_every_field_changes_the_run(
         LoRA(rank=4, alpha=32),
         LoRA(rank=4, alpha=8, dropout=0.5),
         LoRA(rank=4, alpha=8, target_modules="q_proj, v_proj"),
+        LoRA(rank=4, alpha=8, quantization="nf4"),
     ],
-    ids=["rank", "alpha", "dropout", "target_modules"],
+    ids=["rank", "alpha", "dropout", "target_modules", "quantization"],
 )
 def test_every_field_of_an_adapter_changes_the_run(
     root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, adapter: LoRA

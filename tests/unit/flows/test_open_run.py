@@ -1,10 +1,11 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.open_run import Trials, open_run
+from flows.open_run import Trials, open_run, stoppable
 from flows.planning.plan import make_plan
 from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
 from flows.stages.launch import StageProcesses
@@ -52,3 +53,19 @@ def test_the_note_of_a_sweep_says_that_it_is_one(plan):
         sweep = the_note(plan).sweep
         assert list(the_note(plan).stages) == ["data", "model"]
     assert sweep and (sweep.folder, sweep.own, sweep.trials) == ("s", ["left", "right"], 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_asked_to_end_by_any_signal_ends_once(number):
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

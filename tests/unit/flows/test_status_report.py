@@ -12,6 +12,7 @@ from flows.reports.run_views import views
 from flows.reports.status import status_dict, status_text
 from flows.sweep.folder import Ledger, row_of
 from flows.sweep.trial import Trial
+from lineage.attempts import note_attempt
 from lineage.lease import Holder
 from tests.command import REPOSITORY
 from tests.sweeps import complete, ended
@@ -62,6 +63,17 @@ def died(note, **fields):
 
 def test_a_store_without_a_run_says_how_to_start_one(tmp_path):
     assert text(tmp_path).endswith("start one with: posttrain run")
+
+
+def test_a_stage_that_was_tried_again_says_from_where_and_why(store, live):
+    directory = store / "dpo" / "0123456789abcdef"
+    note_attempt(directory, 0, "code")
+    assert "attempt" not in text(store)
+    note_attempt(directory, 2, "code", "its process was killed by SIGKILL")
+    assert "1 GPU  attempt 2, from step 2: its process was killed by SIGKILL" in text(store)
+    stage = next(each for each in status_dict(store, *views(store))["running"][0]["stages"] if each["stage"] == "dpo")
+    assert (stage["attempts"], stage["resumed_from"]) == (2, 2)
+    assert stage["restart_cause"] == "its process was killed by SIGKILL"
 
 
 def test_a_stage_shows_how_far_it_is_and_what_it_takes(store, live):

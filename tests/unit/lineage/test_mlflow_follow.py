@@ -66,3 +66,23 @@ def test_steps_that_are_recorded_or_come_again_are_not_told(file):
 def test_a_name_that_mlflow_refuses_is_mended(file):
     append(file, 1, **{"accuracy@1 (mean)": 1.0, "rewards/margins": 2.0})
     assert [name for name, *_ in told(Follower(file))] == ["accuracy_1 _mean_", "rewards/margins"]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["a new file", "a deleted one's number"])
+def test_a_file_that_is_replaced_under_the_reader_is_read_from_its_beginning_and_tells_no_step_again(file, in_place):
+    follower = Follower(file)
+    for step in range(1, 8):
+        append(file, step, loss=1.0 / step)
+    assert [step for _, step, *_ in told(follower)] == list(range(1, 8))
+    kept = "".join(file.read_text().splitlines(keepends=True)[:5])  # up to the checkpoint of step 5
+    if in_place:
+        file.write_text(kept)
+    else:
+        draft = file.with_suffix(".tmp")
+        draft.write_text(kept)
+        draft.replace(file)
+    append(file, 6, loss=1.0 / 6)
+    assert told(follower) == []
+    for step in range(7, 10):
+        append(file, step, loss=1.0 / step)
+    assert [step for _, step, *_ in told(follower)] == [8, 9]

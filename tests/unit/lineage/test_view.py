@@ -211,3 +211,15 @@ def test_what_dvc_made_read_only_can_be_made_again(store, view):
     entry.commit(manifest, lease)
     assert (entry.path / "metrics.json").exists()
     assert (view.place("sft") / "output/content.txt").read_text() != "again"
+
+
+def test_a_store_that_may_only_be_read_is_not_adopted_into_and_says_so(store, view, monkeypatch):
+    entry = made(store)
+    view.show({"sft": entry})
+    shutil.rmtree(entry.path)
+
+    def refuse(*given, **options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Lease, "try_acquire", refuse)
+    assert "is not adopted: read-only" in view.adopt("sft")

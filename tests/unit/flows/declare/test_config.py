@@ -58,6 +58,25 @@ def test_one_stage_may_have_its_own_adapter():
     assert pipeline.stages["cpt"].method.adapter.rank == 16
 
 
+@pytest.mark.parametrize(("adapter", "quantization"), [("lora", None), ("qlora", "nf4")])
+def test_an_adapter_says_what_its_base_is_rounded_to(adapter, quantization):
+    adapters = [load_pipeline([f"adapter={adapter}"]).stages[name].method.adapter for name in ("sft", "dpo")]
+    assert [each.quantization for each in adapters] == [quantization] * 2
+
+
+def test_what_is_written_is_said_for_all_stages_or_for_one():
+    stages = load_pipeline(["adapter=lora", "save=adapter", "stages.dpo.method.save=null"]).stages
+    assert [stages[name].method.save for name in ("cpt", "sft", "reward", "dpo")] == ["adapter"] * 3 + [None]
+    stages = load_pipeline(["adapter=qlora", "stages.sft.method.save=adapter"]).stages
+    assert [stages[name].method.save for name in ("cpt", "sft")] == [None, "adapter"]
+
+
+def test_what_is_not_stated_of_an_adapter_is_no_part_of_a_recipe():
+    recipe = load_pipeline(["adapter=lora"]).stages["sft"].method.recipe()
+    assert recipe["adapter"] == {"rank": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
+    assert "save" not in recipe
+
+
 def test_resources_of_the_root_reach_every_stage_that_states_none():
     pipeline = toy("resources.micro_batch_size=2", "stages.left.resources.micro_batch_size=4")
     assert pipeline.stages["right"].resources.micro_batch_size == 2
@@ -91,6 +110,7 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("+hydra.verbose=true", "unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
         ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
+        ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* state adapter=lora"),
         ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
         ("stages.left.method.learning_rate=inf", "finite number"),
         ("stages.left.method.learning_rate=true", "stages.left.method.learning_rate=true: .*valid number"),
@@ -143,6 +163,10 @@ def test_a_mistake_says_what_is_accepted(override, message):
     [
         (["stages.left.inputs.policy=right", "stages.right.inputs.policy=left"], "the stages form a cycle: .*left.*right"),  # noqa: E501
         (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
+        (["adapter=lora", "save=lora"], 'save="lora": input should be \'adapter\''),
+        (["adapter=qlora", "adapter.quantization=fp4"], 'adapter.quantization="fp4": input should be \'nf4\''),
+        (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; give"),
+        (["resources=zero2", "resources.num_workers=1"], "zero_stage=2 divides .* and num_workers=1; use"),
         (["resources.num_workers=3", "resources.num_nodes=2", "resources.micro_batch_size=1",
           "stages.left.method.global_batch_size=9", "stages.right.method.global_batch_size=9"], "does not divide over"),
     ],

@@ -57,7 +57,7 @@ def test_the_reason_compares_with_the_nearest_earlier_output(toy):
 @pytest.mark.parametrize(
     "override",
     ["resources.micro_batch_size=4", "resources=cluster", "resources.cpus_per_worker=1", "resources.gpus_per_worker=1",
-     "resources=foreground", "resources.launcher=process", "code_drift=rerun"],
+     "resources=zero2", "resources=foreground", "resources.launcher=process", "code_drift=rerun"],
 )  # fmt: skip
 def test_execution_is_not_identity(toy, override):
     finish(toy())

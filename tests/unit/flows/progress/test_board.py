@@ -1,5 +1,6 @@
 import io
 import json
+import time
 
 from flows.progress.board import Board
 
@@ -13,7 +14,7 @@ class Terminal(io.StringIO):
 
 def write_reports(path, *losses):
     lines = [
-        json.dumps({"step": step, "time": 0.0, "metrics": {"loss": loss, "tokens_per_second": 1234.0}})
+        json.dumps({"step": step, "time": time.time(), "metrics": {"loss": loss, "tokens_per_second": 1234.0}})
         for step, loss in enumerate(losses, start=1)
     ]
     path.write_text("\n".join(lines) + '\n{"step": 99, "ti')  # the last line is still being written
@@ -21,9 +22,9 @@ def write_reports(path, *losses):
 
 def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
     stream = Terminal()
-    write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
     with Board(stream, ["dpo"]) as board:
         board.running("dpo", tmp_path / "metrics.jsonl", 10)
+        write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
         board._live.refresh()
         shown = stream.getvalue()
         assert "3/10" in shown
@@ -50,6 +51,14 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
         "dpo     FAILED: stage dpo failed: no memory",
         "reward  pruned at step 3",
     ]
+
+
+def test_a_stage_that_goes_on_says_from_where(tmp_path):
+    stream = io.StringIO()
+    write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
+    with Board(stream, ["dpo"]) as board:
+        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+    assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
 
 
 def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):

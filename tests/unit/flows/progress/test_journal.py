@@ -177,7 +177,7 @@ def test_a_run_of_another_host_dies_by_silence(tmp_path):
     note = note_of()
     note.write(tmp_path)
     assert note.is_live(tmp_path)
-    os.utime(note_path(tmp_path, note.id), (0, time.time() - 2 * run_notes.EXPIRY_SECONDS))
+    os.utime(note_path(tmp_path, note.id), (0, time.time() - run_notes.EXPIRY_SECONDS - run_notes.SKEW_SECONDS - 1))
     assert note.is_dead(tmp_path)
     assert not replace(note, outcome="done").is_live(tmp_path)
 

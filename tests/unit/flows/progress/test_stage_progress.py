@@ -69,3 +69,17 @@ def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
 def test_a_stage_without_steps_shows_how_long_it_runs(path, monkeypatch):
     monkeypatch.setattr(progress.time, "time", lambda: 30.0)
     assert read(path, total=None, started=10.0).describe() == "20 s"
+
+
+def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_goes_on_with(path):
+    path.write_text("".join(report(step, when=float(step), loss=1.0) for step in range(1, 51)))
+    found = read(path, total=100, started=1000.0)
+    assert (found.step, found.seconds_left()) == (50, None)
+    with path.open("a") as file:
+        file.write(report(51, when=1004.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(4.0 * 49)  # the start-up is counted in
+    with path.open("a") as file:
+        file.write(report(52, when=1006.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(2.0 * 48)

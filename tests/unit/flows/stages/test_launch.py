@@ -32,13 +32,13 @@ def test_a_stage_that_nobody_needs_any_more_never_starts_its_work(when, tmp_path
     def slow_start(process):
         start(process)
         started.append(process)
-        processes.end(tmp_path, "pruned at step 1")
+        processes.end(tmp_path, PrunedError("pruned at step 1"))
 
     for part in ("output", "work", "logs"):
         (tmp_path / part).mkdir()
     monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", slow_start)
     if when == "before":
-        processes.end(tmp_path, "pruned at step 1")
+        processes.end(tmp_path, PrunedError("pruned at step 1"))
     job = Job(stage="left", method=ToyModel(), inputs={}, resources=Resources(), directory=tmp_path)
     with pytest.raises(PrunedError, match="pruned at step 1"):
         processes.run(job)

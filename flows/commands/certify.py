@@ -1,0 +1,23 @@
+"""``posttrain certify``."""
+
+import argparse
+import json
+
+from flows.commands.arguments import add_json, add_overrides, words_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: no interruption changes a model beyond the tolerance; 1: one does."""
+    from flows.declare.config import load_pipeline
+    from flows.rehearsal.certify import certify
+    from flows.reports.certificate import certificate_dict, certificate_table
+
+    found = certify(load_pipeline(options.overrides, options.config_dir), words_of(options))
+    print(json.dumps(certificate_dict(found), indent=2) if options.json else certificate_table(found), flush=True)
+    verdicts = {each.verdict for certified in found for each in certified.certificate.comparisons.values()}
+    return 1 if "differs" in verdicts else 0

@@ -1,0 +1,71 @@
+"""``posttrain gc``."""
+
+import argparse
+import json
+import re
+import sys
+
+from flows.commands.arguments import add_json, add_overrides
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "": 86400.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument("--yes", action="store_true", help="free it without asking")
+    parser.add_argument("--dry-run", action="store_true", help="only show it")
+    parser.add_argument(
+        "--older-than", type=_seconds, metavar="AGE",
+        help="only what was not used for so long, such as 30d or 12h; unless stated 7d for what a run could go on "
+        "from and for tokens, 0 for all else",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.declare.config import load_pipeline
+    from flows.declare.store_root import store_root
+    from flows.needed import needed
+    from flows.reports.gc import gc_dict, gc_text
+    from lineage.garbage import Garbage, find, free
+
+    store = store_root(options.overrides, options.config_dir)
+
+    def look() -> tuple[list[Garbage], list[Garbage], dict[str, str], list[str]]:
+        pipeline = load_pipeline(options.overrides, options.config_dir)
+        kept, found = needed(pipeline, store, options.config_dir)
+        garbage, young = find(store, kept, options.older_than)
+        stays = [f"all of {name} stays: {why}" for name, why in found.pipelines.items()]
+        return garbage, young, kept, [*found.unread, *stays]
+
+    garbage, young, kept, notes = look()
+    if not options.json:
+        print(gc_text(store, garbage, young, notes))
+    agreed = bool(garbage) and not options.dry_run and (options.yes or _asked(options.json))
+    done: list[Garbage] = []
+    if agreed:
+        still = garbage if options.yes else look()[0]  # what has come to be needed while we asked stays
+        shown = {(each.paths, each.fingerprint) for each in garbage}
+        done = [each for each in still if (each.paths, each.fingerprint) in shown and free(store, each)]
+    if options.json:
+        freed = [each.what for each in done]
+        print(json.dumps({**gc_dict(store, garbage, young, kept), "freed": freed}, indent=2))
+    elif agreed:
+        rest = len(garbage) - len(done)
+        print(f"freed {len(done)} of {len(garbage)}" + (f"; {rest} came into use meanwhile" if rest else ""))
+    return 0
+
+
+def _asked(as_json: bool) -> bool:
+    if as_json or not sys.stdin.isatty():
+        if not as_json:
+            print("nothing is freed: there is no terminal to ask at; --yes frees it")
+        return False
+    return input("free it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _seconds(word: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([dh]?)", word)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{word}: is no age; give days or hours, such as 30d, 12h, 0")
+    return float(match[1]) * _UNITS[match[2]]

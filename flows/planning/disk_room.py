@@ -1,0 +1,52 @@
+"""Whether the store has room for all that a plan is to train, as far as its models are known before it runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from lineage.artifact import Kind
+from lineage.sources import local_paths
+from lineage.store import Store
+from tasks.check_rows import POLICY
+from tasks.disk_need import require_room
+from tasks.method import Training
+
+
+def require_plan_room(plan: Plan, stages: Sequence[PlannedStage]) -> None:
+    """Refuses what does not fit; a stage whose model is not known yet is looked at when it begins.
+
+    Args:
+        stages: in the order in which they run: the outputs of those before stay.
+
+    Raises:
+        ConfigError: names the stage, what it needs, what is free, and what to do.
+    """
+    before = 0
+    for planned in stages:
+        method, model = planned.stage.method, _model(plan, planned)
+        if model and isinstance(method, Training):
+            before += require_room(
+                planned.name, method, planned.stage.resources, model, plan.entry(planned), before=before
+            )  # fmt: skip
+
+
+def _model(plan: Plan, planned: PlannedStage) -> Path | None:
+    """Where a model of the shapes of its own lies: the first that it comes from, since training keeps them."""
+    given = planned.inputs.get(POLICY)
+    if given is None:
+        return None
+    if given.pinned or given.entry:
+        return _pinned(given)
+    parent = next((each for each in plan.stages if each.fingerprint == given.fingerprint), None)
+    if parent and isinstance(parent.stage.method, Training) and parent.stage.method.produces == Kind.CHECKPOINT:
+        return _model(plan, parent)
+    entry = Store(plan.pipeline.store).entry(given.name, given.fingerprint)
+    return entry.output if entry.is_finished() else None
+
+
+def _pinned(given: PlannedInput) -> Path | None:
+    """Of a hub id nothing is known before it is fetched."""
+    if given.entry:
+        return given.entry.output
+    paths = local_paths(given.source.path) if given.source else []
+    return paths[0] if paths else None

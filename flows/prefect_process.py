@@ -1,0 +1,40 @@
+"""The process of the Prefect server that we start: it serves on a socket that it is given, as long as we live."""
+
+import os
+import socket
+import sys
+import threading
+
+from filelock import FileLock
+
+from flows.prefect_server import prefect_home
+
+
+def _serve(descriptor: int) -> None:
+    """Serves on an inherited socket until the parent's end of stdin closes."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    import uvicorn
+
+    # Two servers that migrate one fresh database break it: one starts at a time.
+    home = prefect_home()
+    home.mkdir(parents=True, exist_ok=True)
+    starting = FileLock(home / "posttrain-start.lock")
+    starting.acquire()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            starting.release()
+
+    app = "prefect.server.api.server:create_app"
+    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on")
+    Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

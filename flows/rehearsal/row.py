@@ -1,0 +1,93 @@
+"""What became of one stage of a rehearsal, read from what it left behind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.verdicts import judgements
+from flows.rehearsal.reported import reported
+from flows.wording import counted
+from lineage.artifact import DATA, MODELS, Kind
+from lineage.manifest import Manifest
+from tasks.method import Training
+
+_DOES = {Kind.REPORT: "evaluate", Kind.VERDICT: "judge", **dict.fromkeys(DATA, "prepare")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One stage.
+
+    Args:
+        exercised: what of the real stage was done.
+        seconds: of the rehearsal.
+        memory_gib: the most that a step reported.
+        checkpoint_bytes: of one checkpoint.
+        real_seconds: about what the real stage will take: by the pace of the last step; of all but trainings, which
+            did the real work, as long as they took. None: nothing says.
+        verdict: ``works``, or what is wrong.
+    """
+
+    stage: str
+    exercised: tuple[str, ...] = ()
+    seconds: float | None = None
+    memory_gib: float | None = None
+    checkpoint_bytes: int | None = None
+    real_seconds: float | None = None
+    verdict: str = "works"
+
+
+def row_of(
+    plan: Plan, planned: PlannedStage, *, seconds: float, num_steps: int | None, checkpoint_bytes: int | None
+) -> Row:
+    """Of a stage that is finished.
+
+    Args:
+        num_steps: of the real stage; None: it does not train.
+        checkpoint_bytes: of the checkpoint that it went on from.
+    """
+    entry = plan.entry(planned)
+    manifest = entry.manifest()
+    assert manifest is not None
+    made = _made(plan, planned, manifest)
+    if num_steps is None:
+        return Row(
+            stage=planned.name, exercised=made, seconds=seconds, real_seconds=seconds, verdict=_verdict(plan, planned)
+        )
+    reports = [report.metrics for report in reported(entry.metrics)]
+    resumed = bool(manifest.provenance.resumed_at)
+    pace = step_seconds(reports)
+    return Row(
+        stage=planned.name,
+        exercised=(counted(len(reports), "step"), *(("save", "resume") if resumed else ()), *made),
+        seconds=seconds,
+        memory_gib=max((metrics["memory_gib"] for metrics in reports if "memory_gib" in metrics), default=None),
+        checkpoint_bytes=checkpoint_bytes,
+        real_seconds=None if pace is None else pace * num_steps,
+        verdict="works" if resumed else "works, but leaves no checkpoint when it is stopped",
+    )
+
+
+def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
+    """Of the last step, by its tokens and their pace: no save and no start is in it. None: not reported."""
+    if not reports:
+        return None
+    last = reports[-1]
+    tokens = last.get("num_tokens", 0.0) - (reports[-2].get("num_tokens", 0.0) if len(reports) > 1 else 0.0)
+    pace = last.get("tokens_per_second", 0.0)
+    return tokens / pace if tokens > 0 and pace > 0 else None
+
+
+def _made(plan: Plan, planned: PlannedStage, manifest: Manifest) -> tuple[str, ...]:
+    """What was done to its output; whether MLflow has it too is asked at the end, of all at once."""
+    method, kind = planned.stage.method, planned.stage.method.produces
+    merges = isinstance(method, Training) and method.adapter is not None and method.save != "adapter"
+    registers = kind in MODELS and manifest.mlflow_run_id is not None
+    does = () if isinstance(method, Training) else (_DOES.get(kind, "make"),)
+    return (*does, *(("merge",) if merges else ()), *(("register",) if registers else ()))
+
+
+def _verdict(plan: Plan, planned: PlannedStage) -> str:
+    """A refusal is what a model of two steps deserves: that the gate could judge it is what counts."""
+    judged = next((each for each in judgements(plan) if each.gate == planned.name), None)
+    return f"works: {judged.verdict.result}, of models of two steps" if judged else "works"

@@ -1,0 +1,82 @@
+"""A pipeline in short and a store of its own for it: nothing of it reaches a real output, a view or a person."""
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from flows.declare.operation import Operation
+from flows.declare.pipeline import Pipeline, Stage
+from flows.planning.plan import Plan, make_plan
+from lineage.errors import StageError
+from lineage.lease import Lease, living_holder
+from tasks.context import Launcher
+from tasks.method import Training
+
+REHEARSALS = "rehearsals"  # the directory of the store
+
+
+@contextlib.contextmanager
+def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
+    """A directory below a store, on its file system, that is gone afterwards; those of killed commands are freed first.
+
+    Args:
+        keep: it stays until the next command that needs one; so it does where a stage failed, for its log.
+    """
+    folder = store / REHEARSALS
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / uuid.uuid4().hex[:8]
+    lease = Lease(place)
+    with FileLock(folder / "guard"):
+        lease.try_acquire()
+        for other in folder.iterdir():
+            if other.is_dir() and other != place and not living_holder(other):
+                shutil.rmtree(other, ignore_errors=True)
+    kept = keep
+    try:
+        with lease.holding():
+            yield place
+    except StageError:
+        kept = True
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int) -> Plan:
+    """Every stage of a pipeline as it would be made with so few steps, all of them to be made in another store.
+
+    What an alias names is found in the real store, and read there.
+
+    Raises:
+        ConfigError: the pipeline cannot work.
+    """
+    short = replace(
+        pipeline,
+        stages={name: _short(stage, num_steps, save_steps) for name, stage in pipeline.stages.items()},
+        code_drift="warn", restart=(), operation=Operation(),
+    )  # fmt: skip
+    plan = make_plan(short)
+    stages = [
+        replace(planned, state="run", reason="in short", restart=False, rerun_drifted=False) for planned in plan.stages
+    ]
+    return replace(plan, pipeline=replace(plan.pipeline, store=store), stages=stages)
+
+
+def _short(stage: Stage, num_steps: int, save_steps: int) -> Stage:
+    """All but the number of steps is as stated, so that memory is; one that is lost is tried again, once."""
+    method = stage.method
+    if not isinstance(method, Training):
+        return stage
+    best = method.best and replace(method.best, every_steps=min(method.best.every_steps, save_steps))
+    # What runs in the command's own process cannot be ended apart from it.
+    launcher = Launcher.AUTO if stage.resources.launcher == Launcher.FOREGROUND else stage.resources.launcher
+    resources = replace(
+        stage.resources, launcher=launcher, save_steps=save_steps, save_minutes=None, max_failures=1
+    )  # fmt: skip
+    return replace(stage, method=replace(method, num_steps=num_steps, best=best), resources=resources)

@@ -1,0 +1,105 @@
+"""What the end of a stage means, in one line: which worker, on which host, at which step, of what."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+from flows.stages.job import CheckJob, Job
+from flows.stages.memory_kills import memory_hint, memory_kills
+from lineage.errors import LostError, PipelineError, StageError, StoppedError
+from tasks.alive import Mark, marks
+from tasks.context import Launcher
+
+_UNKNOWN = 255  # as multiprocessing says of a process whose fork server is gone
+
+
+def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError:
+    """The loss of workers.
+
+    Args:
+        ranks: at least one; of several the first is asked where it was.
+        what, more: what became of them; what is said between them is where.
+    """
+    return LostError(job.stage, f"{_who(job, ranks)} {what} {_when(job, ranks[0])}{more}", str(job.log))
+
+
+def failed(job: Job, rank: int | None, error: Exception) -> StageError:
+    """What a worker's code raised, and would raise again; says where, of one that had begun to train.
+
+    Args:
+        rank: None: it was no worker's.
+    """
+    cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
+    if rank is not None and rank in _marks(job):
+        cause = f"{_who(job, [rank])} {_when(job, rank)}: {cause}"
+    elif rank is not None and job.resources.on_cluster:
+        cause = f"rank {rank}: {cause}"
+    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
+    return StageError(job.stage, cause, log, code)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def asked(job: Job, stopped: StoppedError) -> LostError:
+    """The end of a stage that was asked to end, while its run goes on: somebody else wants the machine."""
+    cause = f"its process on {socket.gethostname()} was asked to end by SIGTERM, and saved: {stopped}"
+    return LostError(job.stage, cause, str(job.log))
+
+
+def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> StageError:
+    """The end of a stage's process that gave no answer.
+
+    Args:
+        exit_code: as multiprocessing says it: the negative of a signal's number.
+        memory_kills_before: when it started.
+    """
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = memory_hint(memory_kills_before, memory_kills()) if -exit_code == signal.SIGKILL else ""
+        if not job.method.trains or isinstance(job, CheckJob):
+            return LostError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
+        if not job.resources.on_cluster:
+            return lost(job, [0], f"was killed by {name}", hint)
+        here = f"the process that leads its workers, on {socket.gethostname()},"
+        return LostError(job.stage, f"{here} was killed by {name} {_when(job, 0)}{hint}", str(job.log))
+    cause = f"its process ended with exit code {exit_code} and no answer"
+    if exit_code == _UNKNOWN:
+        return LostError(job.stage, f"{cause}: so does one whose fork server was killed", str(job.log))
+    if not job.resources.on_cluster:
+        return StageError(job.stage, cause, str(job.log))  # by its own code, which would do it again
+    return cluster_lost(job, cause)
+
+
+def cluster_lost(job: Job, cause: str) -> LostError:
+    """The loss of the Ray cluster under a stage: of its head, or of the node that we are on."""
+    address = os.environ.get("RAY_ADDRESS")
+    hint = f"; is RAY_ADDRESS={address} reachable?" if address else ""
+    where = f"at {address}" if address else f"on {socket.gethostname()}"
+    return LostError(job.stage, f"its Ray cluster {where} was lost {_when(job, 0)}: {cause}{hint}", str(job.log))
+
+
+def _who(job: Job, ranks: Sequence[int]) -> str:
+    known = _marks(job)
+    hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
+    word = "rank" if len(ranks) == 1 else "ranks"
+    # One that has not begun to train has not said where it is; without a cluster that is here.
+    unknown = job.resources.on_cluster and not all(rank in known for rank in ranks)
+    where = "" if unknown else f" on {', '.join(sorted(hosts))}"
+    return f"{word} {', '.join(map(str, ranks))}{where}"
+
+
+def _when(job: Job, rank: int) -> str:
+    known = _marks(job)
+    return f"at step {known[rank].step}" if rank in known else "before its first step"
+
+
+def _marks(job: Job) -> dict[int, Mark]:
+    with contextlib.suppress(OSError, ValueError):
+        return {mark.rank: mark for mark in marks(job.directory / "work")}
+    return {}

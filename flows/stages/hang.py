@@ -1,0 +1,68 @@
+"""Finds the worker of a training that stands still, by the marks that all of them make."""
+
+import contextlib
+import time
+
+from flows.stages.endings import lost
+from flows.stages.job import Job
+from lineage.errors import LostError
+from tasks.alive import Doing, Mark, innermost_frame, marks, stack
+from tasks.context import Launcher
+
+_LOOKS = 10  # in the time after which a worker is taken for hung
+_LONGEST_SECONDS = 10.0  # from one look to the next
+# Where a worker is that only waits for the one that hangs: in a collective, or in the backward pass that holds some.
+_WAITING = ("/torch/distributed/", "/torch/autograd/")
+
+
+class HangWatch:
+    """Looks at the marks of one attempt at a training, from its driver.
+
+    Hosts have clocks of their own: what counts is how long a mark has not changed, seen from here.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        minutes = job.resources.hang_minutes
+        # In the foreground a debugger may stand still as long as it likes, and there nobody looks.
+        watched = job.method.trains and job.resources.launcher != Launcher.FOREGROUND and minutes is not None
+        self._limit = 60 * minutes if watched and minutes is not None else None
+        self._seen: dict[int, tuple[Mark, float]] = {}  # rank -> its last mark, and when it was first seen here
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """From one look to the next; None: nobody needs to look."""
+        return None if self._limit is None else min(self._limit / _LOOKS, _LONGEST_SECONDS)
+
+    def hung(self) -> LostError | None:
+        """What to end the stage for: the worker that the others wait for; its stack goes to the stage's log."""
+        if self._limit is None:
+            return None
+        now = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):  # the next attempt clears them away, or a store is away
+            for mark in marks(self._job.directory / "work"):
+                if self._seen.get(mark.rank, (None, now))[0] != mark:
+                    self._seen[mark.rank] = mark, now
+        still = [mark for mark, since in self._seen.values() if mark.doing != Doing.DONE and now - since >= self._limit]
+        if not still:
+            return None
+        stacks = {mark.rank: stack(self._job.directory / "work", mark.rank) for mark in still}
+        _log(self._job, still, stacks)
+        behind = min(still, key=lambda mark: _behind(mark, stacks[mark.rank]))
+        frame = innermost_frame(stacks[behind.rank], behind.thread)
+        where = f", {behind.doing}{f' ({frame})' if frame else ''}"
+        seconds = now - self._seen[behind.rank][1]
+        return lost(self._job, [behind.rank], "hangs", f"{where}: nothing came of it for {seconds:.3g} s")
+
+
+def _behind(mark: Mark, stack: str) -> tuple[int, bool, bool, float]:
+    """The order in which workers are suspected: who has done least, who does not wait for others, who stood first."""
+    waits = any(word in innermost_frame(stack, mark.thread) for word in _WAITING)
+    return mark.step, mark.doing == Doing.STEPPING, waits, mark.time
+
+
+def _log(job: Job, still: list[Mark], stacks: dict[int, str]) -> None:
+    with job.log.open("a") as log:
+        for mark in still:
+            log.write(f"rank={mark.rank} host={mark.host} pid={mark.pid} step={mark.step} state=hung\n")
+            log.write(stacks[mark.rank] or "it could not say where it is\n")

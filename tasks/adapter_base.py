@@ -1,0 +1,107 @@
+"""The base of an output that is an adapter: named by its fingerprint, found in the store or where the source lies."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lineage.artifact import ALIAS, SOURCE, Kind, Source
+from lineage.digest import DigestCache
+from lineage.errors import ArtifactError, PipelineError
+from lineage.fingerprint import short
+from lineage.sources import pin
+from lineage.store import MANIFEST, Entry
+from tasks.fetch_model import fetch_model
+from tasks.method import Input
+
+BASE_FILE = "base.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What an adapter was trained on.
+
+    Args:
+        name: the stage, or ``source:NAME``, that its pipeline called it.
+        digest: of its bytes; None where the revision is the identity.
+        hub_id, revision: where it is a model of the hub; the path of a directory is in the manifest beside ``output/``,
+            because it is no part of what an artifact is.
+    """
+
+    name: str
+    fingerprint: str
+    digest: str | None = None
+    hub_id: str | None = None
+    revision: str | None = None
+
+    @staticmethod
+    def of(policy: Input) -> "Base":
+        """The base that a stage was given."""
+        # Of models, only those of the hub have a revision once they are pinned.
+        on_hub = policy.source if policy.source and policy.source.revision else None
+        return Base(
+            name=policy.name, fingerprint=policy.fingerprint, digest=policy.digest,
+            hub_id=on_hub.path if on_hub else None, revision=on_hub.revision if on_hub else None,
+        )  # fmt: skip
+
+    def write(self, directory: Path) -> None:
+        (directory / BASE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a model's directory holds an adapter alone."""
+    return (directory / BASE_FILE).exists()
+
+
+def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
+    """The full model that a model begins with, and the adapters upon it, the first trained first.
+
+    Raises:
+        ArtifactError: a base is missing, or is no longer what its adapter was trained on.
+    """
+    adapters: list[Path] = []
+    while is_adapter(directory):
+        adapters.insert(0, directory)
+        directory = _base_directory(directory)
+    return directory, adapters
+
+
+def _base_directory(adapter: Path) -> Path:
+    """Where the base of an adapter lies; every byte of it is read, or known from the store's cache of digests."""
+    base = Base(**json.loads((adapter / BASE_FILE).read_text()))
+    stores = adapter.absolute().parents[2:4]  # of <store>/<stage>/<fingerprint>/output, and of DVC's view of one
+    for store in stores:
+        for record in store.glob(f"*/{short(base.fingerprint)}/{MANIFEST}"):
+            manifest = Entry(record.parent).require_intact(DigestCache(store / "digests.json"))
+            if manifest.fingerprint != base.fingerprint:
+                continue
+            if base.digest not in (None, manifest.output_digest):
+                raise _lost(adapter, base, f"{record.parent} was made again since, with other bytes")
+            return Entry(record.parent).output
+    for source in _sources(adapter, base):
+        try:
+            found = pin(base.name.removeprefix(SOURCE), source, DigestCache(stores[0] / "digests.json")).fingerprint
+        except PipelineError as error:
+            raise _lost(adapter, base, str(error)) from error
+        if found != base.fingerprint:
+            raise _lost(adapter, base, f"{source.path} is another model now ({short(found)})")
+        return fetch_model(source)
+    raise _lost(adapter, base, f"{' and '.join(str(store) for store in stores[:1])} has no such artifact")
+
+
+def _sources(adapter: Path, base: Base) -> Iterator[Source]:
+    """The source that the base is, as the record beside the adapter states it, or the adapter itself."""
+    manifest = Entry(adapter.parent).manifest()
+    for record in manifest.inputs.values() if manifest else ():
+        source = record.source
+        if source and record.fingerprint == base.fingerprint and not (source.revision or "").startswith(ALIAS):
+            yield Source(path=source.path, kind=Kind(source.kind), revision=source.revision, split=source.split)
+    if base.hub_id:
+        yield Source(path=base.hub_id, kind=Kind.CHECKPOINT, revision=base.revision)
+
+
+def _lost(adapter: Path, base: Base, cause: str) -> ArtifactError:
+    return ArtifactError(
+        f"{adapter} is an adapter on {base.name} ({short(base.fingerprint)}) and needs it: {cause}; "
+        "restore that model, run the pipeline that made it again, or train the adapter's stage with save=null"
+    )

@@ -1,0 +1,119 @@
+"""Which checkpoint is the best by a metric: among those of the steps that the recipe names, or among all."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt
+
+from lineage.checkpoints import Checkpoint
+from lineage.errors import ConfigError
+
+HELD_OUT_LOSS = "held_out_loss"  # the mean loss on the held-out rows of the stage's own data
+# By the end of a metric's name.
+_SMALL_IS_GOOD = re.compile(r"(loss|perplexity|grad_norm)$")
+_LARGE_IS_GOOD = re.compile(r"(accuracy|accuracies|margins)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """An order of checkpoints by one metric.
+
+    Args:
+        metric: one that the stage reports, as the mean of its last steps, each before its own update; or
+            ``held_out_loss``, of the model itself.
+        mode: whether small or large is good; None: small for what ends in loss, perplexity or grad_norm, large for
+            what ends in accuracy, accuracies or margins.
+
+    Class attributes:
+        key: where it is stated.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    key: ClassVar[str] = ""
+
+    metric: str
+    mode: Literal["min", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is None and not _SMALL_IS_GOOD.search(self.metric) and not _LARGE_IS_GOOD.search(self.metric):
+            raise ConfigError(
+                f"{self.key}.metric={self.metric}: whether small or large is good does not show in its name; state "
+                f"{self.key}.mode=min or max"
+            )
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Of equal values the earlier is the better one; what is no number is never better."""
+        if not math.isfinite(value):
+            return False
+        small = self.mode == "min" or (self.mode is None and bool(_SMALL_IS_GOOD.search(self.metric)))
+        return than is None or (value < than if small else value > than)
+
+    def best(self, checkpoints: Sequence[Checkpoint], count: int = 1) -> list[Checkpoint]:
+        """The best first; those that do not have the metric are left out.
+
+        Args:
+            checkpoints: by step, ascending.
+        """
+        left, found = list(checkpoints), list[Checkpoint]()
+        while len(found) < count:
+            first = self._first(left)
+            if first is None:
+                break
+            found.append(first)
+            left.remove(first)
+        return found
+
+    def _first(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        first = None
+        for each in checkpoints:
+            value = each.metrics.get(self.metric, math.nan)
+            if self.is_better(value, first.metrics[self.metric] if first else None):
+                first = each
+        return first
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepBest(Ranking):
+    """Which checkpoints are kept beside the newest, and beside the output when the stage is finished: execution."""
+
+    key: ClassVar[str] = "resources.keep_best"
+
+    n: Annotated[int, Gt(0)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best(Ranking):
+    """Which model is a stage's best: that of all multiples of ``every_steps``, and of the last step. Identity."""
+
+    key: ClassVar[str] = "method.best"
+
+    metric: str = HELD_OUT_LOSS
+    every_steps: Annotated[int, Gt(0)]
+
+    def competing(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Those of the steps that compete; others were saved for other reasons."""
+        return [each for each in checkpoints if each.step % self.every_steps == 0]
+
+
+def kept_steps(
+    checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: KeepBest | None, best: Best | None
+) -> set[int]:
+    """The steps whose checkpoints stay while the stage trains.
+
+    Args:
+        checkpoints: by step, ascending.
+        best: also the one that was the best at each of the newest, so that a stage that goes on from an older one,
+            because the newest is damaged, still ends with the same model.
+    """
+    kept = {each.step for each in checkpoints[-keep_last:]}
+    if keep_best:
+        kept |= {each.step for each in keep_best.best(checkpoints, keep_best.n)}
+    if best:
+        for step in sorted(kept):
+            before = [each for each in checkpoints if each.step <= step]
+            kept |= {each.step for each in best.best(best.competing(before))}
+    return kept

@@ -1,0 +1,102 @@
+"""What a training says of its steps: reported one by one, and as means of the last ones."""
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from tasks.best import HELD_OUT_LOSS
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from tasks.context import TrainContext
+
+# Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
+UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
+WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
+
+
+class TokenCount(TrainerCallback):
+    """Lets TRL's count of tokens go on where the checkpoint's ended: it keeps none in a checkpoint."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+        self.trainer._total_train_tokens = counts[-1] if counts else 0
+
+
+class Recorder(TrainerCallback):
+    """Hands every step's metrics to ``ctx.report``; a step without a loss that is a number is not reported."""
+
+    def __init__(self, ctx: "TrainContext") -> None:
+        self.report = ctx.report
+        self.process = psutil.Process()
+        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS + 1)  # (seconds, tokens so far)
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        counts = [float(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
+        self.window.append((time.perf_counter(), counts[-1] if counts else 0.0))
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        if "loss" not in logs or has_diverged(logs):  # the summary after the last step
+            return
+        self.window.append((time.perf_counter(), float(logs["num_tokens"])))
+        (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
+        metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
+        speed = (tokens - tokens_before) / (now - start)
+        self.report(state.global_step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(args)})
+
+    def memory_gib(self, args: "TrainingArguments") -> float:
+        """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
+        if args.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
+        return float(self.process.memory_info().rss) / 2**30
+
+
+def has_diverged(logs: dict[str, float]) -> bool:
+    """Whether a step's loss or gradient is no number: its weights are not to be used."""
+    return not (math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"]))
+
+
+def step_metrics(state: "TrainerState", step: int) -> dict[str, float]:
+    """Metrics of a step: the means of the last ones up to it, and its loss on held-out rows where it was measured."""
+    steps = [entry for entry in state.log_history if "loss" in entry and entry["step"] <= step]
+    last = steps[-WINDOW_STEPS:]
+    names = last[-1].keys() - UNREPORTED - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
+    means = {name: sum(float(entry[name]) for entry in last) / len(last) for name in sorted(names)}
+    held_out = {HELD_OUT_LOSS: float(last[-1][HELD_OUT_LOSS])} if HELD_OUT_LOSS in last[-1] else {}
+    return {**means, **held_out}
+
+
+def summary(state: "TrainerState", seconds: float, step: int) -> dict[str, float]:
+    """Final metrics of a training from the log of its steps.
+
+    Args:
+        step: whose model is the output.
+    """
+    num_tokens = float([entry for entry in state.log_history if "loss" in entry][-1]["num_tokens"])
+    return {
+        **step_metrics(state, step),
+        "steps": float(state.global_step),
+        "num_tokens": num_tokens,
+        "train_seconds": seconds,
+        "tokens_per_second": num_tokens / seconds if seconds else 0.0,
+    }

@@ -1,0 +1,82 @@
+"""Whether a training survives is found out, and told to whoever asks for a model of its recipe, also if it does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import TOY, Command
+from tests.miniature import MODEL, write_own_rows
+
+# One row per step has no other workers to go on with, which start a cluster of Ray's.
+ALONE = ("method.global_batch_size=1", "resources.micro_batch_size=1")
+SURVIVOR = "method._target_=tests.toy_survivor.Survivor"
+
+
+def of(stage: str, *fields: str) -> list[str]:
+    return [f"stages.{stage}.{field}" for field in fields]
+
+
+def comparisons(text: str) -> dict[str, dict]:
+    return {stage["stage"]: stage["comparisons"] for stage in json.loads(text)["stages"]}
+
+
+@pytest.fixture
+def untracked(tmp_path: Path) -> Command:
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(tmp_path, *TOY)
+
+
+def test_a_resume_that_forgets_is_found_out_with_its_first_step(untracked: Command) -> None:
+    forgets = (
+        *of("left", SURVIVOR, *ALONE, "method.forgets=generator"),
+        *of("right", SURVIVOR, *ALONE, "method.forgets=weights"),
+    )
+    result = untracked("certify", "--json", *forgets)
+    assert result.returncode == 1, result.stderr
+    found = comparisons(result.stdout)
+    for stage in ("left", "right"):
+        killed = found[stage]["killed"]
+        assert killed["verdict"] == "differs"
+        step = killed["resumed_at"][0] + 1
+        assert killed["detail"].startswith(f"first at step {step} in loss (")
+        assert "walk is the first of 1 tensors" in killed["detail"]
+        assert found[stage]["resharded"]["verdict"] == "not compared"
+        assert "global_batch_size=1 is not a multiple of 2" in found[stage]["resharded"]["detail"]
+    assert len(list((untracked.folder / "artifacts/certificates").glob("*.json"))) == 2
+
+
+def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) -> None:
+    survivor = [*of("left", SURVIVOR, "method.per_worker=1e-9"), "~stages.right"]
+    result = toy("certify", *survivor)
+    assert result.returncode == 0, result.stderr
+    killed, resharded = (line.split() for line in result.stdout.splitlines() if line.startswith("left "))
+    assert killed[:3] == ["left", "killed", "bit-identical"]
+    assert " ".join(resharded[:8]) == "left resharded, workers 1 to 2 within tolerance"
+    assert [path.name for path in (toy.folder / "artifacts/rehearsals").iterdir()] == ["guard"]
+
+    toy.run(*survivor)  # 40 steps, not 6
+    told = toy("lineage", "toy/left").stdout
+    assert "killed bit-identical, resharded within tolerance" in told
+    manifest = json.loads(toy("lineage", "toy/left", "--json").stdout)["nodes"][0]
+    [path] = (toy.folder / "artifacts/certificates").glob("*.json")
+    assert manifest["certificate"].startswith(path.stem)
+    assert toy("verify").returncode == 0
+    path.write_text(path.read_text().replace("within tolerance", "bit-identical"))
+    verified = toy("verify")
+    assert verified.returncode == 1
+    assert "changed   left@" in verified.stdout
+    assert f"{path} has SHA-256" in verified.stdout
+
+
+def test_a_killed_fine_tuning_is_bit_identical(tmp_path: Path) -> None:
+    own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
+    leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
+    alone = of("sft", "inputs.policy=base", *ALONE)
+    lora = ("adapter=lora", "adapter.dropout=0.1", "resources.cpus_per_worker=1")
+    result = Command(tmp_path, *MODEL, *own, *leave, *alone, *lora)("certify", "--json")
+    assert result.returncode == 0, result.stderr
+    sft = comparisons(result.stdout)["sft"]
+    assert sft["killed"]["verdict"] == "bit-identical", sft["killed"]["detail"]
+    assert sft["killed"]["resumed_at"][0] in (2, 4)
+    assert sft["resharded"]["detail"].startswith("adapter.dropout=0.1: drawn by each worker")

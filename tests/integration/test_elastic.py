@@ -1,0 +1,89 @@
+"""A data-parallel training that goes on with other workers reads the same rows, and follows the same losses."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineage.checkpoints import Checkpoints
+from tasks.context import Resources
+from tasks.method import LoRA
+from tests import training
+from tests.training import same, weights
+from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
+
+RESOURCES = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
+# fp32 without dropout: other micro batches are other orders of additions, and each step hands its error on.
+TOLERANCE = 1e-5
+DROPOUT = LoRA(rank=4, alpha=8, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(2)
+    yield group
+    group.close()
+
+
+def losses(*attempts: list[Done]) -> list[float]:
+    """Of all steps, as rank 0 reported them."""
+    return [loss for ranks in attempts for loss in ranks[0].metric("loss")]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_two_workers_stopped_and_resumed_are_unbroken_to_the_bit(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    stage = training.method(name, num_steps=6, adapter=DROPOUT, lr_schedule="cosine")
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=RESOURCES)
+    broken = replace(whole, folder=tmp_path / "broken")
+    unbroken = two_workers.train(whole)
+    first = two_workers.train(replace(broken, stop_after=3))
+    rest = two_workers.train(replace(broken, resume_step=3))
+    assert losses(first, rest) == losses(unbroken)
+    assert rows_of_steps(first) + rows_of_steps(rest) == rows_of_steps(unbroken)
+    assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_two_workers_then_one_then_two_lose_no_row_and_repeat_none(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    stage = training.method(name, num_steps=6, lr_schedule="cosine")
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=RESOURCES)
+    elastic = replace(whole, folder=tmp_path / "elastic")
+    unbroken = two_workers.train(whole)
+    first = two_workers.train(replace(elastic, stop_after=2))
+    # Another micro batch too: four batches of two become two of four.
+    alone = replace(elastic, resources=replace(RESOURCES, micro_batch_size=4), resume_step=2, stop_after=4)
+    second = [train(alone)]
+    third = two_workers.train(replace(elastic, resume_step=4))
+
+    assert Checkpoints(elastic.folder / "checkpoints").read(4).num_workers == 1
+    found = rows_of_steps(first) + rows_of_steps(second) + rows_of_steps(third)
+    assert found == rows_of_steps(unbroken)
+    assert len({row for rows in found[:5] for row in rows}) == 40  # one epoch is five steps: every row, once
+    assert losses(first, second, third) == pytest.approx(losses(unbroken), rel=TOLERANCE)
+    assert third[0].metric("num_tokens")[-1] == unbroken[0].metric("num_tokens")[-1]
+    ends = [weights(asked.folder / "output") for asked in (elastic, whole)]
+    assert all(torch.allclose(ends[0][key], ends[1][key], atol=1e-5) for key in ends[1])
+
+
+def test_workers_that_were_not_there_before_draw_numbers_of_their_own(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup
+) -> None:
+    stage = training.method("sft", num_steps=4, adapter=DROPOUT)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=RESOURCES)
+    train(replace(asked, stop_after=2))
+    again = [two_workers.train(replace(asked, resume_step=2)) for _ in range(2)]
+    assert losses(again[0]) == losses(again[1])  # what they draw follows from seed, step and rank
+    seeds = [[done.torch_seed for done in ranks] for ranks in again]
+    assert seeds[0] == seeds[1]
+    assert len({stage.seed, *seeds[0]}) == 3  # not those of step 0, and not those of each other

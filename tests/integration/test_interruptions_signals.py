@@ -1,0 +1,187 @@
+"""What interrupts a run from without: it saves if it is asked to, leaves nothing, and goes on to the same bits.
+
+On a Ray cluster of its own too: there a worker, the head, and the driver are killed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.command import Command, alive, family, wait_until
+from tests.toy_interrupted import TROUBLE_FILE, state_after
+
+STEPS = 60
+WORDS = (
+    "pipeline=toy-interrupted", "model=none", "sources.rows.path=rows.txt",
+    f"stages.train.method.num_steps={STEPS}", "stages.train.method.step_seconds=0.1",
+)  # fmt: skip
+TWO = ("stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")
+UNSAVED = ("stages.train.resources.save_steps=1000",)  # but when it is asked to
+
+
+class Started:
+    """A run under way, as leader of a process group and session of its own."""
+
+    def __init__(self, toy: Command, *words: str) -> None:
+        self.toy, self.words = toy, words
+        self.said = toy.folder / "said.txt"
+        with self.said.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flows", "run", *toy._words("run"), *words],
+                cwd=toy.folder, env=toy.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=errors, start_new_session=True,
+            )  # fmt: skip
+        wait_until(lambda: self.steps() > 3 or self.process.poll() is not None, "it steps", 180)
+        self.family = family(self.process)
+
+    @property
+    def directory(self) -> Path:
+        [found] = (self.toy.folder / "artifacts" / "train").iterdir()
+        return found
+
+    def steps(self) -> int:
+        return sum(1 for file in self.toy.folder.glob("artifacts/train/*/metrics.jsonl") for _ in file.open())
+
+    def stage(self) -> psutil.Process:
+        log = str(self.directory / "logs" / "stage.log")
+        [found] = [
+            each for each in self.family
+            if each.name().startswith("python") and log in [file.path for file in each.open_files()]
+            and os.getsid(each.pid) == each.pid
+        ]  # fmt: skip
+        return found
+
+    def named(self, word: str) -> list[psutil.Process]:
+        return [each for each in self.family if word in each.name()]
+
+    def wait(self) -> int:
+        code = self.process.wait(180)
+        wait_until(lambda: not alive(self.family), f"gone: {alive(self.family)}", 60)
+        return code
+
+    def resumed_at(self) -> list[int]:
+        """Runs it to its end if it has not come there, and checks that it is what an unbroken run makes."""
+        if self.toy.states(*self.words)["train"] != "reuse":
+            self.toy.run(*self.words)
+        assert (self.directory / "output" / "model.txt").read_text() == state_after(STEPS)
+        steps = [json.loads(line)["step"] for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
+        found = json.loads((self.directory / "manifest.json").read_text())["provenance"]["resumed_at"]
+        assert isinstance(found, list)
+        return found
+
+
+@pytest.fixture
+def toy(tmp_path: Path, prefect_url: str) -> Command:
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(tmp_path, *WORDS, environment={"PREFECT_API_URL": prefect_url})
+
+
+def to_driver(number: signal.Signals) -> Callable[[Started], None]:
+    return lambda run: run.process.send_signal(number)
+
+
+def to_group(number: signal.Signals) -> Callable[[Started], None]:
+    return lambda run: os.killpg(run.process.pid, number)
+
+
+def to_all(run: Started) -> None:
+    """As a machine that goes down, and systemd, send it."""
+    for each in run.family:
+        each.terminate()
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [to_group(signal.SIGINT), to_driver(signal.SIGHUP), to_all],
+    ids=["ctrl-c", "hang-up", "term-all"],
+)
+def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt):
+    run = Started(toy, *UNSAVED)
+    interrupt(run)
+    assert run.wait() == 130
+    said = run.said.read_text()
+    assert "posttrain: stopped; run the same command again to go on" in said
+    assert "FAILED" not in said and "Traceback" not in said and "it goes on" not in said
+    [saved] = (run.directory / "checkpoints").iterdir()
+    assert toy.states(*UNSAVED)["train"] == "resume"
+    assert run.resumed_at() == [int(saved.name.removeprefix("step-"))]
+
+
+@pytest.mark.parametrize("kill", [to_driver(signal.SIGKILL), to_group(signal.SIGKILL)], ids=["driver", "group"])
+def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy, kill):
+    run = Started(toy)
+    kill(run)
+    assert run.wait() == -signal.SIGKILL
+    assert toy.states()["train"] == "resume"
+    assert run.resumed_at()[0] >= 2
+
+
+def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
+    run = Started(toy, *UNSAVED)
+    run.stage().terminate()
+    assert run.wait() == 0
+    assert "was asked to end by SIGTERM, and saved: stopped at step" in run.said.read_text()
+    assert len(run.resumed_at()) == 1
+
+
+def test_who_asks_twice_does_not_wait_for_a_save(toy):
+    slow = (*UNSAVED, "stages.train.method.step_seconds=1")
+    run = Started(toy, *slow)
+    run.stage().suspend()  # it cannot save
+    run.process.send_signal(signal.SIGINT)
+    wait_until(lambda: (run.directory / "work" / "stop").exists(), "it is asked")
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(15)  # less than a stage is given to save
+    assert run.wait() == 130
+
+
+@pytest.mark.parametrize(
+    ("kill", "cause"),
+    [
+        (lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step "),
+        (lambda run: [each.kill() for each in run.named("gcs_server") + run.named("raylet")], "its Ray cluster on "),
+        (lambda run: run.stage().kill(), "the process that leads its workers, on "),
+        (lambda run: run.named("RayTrainWorker")[-1].suspend(), " hangs at step "),
+    ],
+    ids=["worker", "head", "stage", "hang"],
+)
+def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
+    run = Started(toy, *TWO, "resources.hang_minutes=0.2")
+    kill(run)
+    assert run.wait() == 0
+    [line] = [line for line in run.said.read_text().splitlines() if "it goes on from its checkpoint of step" in line]
+    assert line.startswith("stage train failed: ") and cause in line
+    assert len(run.resumed_at()) == 1
+
+
+def test_on_a_cluster_a_signal_to_every_process_saves_too(toy):
+    run = Started(toy, *TWO, *UNSAVED)
+    to_all(run)
+    assert run.wait() == 130
+    assert toy.states(*TWO, *UNSAVED)["train"] == "resume"
+    assert len(list((run.directory / "checkpoints").iterdir())) == 1
+
+
+def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_none(toy):
+    (toy.folder / "artifacts").mkdir()
+    trouble = toy.folder / "artifacts" / TROUBLE_FILE
+    trouble.write_text("row:5:1")
+    result = toy("run", *TWO)
+    assert result.returncode == 2
+    assert "posttrain: stage train failed: rank 1 on " in result.stderr
+    assert " at step 4: rows.txt line 7: the answer is empty; delete the row (log: " in result.stderr
+    assert "Traceback" not in result.stderr and "it goes on" not in result.stderr
+    run = Started(toy, *TWO)
+    assert {"gcs_server", "raylet"} <= {each.name() for each in run.family}
+    run.process.kill()
+    run.wait()
+    assert toy.states(*TWO)["train"] == "resume"

@@ -1,0 +1,91 @@
+"""A rehearsal makes every stage for real, in short, and leaves nothing that anybody could take for a result."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import Command
+from tests.miniature import MODEL, write_own_rows
+
+SURVIVOR = "stages.left.method._target_=tests.toy_survivor.Survivor"
+GATED = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt", SURVIVOR)
+
+
+@pytest.fixture
+def gated(tmp_path: Path, uri: str) -> Command:
+    (tmp_path / "rows.txt").write_text("rows")
+    return Command(tmp_path, *GATED, f"tracking.uri={uri}", tracked=True)
+
+
+def rows_of(text: str) -> dict[str, dict]:
+    return {row["stage"]: row for row in json.loads(text)["stages"]}
+
+
+def in_store(folder: Path) -> set[str]:
+    """The directories of the store that hold anything."""
+    return {path.name for path in (folder / "artifacts").iterdir() if path.is_dir() and any(path.iterdir())}
+
+
+def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, uri: str) -> None:
+    result = gated("rehearse", "--json", "stages.evaluate.method.wins.left=0")
+    assert result.returncode == 0, result.stderr  # although the gate refuses a model of two steps
+    rows = rows_of(result.stdout)
+    assert list(rows) == ["data", "model", "left", "right", "evaluate", "gate"]
+    assert rows["gate"]["verdict"] == "works: refuse, of models of two steps"
+    assert {name: row["exercised"] for name, row in rows.items()} == {
+        "data": ["prepare"], "model": ["make", "register"], "left": ["2 steps", "save", "resume", "register"],
+        "right": ["2 steps", "save", "resume", "register"], "evaluate": ["evaluate"], "gate": ["judge"],
+    }  # fmt: skip
+    left = rows["left"]
+    assert left["memory_gib"] == 2.0  # as it reports at step 2
+    assert left["checkpoint_bytes"] > 100
+    assert left["real_seconds"] == pytest.approx(40 * 0.05)  # the steps of the recipe, at the pace that it reports
+    assert rows["right"]["real_seconds"] is None  # which reports no tokens
+    assert "left  saved at step 1 and ended; goes on from there" in result.stderr
+    assert in_store(gated.folder) == {"rehearsals"}
+    assert [path.name for path in (gated.folder / "artifacts/rehearsals").iterdir()] == ["guard"]
+    assert set(gated.states().values()) == {"run"}
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    assert {model.name for model in client.search_registered_models()} == {"toy-gated-rehearsal"}
+    assert len(client.search_model_versions("name = 'toy-gated-rehearsal'")) == 3
+    assert "toy-gated" not in {experiment.name for experiment in client.search_experiments()}
+
+
+def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("rows")
+    toy = Command(tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", SURVIVOR)
+    failed = toy("rehearse", "stages.left.method.fail_at=2")
+    assert failed.returncode == 1
+    [left] = [line for line in failed.stdout.splitlines() if line.startswith("left")]
+    assert left.split() == ["left", "FAILED"]
+    assert "not reached" in failed.stdout
+    assert "posttrain: stage left failed: " in failed.stderr and "ValueError: told to fail" in failed.stderr
+    log = Path(failed.stderr.split("(log: ")[-1].split(")")[0])
+    assert 'raise ValueError("told to fail")' in log.read_text()
+
+    kept = toy("rehearse", "--keep")
+    assert kept.returncode == 0, kept.stderr
+    assert not log.exists()
+    place = Path(kept.stdout.splitlines()[-1].removeprefix("kept until the next rehearsal: "))
+    [output] = place.glob("left/*/output/model.safetensors")
+    again = toy("rehearse")
+    assert again.returncode == 0, again.stderr
+    assert "done in" in again.stderr  # and not reused
+    assert not output.exists()
+
+
+def test_a_real_training_is_measured_and_merged(tmp_path: Path) -> None:
+    own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
+    leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
+    words = [*MODEL, *own, *leave, "stages.sft.inputs.policy=base", "adapter=lora", "resources.cpus_per_worker=1"]
+    result = Command(tmp_path, *words)("rehearse", "--json")
+    assert result.returncode == 0, result.stderr
+    sft = rows_of(result.stdout)["sft"]
+    assert sft["exercised"] == ["2 steps", "save", "resume", "merge"]
+    assert sft["memory_gib"] > 0.1
+    assert sft["real_seconds"] > 0
+    assert sft["verdict"] == "works"

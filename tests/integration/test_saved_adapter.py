@@ -1,0 +1,201 @@
+"""``save=adapter``: an output is an adapter alone, and whoever reads it finds the base that it was trained on."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lineage.artifact import Kind, Source
+from lineage.checkpoints import Checkpoints
+from lineage.digest import DigestCache, digest_files
+from lineage.errors import ArtifactError, StoppedError
+from lineage.manifest import InputRecord
+from lineage.sources import pin
+from lineage.store import Store
+from tasks import adapter_base
+from tasks.adapter_base import Base
+from tasks.context import Resources, TrainContext
+from tasks.method import Input, LoRA, Training
+from tasks.models import load_model
+from tests import tiny, training
+from tests.training import weights
+from tests.written_store import WrittenStore
+
+LORA = LoRA(rank=4, alpha=8)
+QLORA = replace(LORA, quantization="nf4")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = training.write_inputs(tmp_path_factory.mktemp("inputs"))
+    shutil.rmtree(folder / "policy")
+    tiny.write_policy(folder / "policy", chat_template=None)
+    return folder
+
+
+class Made:
+    """Artifacts of a store that are trained in this process."""
+
+    def __init__(self, folder: Path, rows: Path) -> None:
+        self.folder, self.rows = folder, rows
+        self.store = WrittenStore(folder / "store")
+
+    def put(self, name: str, given: dict[str, InputRecord], fill: Callable[[Path], object], **recipe: object) -> Input:
+        """An artifact that ``fill`` writes into its place."""
+        place = Store(self.store.root).entry(name, self.store.stage(name, given, recipe=recipe).fingerprint).output
+        fill(place)
+        manifest = self.store.stage(name, given, recipe=recipe)  # of what lies there now
+        kind = Kind.REWARD_MODEL if name == "reward" else Kind.CHECKPOINT
+        digest = manifest.output_digest
+        return Input(name=name, kind=kind, fingerprint=manifest.fingerprint, path=place, digest=digest)
+
+    def base(self) -> Input:
+        return self.put("base", {}, lambda place: shutil.copytree(self.rows / "policy", place, dirs_exist_ok=True))
+
+    def trained(self, name: str, policy: Input, record: InputRecord | None = None, **fields: object) -> Input:
+        stage = training.method(name, **{"adapter": LORA, **fields})
+        given = record or InputRecord(artifact=policy.name, fingerprint=policy.fingerprint, digest=policy.digest)
+        return self.put(name, {"policy": given}, lambda place: self.train(stage, policy, place), **stage.recipe())
+
+    def train(self, stage: Training, policy: Input, output: Path, **fields: object) -> None:
+        ctx = TrainContext(
+            output_dir=output, work_dir=self.folder / "work", resources=Resources(micro_batch_size=4, save_minutes=None)
+        )
+        stage.run({**training.inputs(self.rows, stage), "policy": policy}, replace(ctx, **fields))
+
+
+@pytest.fixture
+def made(tmp_path: Path, root: Path) -> Made:
+    return Made(tmp_path, root)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("error:Unable to fetch remote file")
+def test_a_chain_of_adapters_is_the_chain_of_whole_models_to_the_bit(made: Made) -> None:
+    base = made.base()
+    found: dict[str, list[Input]] = {"sft": [], "dpo": [], "reward": []}
+    for save in (None, "adapter"):
+        policy = made.trained("sft", base, save=save, chat_template="chatml")
+        found["sft"].append(policy)
+        found["dpo"].append(made.trained("dpo", policy, save=save, adapter=QLORA))
+        found["reward"].append(made.trained("reward", policy, save=save))
+    for name, (whole, alone) in found.items():
+        adapter = (whole.path / "adapter" / "adapter_model.safetensors").read_bytes()
+        assert (alone.path / "adapter_model.safetensors").read_bytes() == adapter, name
+        assert not (alone.path / "model.safetensors").exists()
+        auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+        expected, loaded = auto.from_pretrained(whole.path), load_model(alone)
+        assert type(loaded) is type(expected)
+        assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in expected.state_dict().items())
+        assert loaded.config.pad_token_id == expected.config.pad_token_id
+        if name != "reward":
+            assert loaded.generation_config.to_dict() == expected.generation_config.to_dict()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (alone.path / file).read_bytes() == (whole.path / file).read_bytes()
+    sft, dpo = (json.loads((found[name][1].path / "base.json").read_text()) for name in ("sft", "dpo"))
+    assert (sft["name"], sft["fingerprint"]) == ("base", base.fingerprint)
+    assert (dpo["name"], dpo["digest"]) == ("sft", found["sft"][1].digest)
+
+
+def test_an_adapter_resumes_to_the_bit_names_no_place_and_goes_on_its_base(made: Made, root: Path) -> None:
+    base, stage = made.base(), training.method("sft", num_steps=4, adapter=LORA, save="adapter", chat_template="chatml")
+    saving = Resources(micro_batch_size=4, save_steps=2, save_minutes=None)
+    made.train(stage, base, made.folder / "whole")
+    checkpoints = made.folder / "checkpoints"
+    reports: list[int] = []
+    fields = {"resources": saving, "checkpoint_dir": checkpoints, "report": lambda step, _: reports.append(step)}
+    with pytest.raises(StoppedError):
+        made.train(stage, base, made.folder / "broken", should_stop=lambda: len(reports) == 1, **fields)
+    made.train(stage, base, made.folder / "broken", resume_from=Checkpoints(checkpoints).path(2), **fields)
+    assert reports == [1, 2, 3, 4]
+    output = made.folder / "broken"
+    assert digest_files(output) == digest_files(made.folder / "whole")
+    assert not [path for path in output.iterdir() if str(made.folder).encode() in path.read_bytes()]
+
+    full = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base.path), output)  # as the page says
+    made.train(replace(stage, save=None), base, made.folder / "merged")
+    ids = AutoTokenizer.from_pretrained(output)("sum adds", return_tensors="pt")
+    merged = AutoModelForCausalLM.from_pretrained(made.folder / "merged")
+    torch.testing.assert_close(full(**ids).logits, merged(**ids).logits)
+
+
+@pytest.mark.parametrize("harm", ["missing", "changed", "remade"])
+def test_without_its_base_it_is_refused_before_a_step(made: Made, harm: str) -> None:
+    base = made.base()
+    adapter = made.trained("sft", base, save="adapter", chat_template="chatml")
+    file = base.path / "model.safetensors"
+    if harm == "missing":
+        shutil.rmtree(base.path.parent)
+        message = "is an adapter on base .* and needs it: .* has no such artifact; restore that model"
+    else:
+        file.write_bytes(file.read_bytes()[:-1] + b"\1")
+        message = r"is not what was committed: model.safetensors has SHA-256"
+    if harm == "remade":
+        made.store.stage("base", {})
+        message = "needs it: .* was made again since, with other bytes"
+    steps: list[int] = []
+    with pytest.raises(ArtifactError, match=message):
+        made.train(training.method("dpo"), adapter, made.folder / "dpo", report=lambda step, _: steps.append(step))
+    assert not steps
+
+
+def test_a_base_that_is_a_source_is_found_where_it_lies(made: Made, root: Path) -> None:
+    folder = made.folder / "ours"
+    shutil.copytree(root / "policy", folder)
+    pinned = pin("base", Source(path=str(folder), kind=Kind.CHECKPOINT), DigestCache(None))
+    policy = Input(
+        name="source:base", kind=Kind.CHECKPOINT, fingerprint=pinned.fingerprint, path=folder, source=pinned.source,
+        digest=pinned.digest,
+    )  # fmt: skip
+    record = InputRecord(
+        artifact="source:base", fingerprint=pinned.fingerprint, digest=pinned.digest, source=pinned.record
+    )
+    adapter = made.trained("sft", policy, record, save="adapter", chat_template="chatml")
+    assert str(folder) not in (adapter.path / "base.json").read_text()
+    load_model(adapter)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    with pytest.raises(ArtifactError, match=r"needs it: .*ours is another model now"):
+        load_model(adapter)
+    shutil.rmtree(folder)
+    with pytest.raises(ArtifactError, match=r"needs it: sources.base.path=.*ours: no such file or directory"):
+        load_model(adapter)
+
+
+def test_a_base_of_the_hub_is_named_by_its_commit(made: Made, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(path="owner/name", kind=Kind.CHECKPOINT, revision="a" * 40)
+    identity = pin("base", source, DigestCache(None)).fingerprint
+    policy = Input(
+        name="source:base", kind=Kind.CHECKPOINT, fingerprint=identity, path=root / "policy", source=source
+    )  # fmt: skip
+    output = made.folder / "copied" / "anywhere"
+    made.train(training.method("cpt", adapter=LORA, save="adapter"), policy, output)
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("owner/name", "a" * 40)
+    fetched: list[Source] = []
+
+    def fetch(source: Source) -> Path:
+        fetched.append(source)
+        return root / "policy"
+
+    monkeypatch.setattr(adapter_base, "fetch_model", fetch)
+    loaded = load_model(replace(policy, path=output))
+    assert [(each.path, each.revision) for each in fetched] == [("owner/name", "a" * 40)]
+    assert not torch.equal(
+        loaded.model.layers[0].mlp.up_proj.weight, weights(root / "policy")["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert load_file(output / "adapter_model.safetensors")
+    assert Base.of(policy).hub_id == "owner/name"

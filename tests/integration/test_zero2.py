@@ -1,0 +1,139 @@
+"""ZeRO-2 on two workers: the same model as plain data parallelism, saved and gone on with in parts."""
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import ConfigError
+from tasks.context import Resources
+from tasks.method import LoRA
+from tests import training
+from tests.command import Command, wait_until
+from tests.miniature import MODEL, write_own_rows
+from tests.training import same, weights
+from tests.worker_group import Asked, WorkerGroup, rows_of_steps
+
+PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
+ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
+LORA = LoRA(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def plain_workers() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(2)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def zero_workers() -> Iterator[WorkerGroup]:
+    """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "/nonexistent")
+        patch.setenv("PATH", "/nonexistent")
+        group = WorkerGroup(2)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "tolerance"),
+    [
+        ("cpt", {}, 1e-5),
+        ("sft", {}, 1e-5),
+        ("reward", {}, 1e-5),
+        ("dpo", {}, 1e-5),
+        ("sft", {"precision": "bf16"}, 1e-3),
+        ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3),
+    ],
+)
+def test_losses_are_those_of_plain_data_parallelism(
+    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup, name, fields, tolerance
+) -> None:
+    stage = training.method(name, num_steps=4, max_grad_norm=0.1, **fields)  # clips at every step
+    plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
+    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
+    expected, found = plain_workers.train(plain), zero_workers.train(zero)
+    for metric in ("loss", "grad_norm", "learning_rate", "num_tokens"):
+        assert found[0].metric(metric) == pytest.approx(expected[0].metric(metric), rel=tolerance)
+    assert rows_of_steps(found) == rows_of_steps(expected)
+    if name == "dpo":  # policy and reference are one, to the bit
+        assert found[0].metric("loss")[0] == pytest.approx(log(2), abs=1e-7)
+    auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(zero.folder / "output")
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert (zero.folder / "output" / "adapter").exists() == ("adapter" in fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("sft", None), ("dpo", None), ("dpo", replace(LORA, dropout=0.1))], ids=["sft", "dpo", "lora"]
+)
+def test_stopped_and_resumed_is_unbroken_to_the_bit(
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name: str, adapter: LoRA | None
+) -> None:
+    stage = training.method(name, num_steps=5, adapter=adapter, lr_schedule="cosine")
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=ZERO)
+    broken = replace(whole, folder=tmp_path / "broken")
+    unbroken = zero_workers.train(whole)
+    first = zero_workers.train(replace(broken, stop_after=3))
+    rest = zero_workers.train(replace(broken, resume_step=3))
+    assert first[0].metric("loss") + rest[0].metric("loss") == unbroken[0].metric("loss")
+    assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
+
+    found = Checkpoints(broken.folder / "checkpoints").read(4)
+    assert (found.num_workers, found.zero_stage) == (2, 2)
+    parts = {f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
+    assert parts | {"rng_state_0.pth", "rng_state_1.pth"} <= found.files.keys()
+    assert not any(name.endswith((".py", ".bin")) for name in found.files)
+    if adapter is None:  # whole weights in fp32 beside the parts
+        assert weights(broken.folder / "checkpoints" / "step-4")["model.norm.weight"].dtype == torch.float32
+
+
+def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
+    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup
+) -> None:
+    stage = training.method("sft", num_steps=4)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=ZERO)
+    zero_workers.train(replace(asked, stop_after=2))
+    with pytest.raises(ConfigError, match="written with num_workers=2 and zero_stage=2, and num_workers=2 with zero_s"):
+        plain_workers.train(replace(asked, resources=PLAIN, resume_step=2))
+
+
+def test_the_command_stops_refuses_other_workers_and_goes_on(tmp_path: Path) -> None:
+    graph = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt")
+    saving = ("resources=zero2", "resources.cpus_per_worker=1", "resources.save_steps=10")
+    command = Command(
+        tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=200",
+        "stages.sft.method.max_length=64", *write_own_rows(tmp_path),
+    )  # fmt: skip
+    process = command.start("run", *saving)
+    saved = "artifacts/sft/*/checkpoints/step-10"
+    wait_until(lambda: process.poll() is not None or list(tmp_path.glob(saved)), "it saves")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+
+    refused = command("plan", "resources.cpus_per_worker=1")
+    assert refused.returncode == 2
+    assert "stages.sft.resources: its checkpoint of step" in refused.stderr
+    assert "state num_workers=2 and zero_stage=2, or begin again with restart=[sft]" in refused.stderr
+    assert command.states("restart=[sft]")["sft"] == "run"
+    assert command.states(*saving)["sft"] == "resume"
+
+    sft = command.run(*saving)["sft"]
+    reports = (Path(sft["output"]).parent / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in reports] == list(range(1, 201))
+    assert AutoModelForCausalLM.from_pretrained(sft["output"])

@@ -1,0 +1,98 @@
+"""What is in short and what is as stated, where it lies and how long."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.planning.plan import Plan
+from flows.rehearsal.interruptions import other_workers
+from flows.rehearsal.scratch import scratch, scratch_plan
+from lineage.errors import ConfigError, StageError
+from lineage.lease import Lease
+from tasks.context import Launcher, Resources
+from tests.finished import finish
+
+Toy = Callable[..., Plan]
+
+
+def short(plan: Plan, store: Path) -> Plan:
+    return scratch_plan(plan.pipeline, store, num_steps=6, save_steps=2)
+
+
+def test_all_is_made_in_short_in_another_store(toy: Toy, tmp_path: Path) -> None:
+    stated = ("stages.left.method.num_steps=900", "stages.left.method.max_length=77", "resources.max_failures=9")
+    real = toy(*stated, "stages.left.resources.launcher=foreground", "restart=[left]")
+    finish(real)
+    plan = short(real, tmp_path / "scratch")
+    left = plan.stage("left")
+    assert left.stage.method == replace(real.stage("left").stage.method, num_steps=6)
+    assert left.stage.resources.save_steps == 2 and left.stage.resources.save_minutes is None
+    assert (left.stage.resources.launcher, left.stage.resources.max_failures) == (Launcher.AUTO, 1)
+    assert left.stage.resources.micro_batch_size == real.stage("left").stage.resources.micro_batch_size
+    assert {planned.state for planned in plan.stages} == {"run"}  # also data, of which nothing is shorter
+    assert plan.entry(plan.stage("data")).path.is_relative_to(tmp_path / "scratch")
+    assert not left.restart
+
+
+def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> None:
+    best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
+    method = short(toy(*best), tmp_path).stage("left").stage.method
+    assert method.best.every_steps == 2  # type: ignore[attr-defined]
+
+
+def test_its_place_is_gone_afterwards_and_so_is_that_of_a_dead_command(tmp_path: Path) -> None:
+    folder = tmp_path / "rehearsals"
+    (folder / "dead").mkdir(parents=True)
+    living = Lease(folder / "living")
+    assert living.try_acquire()
+    with living.holding():
+        with scratch(tmp_path, keep=False) as place:
+            assert {path.name for path in folder.iterdir() if path.is_dir()} == {"living", place.name}
+        assert not place.exists()
+        with pytest.raises(KeyboardInterrupt), scratch(tmp_path, keep=False) as place:
+            raise KeyboardInterrupt
+        assert not place.exists()
+
+
+def test_it_stays_for_who_asks_and_for_the_log_of_a_failure_until_the_next(tmp_path: Path) -> None:
+    with scratch(tmp_path, keep=True) as asked:
+        pass
+    assert asked.is_dir()
+    with pytest.raises(StageError), scratch(tmp_path, keep=False) as failed:
+        raise StageError("sft", "it failed", str(failed / "log"))
+    assert failed.is_dir() and not asked.exists()
+    with pytest.raises(ConfigError), scratch(tmp_path, keep=False) as wrong:
+        raise ConfigError("wrong")
+    assert not wrong.exists() and not failed.exists()
+
+
+@pytest.mark.parametrize(
+    ("stated", "workers", "rows"),
+    [({}, 2, 4), ({"num_workers": 2, "micro_batch_size": 4}, 1, 4), ({"num_workers": 4, "micro_batch_size": 2}, 2, 2)],
+)
+def test_other_workers_share_the_same_batch(toy: Toy, stated: dict[str, int], workers: int, rows: int) -> None:
+    left = toy().stage("left")
+    other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**stated))))
+    assert isinstance(other, Resources)
+    assert (other.num_workers, other.micro_batch_size) == (workers, rows)
+
+
+@pytest.mark.parametrize(
+    ("resources", "overrides", "why"),
+    [
+        (Resources(num_workers=2, micro_batch_size=4, zero_stage=2), (), "zero_stage=2: goes on with 2 workers only"),
+        (Resources(micro_batch_size=1), ("global_batch_size=1",), "global_batch_size=1 is not a multiple of 2"),
+        (Resources(), ("adapter={rank: 4, dropout: 0.1}",), "adapter.dropout=0.1"),
+        (Resources(gpus_per_worker=1), (), "asks for 2 GPUs, this machine shows 1"),
+    ],
+)
+def test_where_other_workers_say_nothing_it_says_why(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, resources: Resources, overrides: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    micro = ["stages.left.resources.micro_batch_size=1"]
+    left = toy(*micro, *(f"stages.left.method.{field}" for field in overrides)).stage("left")
+    other = other_workers(replace(left, stage=replace(left.stage, resources=resources)))
+    assert isinstance(other, str) and why in other

@@ -1,0 +1,106 @@
+"""What a certificate holds for, and that nobody changes it afterwards."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lineage.certificate import Certificate, Comparison, basis, certified, key_of, read_certificate, write_certificate
+from lineage.errors import ArtifactError
+from lineage.manifest import InputRecord, Manifest, Provenance
+
+RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}
+RECIPE = {"method": "SFT", "version": 1, "learning_rate": 0.1, "num_steps": 6}
+
+
+def ran(**fields: object) -> Provenance:
+    known: dict[str, object] = {
+        "start": 1.0, "end": 2.0, "hosts": ["here"], "python": "3.11", "libraries": {"torch": "2"}, "git_commit": None,
+        "git_dirty": None, "code_digest": "c", "seed": 0, "resources": RESOURCES,
+    }  # fmt: skip
+    return Provenance(**{**known, **fields})
+
+
+def given(name: str, fingerprint: str) -> InputRecord:
+    return InputRecord(artifact=name, fingerprint=fingerprint, digest="d")
+
+
+def manifest(produces: str = "checkpoint", files: dict[str, str] | None = None, **fields: object) -> Manifest:
+    known: dict[str, object] = {
+        "pipeline": "p", "stage": "sft", "method": "m", "recipe": RECIPE, "fingerprint": "f", "output_digest": "o",
+        "inputs": {"policy": given("base", "1"), "rows": given("data", "2")}, "metrics": {}, "provenance": ran(),
+    }  # fmt: skip
+    return Manifest(**{**known, "files": files or {}, "produces": produces, **fields})
+
+
+PARENTS = {"base": manifest(files={"config.json": "small"}), "data": manifest("conversations", {"rows.parquet": "a"})}
+TRAINED = manifest()
+
+
+def key(made: Manifest, **parents: Manifest) -> str:
+    return key_of(basis(made, {**PARENTS, **parents}))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        replace(TRAINED, recipe={**RECIPE, "num_steps": 1000, "best": {"every_steps": 7}}),
+        replace(TRAINED, provenance=ran(end=9.0, hosts=["there"], resources={**RESOURCES, "save_steps": 99})),
+        replace(TRAINED, inputs={"policy": given("base", "9"), "rows": given("data", "8")}, stage="other"),
+    ],
+    ids=["steps", "when and where", "data and weights"],
+)
+def test_it_holds_for_more_steps_on_other_data(made: Manifest) -> None:
+    assert key(made) == key(TRAINED)
+    assert key(made, data=manifest("conversations", {"rows.parquet": "b"})) == key(TRAINED)
+
+
+def test_it_holds_for_nothing_else() -> None:
+    others = [
+        key(replace(TRAINED, recipe={**RECIPE, "learning_rate": 0.2})),
+        key(replace(TRAINED, provenance=ran(resources={**RESOURCES, "num_workers": 2}))),
+        key(replace(TRAINED, provenance=ran(code_digest="other"))),
+        key(replace(TRAINED, provenance=ran(libraries={"torch": "3"}))),
+        key(TRAINED, base=manifest(files={"config.json": "large"})),
+    ]
+    assert len({key(TRAINED), *others}) == 6
+
+
+def certificate(end: float = 2.0, verdict: str = "bit-identical") -> Certificate:
+    comparison = Comparison(verdict=verdict, num_workers=(1, 1), resumed_at=(2,))  # type: ignore[arg-type]
+    kind = basis(TRAINED, PARENTS)
+    return Certificate(
+        key=key_of(kind), basis=kind, pipeline="p", stage="sft", num_steps=6, save_steps=2, tolerance=1e-4,
+        comparisons={"killed": comparison}, hardware={"cpu": "one"}, provenance=ran(end=end),
+    )  # fmt: skip
+
+
+def test_a_manifest_gets_the_newest_of_its_recipe(tmp_path: Path) -> None:
+    assert certified(TRAINED, PARENTS, tmp_path).certificate is None
+    write_certificate(tmp_path, certificate(end=5.0, verdict="differs"))
+    write_certificate(tmp_path, certificate(end=3.0))
+    found = certified(TRAINED, PARENTS, tmp_path)
+    assert found.certificate
+    assert read_certificate(tmp_path, found.certificate) == certificate(end=5.0, verdict="differs")
+    assert certificate().words() == "killed bit-identical"
+    other = replace(TRAINED, recipe={**RECIPE, "learning_rate": 0.2})
+    assert certified(other, PARENTS, tmp_path).certificate is None
+
+
+def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
+    path = write_certificate(tmp_path, certificate(verdict="differs"))
+    digest = certified(TRAINED, PARENTS, tmp_path).certificate
+    assert digest
+    path.write_text(path.read_text().replace("differs", "bit-identical"))
+    with pytest.raises(ArtifactError, match="has SHA-256"):
+        read_certificate(tmp_path, digest)
+    path.unlink()
+    with pytest.raises(ArtifactError, match="is missing"):
+        read_certificate(tmp_path, digest)
+
+
+def test_a_manifest_from_before_certificates_is_read() -> None:
+    fields = json.loads(TRAINED.to_json())
+    del fields["certificate"]
+    assert Manifest.from_json(json.dumps(fields)) == TRAINED

@@ -1,0 +1,177 @@
+"""Workers of one process group that live through several trainings: their start-up costs more than those."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import PipelineError, StoppedError
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import Training
+from tests import training
+
+TRAINED_SECONDS = 300
+Rows = list[list[str]]  # of each optimizer step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One training: of which method, from which checkpoint, and after how many steps it is asked to stop."""
+
+    stage: Training
+    root: Path  # of the inputs
+    folder: Path
+    resources: Resources
+    resume_step: int | None = None
+    stop_after: int | None = None
+
+    def context(self, reports: list[tuple[int, Metrics]], rank: int) -> TrainContext:
+        checkpoints = self.folder / "checkpoints"
+        return TrainContext(
+            output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=checkpoints,
+            resources=self.resources, rank=rank, world_size=self.resources.num_workers,
+            report=lambda step, metrics: reports.append((step, dict(metrics))),
+            resume_from=Checkpoints(checkpoints).path(self.resume_step) if self.resume_step else None,
+            # Asked at the end of a step, before its report.
+            should_stop=lambda: self.stop_after is not None and len(reports) + 1 >= self._steps_left(),
+        )  # fmt: skip
+
+    def _steps_left(self) -> int:
+        assert self.stop_after is not None
+        return self.stop_after - (self.resume_step or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What one rank saw."""
+
+    reports: list[tuple[int, Metrics]]
+    rows: Rows
+    torch_seed: int  # the last one set, or restored
+
+    def metric(self, name: str) -> list[float]:
+        return [metrics[name] for _, metrics in self.reports]
+
+
+def train(asked: Asked, rank: int = 0) -> Done:
+    """Trains as one rank, and notes which rows it reads at which step."""
+    import torch
+
+    reports: list[tuple[int, Metrics]] = []
+    batches: list[list[str]] = []
+    with _noted(batches), _one_thread():
+        context = asked.context(reports, rank)
+        try:
+            asked.stage.run(training.inputs(asked.root, asked.stage), context)
+        except StoppedError:
+            assert asked.stop_after is not None
+    size = asked.resources.accumulation_steps(asked.stage.global_batch_size)
+    # The loader reads one batch ahead: what it read for a step that never came is no row of a step.
+    rows = [list(chain(*batches[step * size : (step + 1) * size])) for step in range(len(reports))]
+    return Done(reports=reports, rows=rows, torch_seed=torch.initial_seed())
+
+
+class WorkerGroup:
+    """``size`` processes joined by gloo."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._ends, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def train(self, asked: Asked) -> list[Done]:
+        """What each rank saw; raises what the first that failed raised."""
+        asked = replace(asked, resources=replace(asked.resources, num_workers=len(self._ends)))
+        for end in self._ends:
+            end.send(asked)
+        answers = []
+        for end in self._ends:
+            assert end.poll(TRAINED_SECONDS), "a worker does not answer"
+            answers.append(end.recv())
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def rows_of_steps(ranks: Sequence[Done]) -> Rows:
+    """The rows of each optimizer step over all ranks, in no order."""
+    return [sorted(chain(*parts)) for parts in zip(*(done.rows for done in ranks), strict=True)]
+
+
+def _serve(end: Connection, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    while True:
+        try:
+            asked = end.recv()
+        except EOFError:  # who asked is gone
+            return
+        try:
+            end.send(train(asked, rank))
+        except PipelineError as error:
+            end.send(error)
+        except Exception as error:
+            end.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+            raise
+
+
+@contextmanager
+def _noted(batches: list[list[str]]) -> Iterator[None]:
+    """Notes every batch that is collated, each row by its tokens."""
+    from transformers import Trainer
+
+    from tasks.trainer import fit
+
+    def watched(*given: Any) -> Metrics:
+        trainer = next(each for each in given if isinstance(each, Trainer))
+        collate = trainer.data_collator
+
+        def noting(examples: list[dict[str, Any]]) -> Any:
+            batches.append([str(sorted(example.items())) for example in examples])
+            return collate(examples)
+
+        trainer.data_collator = noting
+        return fit(*given)
+
+    with mock.patch("tasks.trainer.fit", watched):
+        yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
