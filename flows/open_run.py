@@ -16,8 +16,8 @@ from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
-from flows.stages.execute import Run
 from flows.stages.launch import StageProcesses, hurry
+from flows.stages.run import Run
 from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE

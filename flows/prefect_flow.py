@@ -13,8 +13,9 @@ from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import judgements, record_decision, require_passed
 from flows.prefect_ends import Ending, tell_left
 from flows.promotion.prefect_approval import ask
-from flows.stages.execute import Result, Run, execute
+from flows.stages.execute import Result, execute
 from flows.stages.gpu_pool import require_pools
+from flows.stages.run import Run
 from lineage.errors import GateError, PipelineError
 from tasks.context import Launcher
 

@@ -14,7 +14,8 @@ from flows.prefect_server import embedded_server
 from flows.progress.board import Board
 from flows.promotion.retrain import follow_up, promotion_due
 from flows.reports.run import plan_table, run_dict, summary
-from flows.stages.execute import Result, Run, execute
+from flows.stages.execute import Result, execute
+from flows.stages.run import Run
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Launcher
 

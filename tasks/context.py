@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from lineage.errors import ConfigError
-from tasks.alive import Doing
-from tasks.best import KeepBest
+from tasks.checkpoints.best import KeepBest
+from tasks.steps.alive import Doing
 
 Metrics = Mapping[str, float]
 Report = Callable[[int, Metrics], None]

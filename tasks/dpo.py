@@ -47,7 +47,7 @@ class DPO(Training):
         from trl import DPOConfig
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-        from tasks.adapters import lora_config
+        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from tasks.adapter_base import Base
-from tasks.adapters import plain_config, save_adapter
+from tasks.adapters.base import Base
+from tasks.adapters.four_bit import FourBit, is_quantized
+from tasks.adapters.lora import plain_config, save_adapter
+from tasks.adapters.whole_model import whole_model
 from tasks.method import Input, Training
-from tasks.quantization import FourBit, is_quantized
-from tasks.whole_model import whole_model
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -48,7 +48,7 @@ class RewardModel(Training):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
-        from tasks.adapters import lora_config
+        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show

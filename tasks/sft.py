@@ -52,7 +52,7 @@ class SFT(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        from tasks.adapters import lora_config
+        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show

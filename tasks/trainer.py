@@ -9,16 +9,16 @@ from transformers import PrinterCallback
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
-from tasks.best import HELD_OUT_LOSS, Best
-from tasks.best_model import BestModel
-from tasks.checkpointing import Checkpointing, discard_drafts
-from tasks.divergence import Divergence
-from tasks.held_out_loss import held_out_rows
-from tasks.quantization import step_in_fp32
-from tasks.random_state import NewRandomState
+from tasks.adapters.four_bit import step_in_fp32
+from tasks.checkpoints.best import HELD_OUT_LOSS, Best
+from tasks.checkpoints.best_model import BestModel
+from tasks.checkpoints.checkpointing import Checkpointing, discard_drafts
+from tasks.checkpoints.divergence import Divergence
+from tasks.checkpoints.held_out_loss import held_out_rows
+from tasks.checkpoints.random_state import NewRandomState
 from tasks.row_order import row_order
-from tasks.step_marks import StepMarks
-from tasks.step_reports import Recorder, TokenCount, summary
+from tasks.steps.marks import StepMarks
+from tasks.steps.reports import Recorder, TokenCount, summary
 from tasks.zero import zero_args
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import StoppedError
-from tasks.best import kept_steps
+from tasks.checkpoints.best import kept_steps
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Inputs, Method, Training

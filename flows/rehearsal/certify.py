@@ -15,7 +15,8 @@ from flows.progress.board import Board
 from flows.rehearsal.compare import TOLERANCES, compare
 from flows.rehearsal.interruptions import kill_and_resume, other_workers
 from flows.rehearsal.scratch import scratch, scratch_plan
-from flows.stages.execute import Run, execute
+from flows.stages.execute import execute
+from flows.stages.run import Run
 from flows.wording import counted
 from lineage.certificate import Certificate, Comparison, basis, key_of, write_certificate
 from lineage.errors import ConfigError

@@ -12,7 +12,8 @@ from flows.planning.plan import PlannedStage
 from flows.progress.observer import Observers
 from flows.progress.report_file import ReportFile
 from flows.stages.admission import require_gpus
-from flows.stages.execute import Run, execute
+from flows.stages.execute import execute
+from flows.stages.run import Run
 from lineage.errors import ConfigError, LostError, StageError
 from lineage.store import Entry
 from tasks.context import Launcher, Resources

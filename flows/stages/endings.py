@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from flows.stages.job import CheckJob, Job
 from flows.stages.memory_kills import memory_hint, memory_kills
 from lineage.errors import LostError, PipelineError, StageError, StoppedError
-from tasks.alive import Mark, marks
 from tasks.context import Launcher
+from tasks.steps.alive import Mark, marks
 
 _UNKNOWN = 255  # as multiprocessing says of a process whose fork server is gone
 

@@ -1,51 +1,25 @@
 """One stage, from its lock to its manifest."""
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from flows.planning.needs import needs, pool_of
-from flows.planning.plan import Plan, PlannedStage
-from flows.progress.observer import Observer
+from flows.planning.plan import PlannedStage
 from flows.stages.admission import admitted
-from flows.stages.attempts import begin, goes_on, run_attempts
-from flows.stages.data_checks import DataChecks
-from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged_sources
-from flows.stages.job import Job
-from flows.stages.launch import StageProcesses
+from flows.stages.attempts import begin, goes_on
+from flows.stages.given import given_as_planned
+from flows.stages.make import kept_checkpoints, make, stage_start
+from flows.stages.run import Run
 from flows.wording import counted
-from lineage.attempts import attempts
-from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
-from lineage.digest import digest_files, digest_of
 from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError, PipelineError, PrunedError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
-from lineage.manifest import Manifest, provenance
+from lineage.manifest import Manifest
 from lineage.store import Entry
-from lineage.tracker import StageStart, StageTracker, Tracker
-from tasks.method import Method, Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run of a plan: what its stages share.
-
-    Args:
-        titles: stage -> what its observer is told that it is called, where not by its name.
-    """
-
-    plan: Plan
-    processes: StageProcesses
-    observer: Observer
-    tracker: Tracker
-    titles: Mapping[str, str] = field(default_factory=dict)
-    checks: DataChecks = field(default_factory=DataChecks)
-
-    def title(self, planned: PlannedStage) -> str:
-        return self.titles.get(planned.name, planned.name)
+from lineage.tracker import StageStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +66,9 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         resumes = goes_on(planned, entry)
         checkpoint = begin(planned, entry)
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
-        start = _stage_start(run, planned, entry, parents, resumes=resumes)
-        manifest, seconds = _tracked(run, planned, entry, start, checkpoint, lease)
+        start = stage_start(run, planned, entry, parents, resumes=resumes)
+        manifest = _tracked(run, planned, entry, start, checkpoint, lease)
+    seconds = manifest.provenance.end - manifest.provenance.start
     run.observer.done(run.title(planned), seconds, manifest.metrics)
     if "diverged_at_step" in manifest.metrics:
         at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
@@ -116,21 +91,18 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
 
 def _tracked(
     run: Run, planned: PlannedStage, entry: Entry, start: StageStart, checkpoint: Checkpoint | None, lease: Lease
-) -> tuple[Manifest, float]:
+) -> Manifest:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
         tracked = run.tracker.stage(start)
         try:
-            manifest, seconds = _make(
-                run, planned, entry, start.parents, checkpoint, tracked, visible_gpus, lease.token
-            )
-            manifest = certified(manifest, start.parents, run.plan.pipeline.store)
-            entry.commit(manifest, lease, _kept(planned, entry))
+            manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)
+            entry.commit(manifest, lease, kept_checkpoints(planned, entry))
         except BaseException as error:
             tracked.failed(error)
             raise
     tracked.finished(manifest)
-    return manifest, seconds
+    return manifest
 
 
 @contextlib.contextmanager
@@ -151,70 +123,3 @@ def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManag
 
     pool, slots = drawn
     return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
-
-
-def _stage_start(
-    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], *, resumes: bool
-) -> StageStart:
-    method = planned.stage.method
-    return StageStart(
-        stage=planned.name, method=_class_name(method), produces=method.produces, fingerprint=planned.fingerprint,
-        recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-        title=run.title(planned), resumes=resumes,
-    )  # fmt: skip
-
-
-def _make(
-    run: Run,
-    planned: PlannedStage,
-    entry: Entry,
-    parents: Mapping[str, Manifest],
-    checkpoint: Checkpoint | None,
-    tracked: StageTracker,
-    visible_gpus: tuple[str, ...],
-    token: str,
-) -> tuple[Manifest, float]:
-    resources = planned.stage.resources
-    method = planned.stage.method
-    run.observer.running(run.title(planned), entry.metrics, method.num_steps if isinstance(method, Training) else None)
-    start = time.time()
-    job = Job(
-        stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-        inputs=job_inputs(run.plan, planned, parents), token=token,
-    )  # fmt: skip
-    metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
-    end = time.time()
-    require_unchanged_sources(run.plan, planned)  # nor while it was read
-    files = digest_files(entry.output)
-    if not files:
-        raise StageError(planned.name, "it ended without writing any output", str(job.log))
-    run_ids = tracked.run_ids()
-    return Manifest(
-        pipeline=run.plan.pipeline.name,
-        stage=planned.name,
-        method=_class_name(method),
-        recipe=dict(method.recipe()),
-        fingerprint=planned.fingerprint,
-        inputs=input_records(planned, parents),
-        files=files,
-        output_digest=digest_of(files),
-        metrics=dict(metrics),
-        provenance=provenance(
-            start=start, end=end, code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-            resources=asdict(resources), resumed_at=[each.step for each in attempts(entry.path) if each.step],
-        ),
-        produces=method.produces,
-        mlflow_run_id=run_ids.stage,
-        execution_run_id=run_ids.execution,
-        parent_run_ids=list(run_ids.parents),
-    ), end - start  # fmt: skip
-
-
-def _kept(planned: PlannedStage, entry: Entry) -> list[int]:
-    """The steps of the checkpoints that stay when the stage is finished."""
-    keep_best = planned.stage.resources.keep_best
-    return [each.step for each in keep_best.best(entry.checkpoints.records(), keep_best.n)] if keep_best else []
-
-
-def _class_name(method: Method) -> str:
-    return f"{type(method).__module__}.{type(method).__qualname__}"

@@ -6,8 +6,8 @@ import time
 from flows.stages.endings import lost
 from flows.stages.job import Job
 from lineage.errors import LostError
-from tasks.alive import Doing, Mark, innermost_frame, marks, stack
 from tasks.context import Launcher
+from tasks.steps.alive import Doing, Mark, innermost_frame, marks, stack
 
 _LOOKS = 10  # in the time after which a worker is taken for hung
 _LONGEST_SECONDS = 10.0  # from one look to the next

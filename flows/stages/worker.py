@@ -13,11 +13,11 @@ from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError
 from lineage.lease import require_held
 from lineage.store import CACHE, Entry
-from tasks.alive import Alive, Doing
 from tasks.check_rows import POLICY
+from tasks.checkpoints.disk_need import require_room
 from tasks.context import Metrics, Report, TrainContext
-from tasks.disk_need import require_room
 from tasks.method import Training
+from tasks.steps.alive import Alive, Doing
 
 logger = logging.getLogger(__name__)
 

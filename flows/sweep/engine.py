@@ -7,7 +7,8 @@ import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from flows.stages.execute import Run, execute
+from flows.stages.execute import execute
+from flows.stages.run import Run
 from flows.sweep.book import Book
 from flows.sweep.graph import Graph, Open
 from flows.sweep.planner import PlannedTrial, key_of

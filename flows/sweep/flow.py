@@ -8,7 +8,7 @@ from prefect.states import Failed, State
 
 from flows.prefect_ends import Ending, tell_left
 from flows.prefect_flow import task_runner
-from flows.stages.execute import Run
+from flows.stages.run import Run
 from flows.sweep.engine import Engine
 
 

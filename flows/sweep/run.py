@@ -14,8 +14,8 @@ from flows.prefect_server import embedded_server
 from flows.progress.board import Board
 from flows.progress.observer import Observers
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
-from flows.stages.execute import Run
 from flows.stages.launch import StageProcesses
+from flows.stages.run import Run
 from flows.sweep.book import Book
 from flows.sweep.engine import Engine, Events
 from flows.sweep.files import SweepFiles

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError, StoppedError
-from tasks.best import Best, KeepBest
+from tasks.checkpoints.best import Best, KeepBest
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.held_out_rows import answer_tokens, draw_rows
 from tasks.method import LoRA, Training

@@ -11,8 +11,8 @@ import torch
 from lineage.checkpoints import Checkpoints
 from lineage.disk import full_disk_named
 from lineage.errors import PipelineError
+from tasks.checkpoints.disk_need import disk_need, model_shapes
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.disk_need import disk_need, model_shapes
 from tests import tiny, training
 from tests.command import Command, wait_until
 from tests.training import same, weights

@@ -9,8 +9,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
-from flows.stages.execute import Result, Run, execute
+from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
+from flows.stages.run import Run
 from lineage.errors import LostError, StageError
 from lineage.tracker import NoTracker
 from tests.command import CONF

@@ -65,7 +65,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_hears_the_end(tmp_
     process = toy.start("run", *LONG)
 
     def servers() -> list[psutil.Process]:
-        return [each for each in family(process) if "flows.prefect_process" in each.cmdline()]
+        return [each for each in family(process) if alive([each]) and "flows.prefect_process" in each.cmdline()]
 
     wait_until(lambda: step(toy, "left") > 2, "left steps")
     [first] = servers()

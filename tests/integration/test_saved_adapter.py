@@ -19,8 +19,8 @@ from lineage.errors import ArtifactError, StoppedError
 from lineage.manifest import InputRecord
 from lineage.sources import pin
 from lineage.store import Store
-from tasks import adapter_base
-from tasks.adapter_base import Base
+from tasks.adapters import base as adapter_base
+from tasks.adapters.base import Base
 from tasks.context import Resources, TrainContext
 from tasks.method import Input, LoRA, Training
 from tasks.models import load_model

@@ -8,9 +8,9 @@ from safetensors.numpy import save_file
 
 from lineage.errors import ConfigError
 from lineage.store import Entry
-from tasks.best import Best, KeepBest
+from tasks.checkpoints.best import Best, KeepBest
+from tasks.checkpoints.disk_need import disk_need, model_shapes, require_room
 from tasks.context import Resources
-from tasks.disk_need import disk_need, model_shapes, require_room
 from tasks.method import LoRA
 from tasks.sft import SFT
 
@@ -86,7 +86,7 @@ def test_a_stage_without_room_is_refused_with_what_to_do(model: Path, tmp_path: 
     entry, resources = Entry(tmp_path / "artifacts" / "sft" / "1"), Resources(save_steps=10, save_minutes=None)
     method = SFT(num_steps=100)
     total = 3 * 12 * WEIGHTS + 4 * WEIGHTS
-    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: total)
+    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: total)
     assert require_room("sft", method, resources, model, entry) == 4 * WEIGHTS
     with pytest.raises(ConfigError) as caught:
         require_room("sft", method, resources, model, entry, before=1)
@@ -102,5 +102,5 @@ def test_what_an_attempt_before_left_is_room(model: Path, tmp_path: Path, monkey
     entry = Entry(tmp_path / "artifacts" / "sft" / "1")
     (entry.checkpoints.directory / "step-10").mkdir(parents=True)
     (entry.checkpoints.directory / "step-10" / "optimizer.pt").write_bytes(b"0" * 12 * WEIGHTS)
-    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 2 * 12 * WEIGHTS + 4 * WEIGHTS)
+    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: 2 * 12 * WEIGHTS + 4 * WEIGHTS)
     require_room("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)

@@ -12,8 +12,8 @@ from flows.stages.job import Job
 from flows.stages.memory_kills import memory_hint, memory_kills
 from flows.stages.ray_endings import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
-from tasks.alive import Alive, Doing
 from tasks.context import Resources
+from tasks.steps.alive import Alive, Doing
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()

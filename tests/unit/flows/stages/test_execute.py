@@ -4,7 +4,8 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages.execute import Run, execute
+from flows.stages.execute import execute
+from flows.stages.run import Run
 from lineage.errors import PipelineError, PrunedError, StageError
 from lineage.tracker import NoTracker
 from tests.command import CONF

@@ -7,8 +7,8 @@ import pytest
 from flows.stages import hang
 from flows.stages.hang import HangWatch
 from flows.stages.job import Job
-from tasks.alive import Alive, Doing
 from tasks.context import Launcher, Resources
+from tasks.steps.alive import Alive, Doing
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.stages.execute import Run
+from flows.stages.run import Run
 from flows.sweep import engine as module
 from flows.sweep.engine import Engine, Report
 from flows.sweep.planner import Planner

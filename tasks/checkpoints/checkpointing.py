@@ -12,9 +12,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ConfigError
-from tasks.best import HELD_OUT_LOSS, Best, kept_steps
+from tasks.checkpoints.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.context import TrainContext
-from tasks.step_reports import step_metrics
+from tasks.steps.reports import step_metrics
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from tasks.adapter_base import Base
+from tasks.adapters.base import Base
+from tasks.adapters.four_bit import look_for_quantized
 from tasks.method import ALL_LINEAR, Input, LoRA
-from tasks.quantization import look_for_quantized
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

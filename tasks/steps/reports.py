@@ -9,7 +9,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from tasks.best import HELD_OUT_LOSS
+from tasks.checkpoints.best import HELD_OUT_LOSS
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments

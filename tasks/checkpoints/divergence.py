@@ -8,12 +8,12 @@ from transformers import TrainerCallback
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError
-from tasks.step_reports import has_diverged
+from tasks.steps.reports import has_diverged
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from tasks.best_model import BestModel
+    from tasks.checkpoints.best_model import BestModel
 
 logger = logging.getLogger(__name__)
 

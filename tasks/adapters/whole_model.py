@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from tasks.adapter_base import base_and_adapters
-from tasks.quantization import FourBit, keep_layout, look_for_quantized
+from tasks.adapters.base import base_and_adapters
+from tasks.adapters.four_bit import FourBit, keep_layout, look_for_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

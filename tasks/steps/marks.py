@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
 
-from tasks.alive import Doing
+from tasks.steps.alive import Doing
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -10,10 +10,10 @@ from transformers import TrainerCallback
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, PipelineError
-from tasks.best import HELD_OUT_LOSS, Best
+from tasks.checkpoints.best import HELD_OUT_LOSS, Best
+from tasks.checkpoints.held_out_loss import held_out_loss
 from tasks.context import TrainContext
-from tasks.held_out_loss import held_out_loss
-from tasks.step_reports import has_diverged, step_metrics
+from tasks.steps.reports import has_diverged, step_metrics
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lineage.errors import DataError
-from tasks.alive import Doing
 from tasks.check_rows import POLICY, rows_slot
 from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.load_or_make import load_or_make
+from tasks.steps.alive import Doing
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,0 +1,1 @@
+"""Adapters: LoRA, over weights in 4 bits too, saved by themselves or merged."""

@@ -1,0 +1,1 @@
+"""What a training says of each step: its numbers, and that it goes on."""
