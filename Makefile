@@ -29,8 +29,8 @@ bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the reco
 	$(BIN)/python bench/dvc_status.py
 	$(BIN)/python bench/sweep.py
 
-chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7
-	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

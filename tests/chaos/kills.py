@@ -99,7 +99,12 @@ WAYS = {
     "Ctrl-C": Way(kill=_driver(signal.SIGINT), codes=_STOPPED | {-signal.SIGINT}),
     "SIGKILL of all": Way(kill=_all, codes=_KILLED),
     "SIGKILL of a stage or its fork server": Way(kill=_one("multiprocessing"), codes=_KILLED | {0}),
-    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect_server"), codes=_KILLED | {0}),
+    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect_process"), codes=_KILLED | {0}),
+}
+CLUSTER_WAYS = {
+    "SIGKILL of a Ray worker": Way(kill=_one("ray::"), codes=_KILLED | {0}),
+    "SIGKILL of Ray's head": Way(kill=_one("gcs_server"), codes=_KILLED | {0}),
+    "SIGKILL of Ray's node": Way(kill=_one("raylet/raylet"), codes=_KILLED | {0}),
 }
 
 

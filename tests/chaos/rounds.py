@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.kills import WAYS, left, start
+from tests.chaos.kills import CLUSTER_WAYS, WAYS, left, start
 from tests.chaos.record import Reached, digests, doubled, misrecorded, reached, untidy
 from tests.command import CONF
 from tests.miniature import MODEL, STEPS, write_own_rows
@@ -18,6 +18,11 @@ SAVE_STEPS = 3
 MINIATURE = (
     *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=12" for stage in ("cpt", "sft", "reward", "dpo")),
     f"resources.save_steps={SAVE_STEPS}",
+)  # fmt: skip
+# Two workers that step together: a stage that takes half a minute to start.
+CLUSTER = (
+    "stages.sft.resources.num_workers=2", "stages.sft.resources.launcher=cluster",
+    "stages.sft.resources.micro_batch_size=2",
 )  # fmt: skip
 TOY = (
     "pipeline=toy", "model=none", "sources.rows.path=rows.txt", f"resources.save_steps={SAVE_STEPS}",
@@ -57,11 +62,12 @@ class Score:
 class Rounds:
     """Rounds below one folder, whose every kill and moment come from one seed."""
 
-    def __init__(self, folder: Path, seed: int, *, toy: bool) -> None:
+    def __init__(self, folder: Path, seed: int, *, toy: bool, cluster: bool) -> None:
         self._folder = folder
         self._chance = random.Random(seed)
         self._mark = secrets.token_hex(8)
-        self._toy = toy
+        self._toy, self._cluster = toy, cluster
+        self._ways = {**WAYS, **(CLUSTER_WAYS if cluster else {})}
         self.score = Score()
 
     def unbroken(self) -> tuple[dict[str, str], float]:
@@ -124,19 +130,19 @@ class Rounds:
             return code, code == 0
         except subprocess.TimeoutExpired:
             pass
-        name = self._chance.choice(sorted(WAYS))
+        name = self._chance.choice(sorted(self._ways))
         hits += reached(folder / "artifacts")
-        WAYS[name].kill(run, self._chance)
+        self._ways[name].kill(run, self._chance)
         code = run.wait()
         self.score.kills += 1
         self.score.leaked += left(self._mark)
         print(f"{folder.name}: {name} after {moment:.1f} s, exit code {code}", flush=True)
-        return code, code in WAYS[name].codes
+        return code, code in self._ways[name].codes
 
     def _command(self, folder: Path) -> list[str]:
         """That runs the pipeline in a new folder, on the same rows each time."""
         folder.mkdir()
         if self._toy:
             (folder / "rows.txt").write_text("rows")
-        words = TOY if self._toy else (*MINIATURE, *write_own_rows(folder))
+        words = TOY if self._toy else (*MINIATURE, *(CLUSTER if self._cluster else ()), *write_own_rows(folder))
         return [sys.executable, "-m", "flows", "run", "--config-dir", str(CONF), *words]
