@@ -57,6 +57,7 @@ _CALLS = (
     "log_inputs", "log_outputs", "log_artifact", "get_metric_history", "create_logged_model", "finalize_logged_model",
     "search_logged_models", "set_logged_model_tags", "create_registered_model", "search_registered_models",
     "create_model_version", "search_model_versions", "set_registered_model_alias", "delete_registered_model_alias",
+    "delete_model_version", "delete_registered_model",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
-from lineage.mlflow.lookup import Recorded, is_dead, running
+from lineage.mlflow.lookup import ABSENT, Recorded, is_dead, running
 from lineage.mlflow.names import CAUSE, NOTE, RECORDED_RUN, REUSED, WORDS
 from lineage.mlflow.runs import Runs
 from lineage.mlflow.shelf import Shelf
@@ -97,7 +97,7 @@ class RebuiltExecutions:
             try:
                 return str(self._runs.client.get_run(recorded).info.run_id)
             except MlflowException as error:
-                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                if error.error_code not in ABSENT:
                     raise
         where = f"tags.`{RECORDED_RUN}` = '{recorded}'"
         found = self._runs.client.search_runs([self._runs.experiment(pipeline)], where, max_results=1)

@@ -16,6 +16,7 @@ from lineage.mlflow.follow import Follower
 from lineage.mlflow.lookup import Recorded
 from lineage.mlflow.names import CAUSE, HOST, NOTE, PARENT_RUN, PID, RESUMED_AT, REUSED, STARTED, WORDS, accepted
 from lineage.mlflow.record import Record
+from lineage.mlflow.reopened import reopen
 from lineage.mlflow.trials import Trials
 from lineage.run_file import RunFile
 from lineage.tracker import Execution, RunIds, StageStart, TrialEnd
@@ -131,13 +132,9 @@ class LiveRecord:
             if run.info.status == "RUNNING":
                 self._client.set_terminated(note.run_id, "KILLED")
             return None
-        self._client.update_run(note.run_id, status="RUNNING")
         resumed_at = json.dumps([each.step for each in attempts(start.directory) if each.step])
-        self._tag(note.run_id, {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: resumed_at})
-        if CAUSE in run.data.tags:  # of the end of the attempt before
-            self._client.delete_tag(note.run_id, CAUSE)
-        histories = {name: self._client.get_metric_history(note.run_id, name) for name in run.data.metrics}
-        return note.run_id, {name: max(each.step for each in history) for name, history in histories.items()}
+        tags = {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: resumed_at}
+        return note.run_id, reopen(self._client, run, tags)
 
     def follow(self) -> None:
         """Writes what the running stages have reported."""

@@ -11,6 +11,7 @@ from lineage.mlflow.names import DIGEST, FINGERPRINT, HOST, PID, STAGE, STARTED,
 
 _PAGE = 1000
 _MODELS_PAGE = 100
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # what MLflow says of a run that it has not
 _OURS = f"tags.`{FINGERPRINT}` LIKE '%'"
 
 
@@ -77,7 +78,7 @@ def read_links(client: PatientClient, pipelines: Collection[str]) -> Links:
     aliases: dict[str, dict[str, Key | None]] = {}
     for name in pipelines:
         by_version: dict[str, Key] = {}
-        for version in sorted(_versions(client, name), key=lambda version: int(version.version)):
+        for version in sorted(registered_versions(client, name), key=lambda version: int(version.version)):
             if FINGERPRINT in version.tags:
                 by_version[str(version.version)] = key = _key(version.tags)
                 versions[key] = (name, int(version.version))
@@ -169,7 +170,8 @@ def _models(client: PatientClient, experiments: list[str]) -> Iterator[LoggedMod
             return
 
 
-def _versions(client: PatientClient, name: str) -> Iterator[Version]:
+def registered_versions(client: PatientClient, name: str) -> Iterator[Version]:
+    """All versions of a registered model; none where there is no such model."""
     token = None
     while True:
         page = client.search_model_versions(f"name = '{name}'", max_results=_PAGE, page_token=token)

@@ -30,6 +30,7 @@ from lineage.mlflow.names import (
     parameters,
     stage_data,
 )
+from lineage.mlflow.reopened import half_recorded, reopen
 from lineage.mlflow.runs import Runs
 from lineage.mlflow.shelf import Shelf
 from lineage.run_file import RunFile
@@ -136,14 +137,18 @@ class Record:
             self._note_version(manifest, recorded)
 
     def write(self, manifest: Manifest) -> Recorded:
-        """Writes the run of an output that was made before, as its manifest tells it."""
+        """Writes the run of an output that was made before, as its manifest tells it; ends one that was left open."""
         start = self.shelf.start_of(manifest)
         for parent in start.parents.values():
             self.recorded(parent)
         execution = self.rebuilt.of(manifest)
         tags = {RECORDED_RUN: manifest.mlflow_run_id} if manifest.mlflow_run_id else {}
-        run_id = self.open_stage(start, manifest.pipeline, execution, manifest.provenance.start, tags)
-        recorded = self.close_stage(run_id, manifest, Follower(start.directory / "metrics.jsonl"))
+        own = half_recorded(self.client, manifest)
+        if own:
+            run_id, logged = str(own.info.run_id), reopen(self.client, own, {})
+        else:
+            run_id, logged = self.open_stage(start, manifest.pipeline, execution, manifest.provenance.start, tags), {}
+        recorded = self.close_stage(run_id, manifest, Follower(start.directory / "metrics.jsonl", logged))
         self.rebuilt.add(
             execution, manifest, recorded, {name: self.recorded(each) for name, each in start.parents.items()}
         )

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
@@ -59,6 +60,36 @@ def move_alias(
             f"{stage or 'a model'}@{short(fingerprint)}; `posttrain rebuild` adds what its manifests say"
         )
     client.set_registered_model_alias(pipeline, alias, found[-1])
+
+
+def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
+    """Deletes the versions of a pipeline's registered model that lay below a folder and are gone; then the empty model.
+
+    Raises:
+        ConfigError: ``uri`` is no address of an MLflow that answers.
+        ArtifactError: MLflow refuses.
+    """
+    from lineage.mlflow.client import FAILURES
+    from lineage.mlflow.lookup import registered_versions
+    from lineage.mlflow.names import OUTPUT
+
+    client = _client(uri)
+    try:
+        versions = list(registered_versions(client, pipeline))
+        places = [Path(unquote(urlsplit(each.tags.get(OUTPUT, "")).path)) for each in versions]
+        gone = [
+            each for each, place in zip(versions, places, strict=True)
+            if place.is_relative_to(folder) and not place.exists()
+        ]  # fmt: skip
+        for version in gone:
+            client.delete_model_version(pipeline, str(version.version))
+        if gone and len(gone) == len(versions):
+            client.delete_registered_model(pipeline)
+    except FAILURES as error:
+        raise ArtifactError(
+            f"MLflow at {shown(client.tracking_uri)} does not delete the versions of registered model {pipeline} whose "
+            f"weights are gone: {_first_line(error)}"
+        ) from error
 
 
 def links(uri: str | None, pipelines: Collection[str]) -> "Links":

@@ -1,6 +1,7 @@
 """What a store and MLflow say of the runs that were interrupted."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +29,12 @@ class Reached:
         return max(0, self.step - after[0].step) if after else 0
 
 
-def reached(store: Path) -> list[Reached]:
-    """Of every stage that is under way."""
+def reached(store: Path, stages: Collection[str]) -> list[Reached]:
+    """Of every stage that is under way, of those that save: others begin again."""
     return [
         Reached(directory=entry.path, attempt=len(attempts(entry.path)), step=max(_steps(entry.metrics), default=0))
-        for _, entry in Store(store).entries()
-        if entry.manifest() is None
+        for name, entry in Store(store).entries()
+        if name in stages and entry.manifest() is None
     ]
 
 

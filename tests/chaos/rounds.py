@@ -15,8 +15,9 @@ from tests.command import CONF
 from tests.miniature import MODEL, STEPS, write_own_rows
 
 SAVE_STEPS = 3
+TRAINING = ("cpt", "sft", "reward", "dpo", "left", "right")
 MINIATURE = (
-    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=12" for stage in ("cpt", "sft", "reward", "dpo")),
+    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=12" for stage in TRAINING[:4]),
     f"resources.save_steps={SAVE_STEPS}",
 )  # fmt: skip
 # Two workers that step together: a stage that takes half a minute to start.
@@ -26,7 +27,7 @@ CLUSTER = (
 )  # fmt: skip
 TOY = (
     "pipeline=toy", "model=none", "sources.rows.path=rows.txt", f"resources.save_steps={SAVE_STEPS}",
-    *(f"stages.{stage}.method.{each}" for stage in ("left", "right") for each in ("num_steps=30", "step_seconds=0.1")),
+    *(f"stages.{stage}.method.{each}" for stage in TRAINING[4:] for each in ("num_steps=30", "step_seconds=0.1")),
 )  # fmt: skip
 
 
@@ -69,6 +70,9 @@ class Rounds:
         self._toy, self._cluster = toy, cluster
         self._ways = {**WAYS, **(CLUSTER_WAYS if cluster else {})}
         self.score = Score()
+        rows = folder / "rows"  # of all: a data stage's report names its files
+        rows.mkdir()
+        self._rows = [word.replace("=", f"={rows}/") for word in write_own_rows(rows)]
 
     def unbroken(self) -> tuple[dict[str, str], float]:
         """Digests and seconds of a run that nobody touches: the second of two, which finds all databases made.
@@ -131,7 +135,7 @@ class Rounds:
         except subprocess.TimeoutExpired:
             pass
         name = self._chance.choice(sorted(self._ways))
-        hits += reached(folder / "artifacts")
+        hits += reached(folder / "artifacts", TRAINING)
         self._ways[name].kill(run, self._chance)
         code = run.wait()
         self.score.kills += 1
@@ -144,5 +148,5 @@ class Rounds:
         folder.mkdir()
         if self._toy:
             (folder / "rows.txt").write_text("rows")
-        words = TOY if self._toy else (*MINIATURE, *(CLUSTER if self._cluster else ()), *write_own_rows(folder))
+        words = TOY if self._toy else (*MINIATURE, *(CLUSTER if self._cluster else ()), *self._rows)
         return [sys.executable, "-m", "flows", "run", "--config-dir", str(CONF), *words]

@@ -10,6 +10,7 @@ from lineage.errors import StoppedError
 from lineage.lease import Holder
 from lineage.mlflow.client import connect
 from lineage.mlflow.names import HOST, PID, STARTED
+from lineage.mlflow.registry import refill
 from lineage.mlflow.tracker import MlflowTracker
 from tests.tracked_stage import attempt, execution, record, report, start_of
 from tests.written_store import WrittenStore
@@ -154,3 +155,22 @@ def test_a_stage_whose_beginning_was_lost_is_written_whole_at_its_end(uri, clien
     [stage] = [run for run in runs(client) if run.info.run_name == "base"]
     assert (stage.info.status, stage.data.params) == ("FINISHED", {"method": "Base"})
     assert "| base | finished |" in client.get_run(tracker.execution_id()).data.tags["mlflow.note.content"]
+
+
+def test_a_stage_that_was_committed_before_anybody_was_told_ends_its_own_run(uri, client, store):
+    manifest = store.stage("base", {}, metrics={"loss": 0.1, "parameters": 7.0})
+    start = start_of(store, manifest)
+    tracker = MlflowTracker(uri)
+    with pytest.raises(KeyboardInterrupt):  # as the next command ends what a killed one left
+        attempt(tracker, store, start, KeyboardInterrupt(), 1, 2)
+    [run_id] = [run.info.run_id for run in runs(client) if run.info.run_name == "base"]
+    report(start, 3)
+    path = start.directory / "manifest.json"
+    path.write_text(replace(manifest, mlflow_run_id=run_id, execution_run_id=tracker.execution_id()).to_json())
+    refill(uri, store.root)
+    [run] = [run for run in runs(client) if run.info.run_name == "base"]
+    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert "posttrain.cause" not in run.data.tags
+    assert steps(client, run_id) == [1, 2, 3]
+    assert run.data.metrics["parameters"] == 7.0
+    assert refill(uri, store.root).added["runs"] == 0

@@ -40,7 +40,8 @@ def test_one_flaw_spoils_it(flaw: dict) -> None:
 def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path) -> None:
     note_attempt(entry, 0, "code")
     report(entry, 1, 2, 3, 4, 5)
-    [hit] = reached(tmp_path)
+    assert reached(tmp_path, ["cpt"]) == []
+    [hit] = reached(tmp_path, ["sft"])
     assert hit == Reached(directory=entry, attempt=1, step=5)
     assert hit.lost() == 0  # nobody went on yet
     note_attempt(entry, 3, "code")
