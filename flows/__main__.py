@@ -1,11 +1,13 @@
 """The command line ``posttrain``, also ``python -m flows``: finds the command and turns errors into exit codes."""
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lineage.errors import PipelineError
 
@@ -39,17 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped.
     """
-    sys.path.append(os.getcwd())  # where a method of the user's own may lie
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _parser(arguments)
-    options, rest = parser.parse_known_args(arguments)
-    unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
-    if rest:
-        options.overrides += rest  # argparse stops collecting overrides at the first option
     try:
-        return int(options.command(options))
+        with _interruptible():
+            return _run(sys.argv[1:] if arguments is None else arguments)
     except PipelineError as error:
         print(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -63,6 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"posttrain: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    sys.path.append(os.getcwd())  # where a method of the user's own may lie
+    parser = _parser(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
+    if rest:
+        options.overrides += rest  # argparse stops collecting overrides at the first option
+    return int(options.command(options))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Makes SIGTERM and a closed terminal a ``KeyboardInterrupt`` from the first import on, as Ctrl-C is."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    heeded = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # not what `nohup` ignores
+    for number in heeded:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_soon() -> None:

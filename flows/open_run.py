@@ -12,6 +12,7 @@ from flows.open_flows import tell_of_killed
 from flows.planning.disk_room import require_plan_room
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
+from flows.planning.reads import mark_used
 from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
@@ -47,6 +48,7 @@ def note_before(plan: Plan) -> None:
     complete_record(plan.pipeline)
     tell_of_killed(plan.pipeline.store)
     record_labels(plan.pipeline.store, _stated(plan))
+    mark_used(plan)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flows.declared import show_declared
 from flows.open_run import note_before, open_run, stoppable
 from flows.planning.plan import Plan, PlannedStage
+from flows.planning.reads import mark_used
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect_server import embedded_server
 from flows.progress.board import Board
@@ -54,6 +55,7 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
+    mark_used(plan)
     with stoppable(), _board([planned]) as board, open_run(plan, words, board, [planned], in_flow=False) as run:
         execute(run, planned)
 

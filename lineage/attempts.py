@@ -42,6 +42,23 @@ def attempts(directory: Path) -> list[Attempt]:
     return found
 
 
+def earlier_codes(made: Sequence[Attempt], step: int | None, code_digest: str) -> list[str]:
+    """The other code that some steps were trained by: digests, the first first.
+
+    A checkpoint was written by the last attempt that began before it, which went on from one of an attempt before.
+
+    Args:
+        step: of a checkpoint; None: as far as the last attempt came.
+        code_digest: of the code that is no other.
+    """
+    found: list[str] = []
+    for attempt in reversed(made):
+        if step is None or attempt.step < step:
+            found.append(attempt.code_digest)
+            step = attempt.step
+    return [digest for digest in dict.fromkeys(reversed(found)) if digest != code_digest]
+
+
 def last_words(made: Sequence[Attempt]) -> str:
     """The last of some attempts: ``attempt 3, from step 10: its process was killed``; empty: it is the first."""
     if len(made) < 2:
@@ -55,5 +72,9 @@ def note_attempt(directory: Path, step: int, code_digest: str, cause: str = "") 
     attempt = Attempt(
         time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause
     )  # fmt: skip
-    with (directory / FILE).open("a") as file:
+    path = directory / FILE
+    before = path.read_text() if path.exists() else ""
+    with path.open("a") as file:
+        if before and not before.endswith("\n"):  # a kill has cut the last line
+            file.write("\n")
         file.write(json.dumps(asdict(attempt)) + "\n")

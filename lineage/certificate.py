@@ -12,12 +12,14 @@ from lineage.artifact import MODELS
 from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
 from lineage.manifest import InputRecord, Manifest, Provenance
+from lineage.store import Store
 
 CERTIFICATES = "certificates"  # the directory of the store
 
 _STEPS = ("num_steps", "best")  # of a recipe what counts steps: in short there are few
 # Of a stage's resources what may change the order of a sum, and so its last bits.
 _KIND = ("num_nodes", "num_workers", "cpus_per_worker", "gpus_per_worker", "micro_batch_size", "zero_stage")
+_ADAPTER = "adapter_config.json"  # an output that is one has it, in which its base is named with its weights
 
 Verdict = Literal["bit-identical", "within tolerance", "differs", "not compared"]
 
@@ -50,7 +52,6 @@ class Certificate:
         key: of all that the verdicts depend on, as ``basis`` states it.
         comparisons: how it was interrupted -> what came of it.
         tolerance: relative, of losses and weights.
-        hardware: CPU and GPUs by name.
         provenance: of the unbroken training.
     """
 
@@ -62,7 +63,6 @@ class Certificate:
     save_steps: int
     tolerance: float
     comparisons: Mapping[str, Comparison]
-    hardware: Mapping[str, str]
     provenance: Provenance
 
     def words(self) -> str:
@@ -81,13 +81,14 @@ class Certificate:
         return Certificate(**{**fields, "comparisons": comparisons, "provenance": Provenance(**fields["provenance"])})
 
 
-def basis(manifest: Manifest, parents: Mapping[str, Manifest]) -> dict[str, object]:
-    """What the verdicts depend on: method, recipe, kind of models, workers, code and libraries; no data, no steps.
+def basis(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) -> dict[str, object]:
+    """What the verdicts depend on: recipe, kind of models, workers, code, libraries and hardware; no data, no steps.
 
     Args:
         parents: name -> record of what it was made from; of models their architecture counts, not their weights.
+        store: of what those were made from.
     """
-    models = {slot: _architecture(given, parents) for slot, given in manifest.inputs.items()}
+    models = {slot: _architecture(given, parents.get(given.artifact), store) for slot, given in manifest.inputs.items()}
     ran = manifest.provenance
     return {
         "recipe": {name: value for name, value in manifest.recipe.items() if name not in _STEPS},
@@ -96,6 +97,7 @@ def basis(manifest: Manifest, parents: Mapping[str, Manifest]) -> dict[str, obje
         "code_digest": ran.code_digest,
         "python": ran.python,
         "libraries": ran.libraries,
+        "hardware": ran.hardware,
     }
 
 
@@ -106,9 +108,9 @@ def key_of(basis: Mapping[str, object]) -> str:
 
 def certified(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) -> Manifest:
     """The manifest with the newest certificate of its recipe in it, where the store has one."""
-    if not (store / CERTIFICATES).is_dir():
+    if manifest.provenance.earlier_code_digests or not (store / CERTIFICATES).is_dir():
         return manifest
-    key = key_of(basis(manifest, parents))
+    key = key_of(basis(manifest, parents, store))
     found = [(each.provenance.end, digest) for digest, each in _certificates(store) if each.key == key]
     return replace(manifest, certificate=max(found)[1]) if found else manifest
 
@@ -157,9 +159,16 @@ def _certificates(store: Path) -> Iterator[tuple[str, Certificate]]:
             yield digest, read_certificate(store, digest)
 
 
-def _architecture(given: InputRecord, parents: Mapping[str, Manifest]) -> str | None:
-    """Of a stage's model the digest of its configuration, of any other model its fingerprint; None: it is data."""
-    parent = parents.get(given.artifact)
-    if parent:
-        return parent.files.get("config.json", "") if parent.produces in MODELS else None
-    return given.fingerprint if given.source and given.source.kind in MODELS else None
+def _architecture(given: InputRecord, parent: Manifest | None, store: Path) -> object:
+    """Of a stage's model what configures it, of any other model its fingerprint; None: it is data."""
+    if parent is None:
+        return given.fingerprint if given.source is None or given.source.kind in MODELS else None
+    if parent.produces not in MODELS:
+        return None
+    if _ADAPTER not in parent.files:
+        return parent.files.get("config.json", "")
+    made = {
+        name: Store(store).entry(each.artifact, each.fingerprint).manifest() for name, each in parent.inputs.items()
+    }
+    bases = {name: _architecture(each, made[name], store) for name, each in parent.inputs.items()}
+    return {"adapter": parent.recipe.get("adapter"), **{name: base for name, base in bases.items() if base is not None}}

@@ -5,41 +5,22 @@ therefore complete, and what is damaged later is found by its digests.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from lineage.checkpoint_record import RECORD, Checkpoint, read_record, write_record
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
+from lineage.fingerprint import short
 
-RECORD = "checkpoint.json"
+__all__ = ["RECORD", "Checkpoint", "Checkpoints"]
+
 _NAME = re.compile(r"step-(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What is known of one checkpoint.
-
-    Args:
-        step: optimizer steps that were done; the position in the data is ``step`` global batches.
-        time: when it was committed, in seconds since the epoch.
-        train_seconds: of all attempts, up to here.
-        num_workers, zero_stage: of the attempt that wrote it.
-        metrics: means of the last steps' reports.
-        files: path below the checkpoint -> SHA-256.
-    """
-
-    step: int
-    time: float
-    train_seconds: float
-    num_workers: int
-    zero_stage: int
-    metrics: Mapping[str, float]
-    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -47,10 +28,12 @@ class Checkpoints:
 
     Args:
         directory: ``checkpoints/`` of the stage; may not exist yet.
+        require: called before one is committed or removed; raises where another process may write here now.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
         self.directory = directory
+        self._require = require
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -64,15 +47,12 @@ class Checkpoints:
         """The record of a committed checkpoint; its files are not read.
 
         Raises:
-            ArtifactError: the record is gone, or cannot be read.
+            ArtifactError: the record is gone, cannot be read, or is not what was committed.
         """
-        path = self.path(step) / RECORD
-        try:
-            return Checkpoint(**json.loads(path.read_text()))
-        except FileNotFoundError as error:
-            raise ArtifactError(f"{path} is missing") from error
-        except (OSError, ValueError, TypeError) as error:
-            raise ArtifactError(f"{path} cannot be read ({error})") from error
+        record = read_record(self.path(step))
+        if record.step != step:
+            raise ArtifactError(f"{self.path(step) / RECORD} is the record of step {record.step}")
+        return record
 
     @staticmethod
     def at(path: Path) -> Checkpoint:
@@ -129,32 +109,48 @@ class Checkpoints:
         Args:
             draft: on the file system of the store; it is gone afterwards.
             checkpoint: without ``files``.
+
+        Raises:
+            FileNotFoundError: the draft was taken away, by who holds the lease now.
         """
         files = digest_files(draft)
-        record = Checkpoint(**{**asdict(checkpoint), "files": files})
-        (draft / RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n")
+        write_record(draft, replace(checkpoint, files=files))
         for name in (*files, RECORD):
             _flush(draft / name)
         for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
             _flush(folder)
         self.directory.mkdir(parents=True, exist_ok=True)
+        fresh = self.directory / f".step-{checkpoint.step}.{uuid.uuid4().hex[:8]}"
+        draft.replace(fresh)  # before anything is removed for it: a holder that came after us has taken it away
+        self._require()
         self._remove(checkpoint.step)  # a damaged one of the same step, which was gone back behind
-        draft.replace(self.path(checkpoint.step))
+        fresh.replace(self.path(checkpoint.step))
         _flush(self.directory)
         return self.path(checkpoint.step)
 
     def keep(self, steps: Iterable[int]) -> None:
         """Removes all others, the oldest first."""
+        self._require()
         kept = set(steps)
         for step in self.steps():
             if step not in kept:
                 self._remove(step)
 
     def clear(self, kept: Collection[int] = ()) -> None:
-        """Removes all of them but those that are to stay, and what a kill left of others."""
-        self.keep(kept)
-        for gone in self.directory.glob(".*") if kept else (self.directory,):
-            shutil.rmtree(gone, ignore_errors=True)
+        """Removes all of them but those that are to stay, and what a kill left of others; all of them at once."""
+        if kept:
+            self.keep(kept)
+            self.discard_drafts()
+            return
+        gone = self.directory.with_name(f"{self.directory.name}.{uuid.uuid4().hex[:8]}.gone")
+        with contextlib.suppress(FileNotFoundError):
+            self.directory.replace(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def discard_drafts(self) -> None:
+        """Removes what never got its name, or has it no more."""
+        for draft in self.directory.glob(".*"):
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
         """Its name goes first: a kill in the middle leaves no half of a checkpoint that bears it."""
@@ -171,7 +167,7 @@ def _phrase(path: Path, recorded: str | None, found: str | None) -> str:
         return f"{path} is missing"
     if recorded is None:
         return f"{path} was added"
-    return f"{path} has SHA-256 {found[:16]}, recorded is {recorded[:16]}"
+    return f"{path} has SHA-256 {short(found)}, recorded is {short(recorded)}"
 
 
 def _flush(path: Path) -> None:

@@ -66,3 +66,7 @@ class StageError(PipelineError):
 
 class LostError(StageError):
     """A worker was lost: killed, hung or preempted. Nothing is wrong with the stage, which can go on."""
+
+
+class AskedError(LostError):
+    """The stage was asked to end, while its run goes on: somebody else wants the machine."""

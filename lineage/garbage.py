@@ -1,26 +1,23 @@
-"""What of a store nobody needs, how much room it takes, and its end: crash-safe, and alone with each entry."""
+"""What of a store nobody needs, and how much room it takes."""
 
 import contextlib
-import json
 import math
 import os
-import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from lineage.digest import file_names
 from lineage.graph.places import node_key
-from lineage.lease import LOCK, Lease, living_holder
-from lineage.store import CACHE, ENTRY_NAME, MANIFEST, Entry, Store
+from lineage.lease import LOCK, living_holder
+from lineage.manifest import Manifest
+from lineage.store import CACHE, ENTRY_NAME, REHEARSALS, Entry, Store
 
-FREED = "freed.jsonl"  # of the store: the finished outputs that were freed, so that no mirror of theirs is an orphan
+TOKENS = "tokens"  # the key of all of them: any run may read some
 
 RESUMABLE_SECONDS = 7 * 86400.0  # for which an output that can be gone on from is spared, unless it is said otherwise
-_LEFT = ("work", "work.*.gone", "checkpoints", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
+_LEFT = ("work", "work.*.gone", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +26,22 @@ class Garbage:
 
     Args:
         what: ``stage@`` and the first digits of its fingerprint, or what else it is.
+        path: its directory, of which only some things may go.
         paths: that go.
-        entry: of an output; None: it is none.
-        fingerprint: of a finished one; None: it is unfinished, or no output.
+        key: by which somebody may need it; None: that keeps nothing of it.
+        fingerprint: of a finished output; None: it is unfinished, or no output.
+        lock: held by whoever makes it, where that is no lease.
         last_used: in seconds since the epoch.
     """
 
     what: str
     why: str
+    path: Path
     paths: tuple[Path, ...]
     last_used: float
-    entry: Path | None = None
+    key: str | None = None
     fingerprint: str | None = None
+    lock: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +61,23 @@ def find(store: Path, needed: Mapping[str, str], older_than: float | None) -> tu
     """What nobody needs, and of that what is too young to go; children before what they were made from.
 
     Args:
-        needed: node -> who needs it; with all ancestors.
+        needed: key -> who needs it; of artifacts the node, with all ancestors.
         older_than: seconds since its last use; None: no matter, but for what can be gone on from.
 
     Raises:
         ArtifactError: a manifest cannot be read, so that nobody knows what its output needs.
     """
-    found = [*_outputs(store, needed), *_tokens(store / CACHE / "tokens")]
+    found = [*_outputs(store, needed), *_rehearsals(store / REHEARSALS)]
+    if TOKENS not in needed:
+        found += _tokens(store / CACHE / "tokens")
     now = time.time()
     gone: list[Garbage] = []
     young: list[Garbage] = []
     for each in found:
         spared = older_than
         if spared is None:
-            is_resumable = each.entry and not each.fingerprint and Entry(each.entry).checkpoints.steps()
-            spared = RESUMABLE_SECONDS if is_resumable or each.entry is None else 0.0
+            is_resumable = not each.fingerprint and Entry(each.path).checkpoints.steps()
+            spared = RESUMABLE_SECONDS if is_resumable or each.lock else 0.0
         (gone if now - each.last_used >= spared else young).append(each)
     return gone, young
 
@@ -94,49 +97,6 @@ def size(garbage: Iterable[Garbage]) -> Size:
     return Size(num_bytes=sum(found.st_size for found in status.values()), freed=freed)
 
 
-def free(store: Path, garbage: Garbage) -> bool:
-    """Deletes it, unless somebody is at work there or it is no longer what was found. A kill leaves it unfinished."""
-    if garbage.entry is None:
-        with contextlib.suppress(Timeout), FileLock(garbage.paths[0].with_suffix(".lock"), timeout=0):
-            _delete(garbage.paths)
-            return True
-        return False
-    entry, lease = Entry(garbage.entry), Lease(garbage.entry)
-    if not lease.try_acquire():
-        return False
-    with lease.holding():
-        manifest = entry.manifest()
-        if (manifest.fingerprint if manifest else None) != garbage.fingerprint:
-            return False
-        if manifest and entry.path in garbage.paths:
-            _note(store, manifest.stage, manifest.fingerprint)
-            (entry.path / MANIFEST).unlink()  # first: what is half deleted is unfinished
-        for path in garbage.paths:
-            _delete([below for below in path.iterdir() if below.name != LOCK] if path == entry.path else [path])
-    with contextlib.suppress(OSError):  # a run that waited for it begins there now
-        entry.path.rmdir()
-        entry.path.parent.rmdir()
-    return True
-
-
-def freed(store: Path) -> set[tuple[str, str]]:
-    """Stage and fingerprint of the finished outputs that were ever freed."""
-    found = set()
-    with contextlib.suppress(FileNotFoundError):
-        for line in (store / FREED).read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut by a kill
-                told = json.loads(line)
-                found.add((told["stage"], told["fingerprint"]))
-    return found
-
-
-def _note(store: Path, stage: str, fingerprint: str) -> None:
-    with (store / FREED).open("a") as file:
-        file.write(json.dumps({"time": time.time(), "stage": stage, "fingerprint": fingerprint}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _outputs(store: Path, needed: Mapping[str, str]) -> Iterator[Garbage]:
     found = []
     for stage, entry in Store(store).entries():
@@ -146,16 +106,23 @@ def _outputs(store: Path, needed: Mapping[str, str]) -> Iterator[Garbage]:
         paths: tuple[Path, ...] = (entry.path,)
         why = "nothing refers to it" if manifest else _unfinished(entry)
         if node in needed:
-            paths = tuple(path for pattern in _LEFT for path in sorted(entry.path.glob(pattern))) if manifest else ()
+            paths = tuple(_left(entry, manifest)) if manifest else ()
             why = f"left by a kill beside a finished output: {', '.join(path.name for path in paths)}"
         if paths:
             garbage = Garbage(
-                what=node, why=why, paths=paths, entry=entry.path, last_used=_last_used(entry),
-                fingerprint=manifest.fingerprint if manifest else None,
+                what=node, why=why, path=entry.path, paths=paths, last_used=_last_used(entry.path),
+                key=None if node in needed else node, fingerprint=manifest.fingerprint if manifest else None,
             )  # fmt: skip
             found.append((manifest.provenance.end if manifest else math.inf, garbage))
     for _, garbage in sorted(found, key=lambda each: each[0], reverse=True):
         yield garbage
+
+
+def _left(entry: Entry, manifest: Manifest) -> Iterator[Path]:
+    """What a kill left beside a finished output; of its checkpoints none that ``keep_best`` was to keep."""
+    checkpoints = "checkpoints/.*" if manifest.provenance.resources.get("keep_best") else "checkpoints"
+    for pattern in (*_LEFT, checkpoints):
+        yield from sorted(entry.path.glob(pattern))
 
 
 def _unfinished(entry: Entry) -> str:
@@ -163,27 +130,29 @@ def _unfinished(entry: Entry) -> str:
     return f"unfinished, with a checkpoint of step {newest.step}" if newest else "unfinished, without a checkpoint"
 
 
-def _last_used(entry: Entry) -> float:
-    """When something was last written: a heartbeat of its stage, a report, a checkpoint, its manifest."""
-    times = [entry.path.stat().st_mtime]
-    for path in entry.path.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times)
+def _rehearsals(folder: Path) -> Iterator[Garbage]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and not living_holder(path):
+            yield Garbage(
+                what=f"{folder.name}/{path.name}", why="left by a rehearsal that has ended", path=path, paths=(path,),
+                last_used=_last_used(path), lock=folder / "guard",
+            )  # fmt: skip
 
 
 def _tokens(cache: Path) -> Iterator[Garbage]:
-    """Tokens that can be made again; when they were last read is as exact as the file system notes it, often a day."""
+    """Tokens that can be made again."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         if path.is_dir() and ENTRY_NAME.fullmatch(path.stem):
-            times = [file.stat() for file in path.iterdir()] or [path.stat()]
-            used = max(max(each.st_atime, each.st_mtime) for each in times)
-            yield Garbage(what=f"tokens {path.name}", why="not used lately", paths=(path,), last_used=used)
+            yield Garbage(
+                what=f"tokens {path.name}", why="not used lately", path=path, paths=(path,),
+                last_used=_last_used(path), key=TOKENS, lock=path.with_suffix(".lock"),
+            )  # fmt: skip
 
 
-def _delete(paths: Collection[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _last_used(directory: Path) -> float:
+    """When a run last took it up, or something was written: a heartbeat, a report, a checkpoint, its manifest."""
+    times = [directory.stat().st_mtime]
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)

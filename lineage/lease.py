@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lineage.errors import ArtifactError
 from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+from lineage.silence import Silence
 
 __all__ = ["EXPIRY_SECONDS", "SKEW_SECONDS", "Holder", "Lease", "acquire_or", "living_holder", "require_held"]
 
@@ -39,7 +40,7 @@ class Lease:
         self.directory = directory
         self._path = directory / LOCK
         self._me = Holder.here()
-        self._heard: dict[str, tuple[int, float]] = {}  # token -> its last heartbeat, and when we first saw that one
+        self._watched: dict[str, Silence] = {}  # by the token of the holder
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -116,10 +117,10 @@ class Lease:
             beat = _heartbeat(path)
         except FileNotFoundError:
             return False
-        now = time.monotonic()
-        if self._heard.get(holder.token, (None, 0.0))[0] != beat:
-            self._heard[holder.token] = beat, now
-        return now - self._heard[holder.token][1] > EXPIRY_SECONDS or holder.is_dead(time.time() - beat / 1e9)
+        if holder.token not in self._watched:
+            self._watched[holder.token] = Silence(beat)
+            return holder.is_dead(time.time() - beat / 1e9)
+        return self._watched[holder.token].seconds(beat, HEARTBEAT_SECONDS) > EXPIRY_SECONDS
 
     def _beat(self, done: threading.Event, lost: Callable[[str], None]) -> None:
         while not done.wait(HEARTBEAT_SECONDS):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lineage.digest import DigestCache, digest_files
+from lineage.hardware import hardware
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
@@ -77,6 +78,13 @@ class Provenance:
     seed: int | None
     resources: dict[str, object]
     resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was gone on from
+    earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
+    hardware: dict[str, str] = field(default_factory=dict)  # of the host that began it: cpu, gpu; by name
+
+    @property
+    def code_digests(self) -> list[str]:
+        """Of all code that made it, the first first."""
+        return [*self.earlier_code_digests, self.code_digest]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +149,7 @@ def _damage(name: str, recorded: str | None, found: str | None) -> str:
 
 def provenance(
     *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object],
-    resumed_at: Sequence[int] = (),
+    resumed_at: Sequence[int] = (), earlier_code_digests: Sequence[str] = (),
 ) -> Provenance:  # fmt: skip
     """Provenance of work that this host did with this environment."""
     commit, dirty = _git()
@@ -157,6 +165,8 @@ def provenance(
         seed=seed,
         resources=dict(resources),
         resumed_at=list(resumed_at),
+        earlier_code_digests=list(earlier_code_digests),
+        hardware=dict(hardware()),
     )
 
 

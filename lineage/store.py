@@ -27,8 +27,9 @@ MANIFEST = "manifest.json"
 METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can make again, such as tokens
+REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lease
 # Directories of the store that belong to no stage.
-RESERVED = (CACHE, "certificates", "logs", "pipelines", "rehearsals", "runs", "sweeps", "watch")
+RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "sweeps", "watch")
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 
@@ -95,23 +96,29 @@ class Entry:
         for name in (MANIFEST, METRICS, PLOTS):
             (self.path / name).unlink(missing_ok=True)
         if step:
+            self.checkpoints.keep(each for each in self.checkpoints.steps() if each <= step)  # the others are damaged
             cut_reports(self.metrics, step)
         else:
+            self.checkpoints.clear()  # first: whoever begins again after a kill finds none, or all with their reports
             self.metrics.unlink(missing_ok=True)
-            self.checkpoints.clear()
         self.fence()
         shutil.rmtree(self.output, ignore_errors=True)
-        for directory in (self.output, self.work):
+        self.output.mkdir(parents=True)
+        self.open()
+
+    def open(self) -> None:
+        """Makes the directories that are written to before an attempt begins too: scratch space and logs."""
+        for directory in (self.work, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
-        self.logs.mkdir(parents=True, exist_ok=True)
 
     def fence(self) -> None:
         """Whoever held the lease before commits nothing from here on: what it would move to its name is gone."""
         gone = self.path / f"work.{uuid.uuid4().hex[:8]}.gone"
         with contextlib.suppress(FileNotFoundError):
             self.work.replace(gone)
-        for rest in self.path.glob("work.*.gone"):  # also of one that was killed here
+        for rest in self.path.glob("*.gone"):  # also of one that was killed here
             shutil.rmtree(rest, ignore_errors=True)
+        self.checkpoints.discard_drafts()
 
     @property
     def work(self) -> Path:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.checkpoints.best import KeepBest
 from tasks.steps.alive import Doing
@@ -43,7 +44,7 @@ class Resources:
     save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; both may be stated
     keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
-    max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced, from the last checkpoint
+    max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
     @property
@@ -70,8 +71,12 @@ def _no_report(step: int, metrics: Metrics) -> None:
     """Drops a report: for calls outside a run."""
 
 
-def _no_mark(step: int, doing: Doing) -> None:
+def _no_mark(step: int | None, doing: Doing) -> None:
     """Nobody watches a call outside a run."""
+
+
+def _nobody_else() -> None:
+    """Nobody else writes where a call outside a run does."""
 
 
 def _never() -> bool:
@@ -89,10 +94,11 @@ class TrainContext:
         report: ``report(step, metrics)``; every rank calls it, rank 0 records.
         cache_dir: what stages of one store share and can make again, such as tokens; None: nothing is kept.
         checkpoint_dir: where checkpoints are committed; None: none are.
+        require_lease: raises where another run writes there now.
         resume_from: the checkpoint to go on from, whose every byte was checked; None: from the beginning.
         should_stop: whether the stage was asked to save and to end.
         mark: ``mark(step, doing)``; every rank of a training calls it as it goes on, as ``report`` does by itself:
-            one that does not for ``resources.hang_minutes`` is taken for hung.
+            one that does not for ``resources.hang_minutes`` is taken for hung; step None: it has yet to begin.
     """
 
     output_dir: Path
@@ -103,6 +109,12 @@ class TrainContext:
     report: Report = _no_report
     cache_dir: Path | None = None
     checkpoint_dir: Path | None = None
+    require_lease: Callable[[], None] = _nobody_else
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = _never
-    mark: Callable[[int, Doing], None] = _no_mark
+    mark: Callable[[int | None, Doing], None] = _no_mark
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """The stage's own; None: none are committed."""
+        return Checkpoints(self.checkpoint_dir, self.require_lease) if self.checkpoint_dir else None

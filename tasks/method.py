@@ -121,6 +121,10 @@ class LoRA:
         return [name.strip() for name in self.target_modules.split(",")]
 
 
+# A field that is newer than outputs are, and stated as it always was, makes no other model.
+_DOES_NOTHING = {"output": "last", "on_divergence": "fail"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training(Method):
     """The fields that every gradient-descent method has; all of them are identity."""
@@ -141,8 +145,8 @@ class Training(Method):
     adapter: LoRA | None = None
     save: Literal["adapter"] | None = None  # what is written: the adapter alone; None: the whole model
     best: Best | None = None  # which models compete to be the best
-    output: Literal["best", "last"] | None = None  # None: last
-    on_divergence: Literal["fail", "best"] | None = None  # of a loss that is no number; None: fail
+    output: Literal["best", "last"] = "last"
+    on_divergence: Literal["fail", "best"] = "fail"  # of a loss that is no number
 
     def __post_init__(self) -> None:
         self.tokenization()  # refuses options that cannot work together
@@ -152,6 +156,10 @@ class Training(Method):
                 "adapter=qlora, or save=null for this stage"
             )
         self._check_best()
+
+    def recipe(self) -> dict[str, object]:
+        """As of every method; what a best model does appears only where it does something."""
+        return {name: value for name, value in super().recipe().items() if _DOES_NOTHING.get(name) != value}
 
     def _check_best(self) -> None:
         wanted = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]

@@ -19,7 +19,7 @@ from tasks.checkpoints.random_state import NewRandomState
 from tasks.row_order import row_order
 from tasks.steps.marks import StepMarks
 from tasks.steps.reports import Recorder, TokenCount, summary
-from tasks.zero import zero_args
+from tasks.zero import name_accumulation, zero_args
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -96,6 +96,7 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
         DataError: the best model is to be found on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
+    name_accumulation(trainer)
     before = _seconds_before(ctx)
     start = time.perf_counter()
     best = _best_model(method, trainer, inputs, ctx)
@@ -104,7 +105,8 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
         try:
             _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
         except Exception:
-            discard_drafts(ctx.work_dir)
+            if ctx.rank == 0:  # another worker that fails says nothing of what this one writes
+                discard_drafts(ctx.work_dir)
             raise
     else:
         logger.info("steps=%d state=finished nothing left to train", trainer.state.global_step)

@@ -14,7 +14,7 @@ from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from tasks.context import Resources, TrainContext
     from tasks.method import Training
@@ -85,6 +85,12 @@ def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:
 
     cast: AbstractContextManager[None] = torch.autocast(args.device.type, dtype=torch.bfloat16)
     return cast
+
+
+def name_accumulation(trainer: "Trainer") -> None:
+    """Tells accelerate what DeepSpeed's configuration says: it would take it from there, and warn that they differ."""
+    if trainer.args.deepspeed:
+        trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
 
 
 def leave_out_deepspeed() -> None:

@@ -1,11 +1,14 @@
-"""Outputs of stages that never ran: committed as if they had."""
+"""Outputs and checkpoints of stages that never ran: committed as if they had."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from flows.planning.plan import Plan
+from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.lease import Lease
 from lineage.manifest import InputRecord, Manifest, provenance
+from lineage.store import Entry
 
 
 def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) -> None:
@@ -35,3 +38,14 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         )  # fmt: skip
         with lease.holding():
             entry.commit(manifest, lease)
+
+
+def save(entry: Entry, step: int, *, num_workers: int = 1, zero_stage: int = 0, **fields: int) -> Path:
+    """Commits a checkpoint."""
+    draft = entry.path / "draft"
+    draft.mkdir(parents=True)
+    (draft / "state.txt").write_text(str(step))
+    checkpoint = Checkpoint(
+        step=step, time=1.0, train_seconds=1.0, num_workers=num_workers, zero_stage=zero_stage, metrics={}, **fields
+    )
+    return entry.checkpoints.commit(draft, checkpoint)

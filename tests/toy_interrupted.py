@@ -72,14 +72,14 @@ def meet(ctx: TrainContext) -> None:
 
 
 def _save(step: int, state: str, ctx: TrainContext) -> None:
-    assert ctx.checkpoint_dir is not None
     draft = ctx.work_dir / f"checkpoint-{step}"
     draft.mkdir()
     (draft / STATE_FILE).write_text(f"{step} {state}")
     checkpoint = Checkpoint(
         step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0, metrics={}
     )  # fmt: skip
-    store = Checkpoints(ctx.checkpoint_dir)
+    store = ctx.checkpoints
+    assert store
     store.commit(draft, checkpoint)
     store.keep(store.steps()[-ctx.resources.keep_last :])
 

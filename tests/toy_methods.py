@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lineage.artifact import Kind
-from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.checkpoints import Checkpoint
 from lineage.errors import StoppedError
 from tasks.checkpoints.best import kept_steps
 from tasks.context import Metrics, TrainContext
@@ -83,7 +83,6 @@ class ToyTraining(Training):
 
 
 def _save(step: int, ctx: TrainContext) -> None:
-    assert ctx.checkpoint_dir is not None
     draft = ctx.work_dir / f"draft-{step}"
     draft.mkdir()
     (draft / STATE_FILE).write_text(str(step))
@@ -91,7 +90,8 @@ def _save(step: int, ctx: TrainContext) -> None:
         step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0,
         metrics={"loss": 1.0 / step},
     )  # fmt: skip
-    store = Checkpoints(ctx.checkpoint_dir)
+    store = ctx.checkpoints
+    assert store
     store.commit(draft, checkpoint)
     store.keep(kept_steps(store.records(), ctx.resources.keep_last, ctx.resources.keep_best, None))
 

@@ -1,5 +1,7 @@
 """A training of a few numbers with a state that can be saved wrong, for tests of what finds that out."""
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lineage.artifact import Kind
-from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.checkpoints import Checkpoint
 from lineage.errors import StoppedError
 from tasks.context import Metrics, TrainContext
 from tasks.method import Inputs, Training
@@ -17,6 +19,7 @@ from tasks.method import Inputs, Training
 STATE, WEIGHTS = "state.npz", "model.safetensors"
 TOKENS_PER_STEP = 64
 STEP_SECONDS = 0.05
+LOST_AT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Survivor(Training):
     forgets: Literal["nothing", "generator", "weights"] = "nothing"
     per_worker: float = 0.0  # what each worker adds to a weight: as another order of a sum would
     fail_at: int | None = None
+    lost_mark: str | None = None  # a file: the first that trains makes it, and is killed
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         generator = np.random.default_rng(self.seed)
@@ -48,6 +52,9 @@ class Survivor(Training):
             ctx.report(step, {"loss": loss, **pace, "memory_gib": float(step)})
             if step == self.fail_at:
                 raise ValueError("told to fail")
+            if step == LOST_AT and self.lost_mark and not Path(self.lost_mark).exists():
+                Path(self.lost_mark).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             stops = ctx.should_stop() and step < self.num_steps
             if ctx.rank == 0 and (stops or (ctx.resources.save_steps and step % ctx.resources.save_steps == 0)):
                 self._save(step, weights, generator, ctx)
@@ -60,7 +67,7 @@ class Survivor(Training):
         return {"loss": loss, "num_tokens": float(self.num_steps * TOKENS_PER_STEP)}
 
     def _save(self, step: int, weights: np.ndarray, generator: np.random.Generator, ctx: TrainContext) -> None:
-        assert ctx.checkpoint_dir is not None
+        assert ctx.checkpoints
         draft = ctx.work_dir / f"draft-{step}"
         draft.mkdir()
         state = np.frombuffer(repr(generator.bit_generator.state).encode(), dtype=np.uint8)
@@ -68,7 +75,7 @@ class Survivor(Training):
         checkpoint = Checkpoint(
             step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0, metrics={}
         )  # fmt: skip
-        Checkpoints(ctx.checkpoint_dir).commit(draft, checkpoint)
+        ctx.checkpoints.commit(draft, checkpoint)
 
     def _restore(self, path: Path, generator: np.random.Generator) -> tuple[np.ndarray, int]:
         import ast

@@ -87,4 +87,5 @@ def weights(output: Path) -> "dict[str, Tensor]":
 
 def same(left: "dict[str, Tensor]", right: "dict[str, Tensor]") -> bool:
     """Whether two models are equal to the bit."""
-    return all(bool((left[name] == right[name]).all()) for name in left)
+    assert left, "no weight is compared"
+    return left.keys() == right.keys() and all(bool((left[name] == right[name]).all()) for name in left)

@@ -24,7 +24,11 @@ Rows = list[list[str]]  # of each optimizer step
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One training: of which method, from which checkpoint, and after how many steps it is asked to stop."""
+    """One training: of which method, from which checkpoint, and after how many steps it is asked to stop.
+
+    Args:
+        only_first_sees: whether the listing of all checkpoints is empty for the other ranks, as NFS may have it.
+    """
 
     stage: Training
     root: Path  # of the inputs
@@ -32,11 +36,13 @@ class Asked:
     resources: Resources
     resume_step: int | None = None
     stop_after: int | None = None
+    only_first_sees: bool = False
 
     def context(self, reports: list[tuple[int, Metrics]], rank: int) -> TrainContext:
         checkpoints = self.folder / "checkpoints"
+        seen = self.folder / "empty" if self.only_first_sees and rank else checkpoints
         return TrainContext(
-            output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=checkpoints,
+            output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=seen,
             resources=self.resources, rank=rank, world_size=self.resources.num_workers,
             report=lambda step, metrics: reports.append((step, dict(metrics))),
             resume_from=Checkpoints(checkpoints).path(self.resume_step) if self.resume_step else None,
@@ -67,7 +73,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
 
     reports: list[tuple[int, Metrics]] = []
     batches: list[list[str]] = []
-    with _noted(batches), _one_thread():
+    with _noted(batches), one_thread():
         context = asked.context(reports, rank)
         try:
             asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -111,6 +117,19 @@ class WorkerGroup:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def rows_of_steps(ranks: Sequence[Done]) -> Rows:
@@ -157,18 +176,6 @@ def _noted(batches: list[list[str]]) -> Iterator[None]:
 
     with mock.patch("tasks.trainer.fit", watched):
         yield
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _free_port() -> int:

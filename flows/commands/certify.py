@@ -12,12 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: no interruption changes a model beyond the tolerance; 1: one does."""
+    """0: no interruption changes a model beyond the tolerance; 1: one does, or a kill could not be compared."""
     from flows.declare.config import load_pipeline
     from flows.rehearsal.certify import certify
     from flows.reports.certificate import certificate_dict, certificate_table
 
     found = certify(load_pipeline(options.overrides, options.config_dir), words_of(options))
     print(json.dumps(certificate_dict(found), indent=2) if options.json else certificate_table(found), flush=True)
-    verdicts = {each.verdict for certified in found for each in certified.certificate.comparisons.values()}
-    return 1 if "differs" in verdicts else 0
+    comparisons = [each.certificate.comparisons for each in found]
+    differs = any(each.verdict == "differs" for stage in comparisons for each in stage.values())
+    return 1 if differs or any(stage["killed"].verdict == "not compared" for stage in comparisons) else 0

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from functools import partial
 
 from flows.commands.arguments import add_json, add_overrides
 
@@ -17,26 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="only show it")
     parser.add_argument(
         "--older-than", type=_seconds, metavar="AGE",
-        help="only what was not used for so long, such as 30d or 12h; unless stated 7d for what a run could go on "
-        "from and for tokens, 0 for all else",
+        help="only what was not used for so long, such as 30d or 12h, also of pipelines that are not declared here; "
+        "unless stated 7d for what a run could go on from, tokens and rehearsals, 0 for all else",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import store_root
-    from flows.needed import needed
+    from flows.needed.look import needed, needed_now
     from flows.reports.gc import gc_dict, gc_text
-    from lineage.garbage import Garbage, find, free
+    from lineage.freeing import free
+    from lineage.garbage import Garbage, find
 
     store = store_root(options.overrides, options.config_dir)
 
     def look() -> tuple[list[Garbage], list[Garbage], dict[str, str], list[str]]:
         pipeline = load_pipeline(options.overrides, options.config_dir)
-        kept, found = needed(pipeline, store, options.config_dir)
+        kept, notes = needed(pipeline, store, options.config_dir, unseen=options.older_than is None)
         garbage, young = find(store, kept, options.older_than)
-        stays = [f"all of {name} stays: {why}" for name, why in found.pipelines.items()]
-        return garbage, young, kept, [*found.unread, *stays]
+        return garbage, young, kept, notes
 
     garbage, young, kept, notes = look()
     if not options.json:
@@ -44,15 +45,16 @@ def run(options: argparse.Namespace) -> int:
     agreed = bool(garbage) and not options.dry_run and (options.yes or _asked(options.json))
     done: list[Garbage] = []
     if agreed:
-        still = garbage if options.yes else look()[0]  # what has come to be needed while we asked stays
+        again, _, kept, _ = (garbage, young, kept, notes) if options.yes else look()  # the answer took its time
         shown = {(each.paths, each.fingerprint) for each in garbage}
-        done = [each for each in still if (each.paths, each.fingerprint) in shown and free(store, each)]
+        still = [each for each in again if (each.paths, each.fingerprint) in shown]
+        done = [each for each in still if free(store, each, partial(needed_now, store, kept))]
     if options.json:
         freed = [each.what for each in done]
         print(json.dumps({**gc_dict(store, garbage, young, kept), "freed": freed}, indent=2))
     elif agreed:
         rest = len(garbage) - len(done)
-        print(f"freed {len(done)} of {len(garbage)}" + (f"; {rest} came into use meanwhile" if rest else ""))
+        print(f"freed {len(done)} of {len(garbage)}" + (f"; {rest} came into use, or went, meanwhile" if rest else ""))
     return 0
 
 

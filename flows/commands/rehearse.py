@@ -19,8 +19,7 @@ def run(options: argparse.Namespace) -> int:
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     found = rehearse(pipeline, words_of(options), keep=options.keep)
-    text = json.dumps(rehearsal_dict(found), indent=2) if options.json else rehearsal_table(found, kept=options.keep)
-    print(text, flush=True)
+    print(json.dumps(rehearsal_dict(found), indent=2) if options.json else rehearsal_table(found), flush=True)
     if found.error:
         raise found.error
     return 0

@@ -1,6 +1,7 @@
 """What a stage asks of machines, against what its method does."""
 
 from lineage.errors import ConfigError
+from tasks.checkpoints.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.method import Method, Training
 
@@ -32,4 +33,10 @@ def check_resources(name: str, method: Method, resources: Resources) -> None:
         raise ConfigError(
             f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "
             f"use launcher={Launcher.CLUSTER} (or {Launcher.AUTO}), or num_workers=1"
+        )
+    keep_best = resources.keep_best
+    if keep_best and keep_best.metric == HELD_OUT_LOSS and not (method.best and method.best.metric == HELD_OUT_LOSS):
+        raise ConfigError(
+            f"{where}: keep_best.metric={HELD_OUT_LOSS} is measured only where models compete by it; state "
+            f"stages.{name}.method.best.every_steps=N, or another metric, such as loss"
         )

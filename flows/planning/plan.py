@@ -11,7 +11,7 @@ from flows.planning.elastic import goes_on_with
 from flows.planning.gate_check import check_gates
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
-from flows.planning.staleness import State, drifted, judge, restarts, resumed
+from flows.planning.staleness import State, judge, restarts, resumed, reused
 from lineage.artifact import SOURCE, Source
 from lineage.code import code_digest
 from lineage.digest import DigestCache
@@ -59,10 +59,9 @@ class PlannedStage:
 
     def is_finished(self, entry: Entry) -> bool:
         """Whether the store holds an output that this plan accepts."""
-        if not entry.is_finished():
-            return False
-        manifest = entry.manifest()
-        return manifest is not None and not (self.rerun_drifted and manifest.provenance.code_digest != self.code_digest)
+        manifest = entry.manifest() if entry.is_finished() else None
+        mine = [self.code_digest]
+        return manifest is not None and not (self.rerun_drifted and manifest.provenance.code_digests != mine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +184,8 @@ def _plan_stage(
         code = code_digest(type(stage.method).__module__)
         entry = store.entry(name, identity)
         state, reason = judge(name, entry, recipe, inputs, store)
-        manifest = entry.manifest()
-        if state == "reuse" and manifest and manifest.provenance.code_digest != code:
-            state, reason = drifted(name, pipeline.code_drift, reason)
+        if state == "reuse":
+            state, reason = reused(name, entry, reason, code, pipeline)
         if state == "resume":
             state, reason = resumed(name, entry, reason, code, pipeline)
         reason = goes_on_with(name, stage, entry, reason) if state == "resume" else reason

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from flows.declare.pipeline import CodeDrift, Pipeline
-from lineage.attempts import attempts
+from lineage.attempts import attempts, earlier_codes
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
 from lineage.lease import living_holder
@@ -38,17 +38,32 @@ def judge(
     if checkpoint:
         when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")
         return "resume", f"goes on from step {checkpoint.step}, saved {when}; {_reached(entry)}"
+    if entry.checkpoints.steps():
+        return "resume", (
+            f"none of its checkpoints has a record that can be read, and a run refuses: restore the files in "
+            f"{entry.checkpoints.directory}, or begin again with restart=[{name}]"
+        )
     if entry.metrics.exists():
         return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
     return "run", _why_stale(recipe, inputs, store.finished(name))
 
 
-def drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
-    """What is to be done about a finished stage whose code changed.
+def reused(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
+    """What is to be done about a finished stage.
 
     Raises:
-        ConfigError: ``code_drift=refuse``.
+        ConfigError: ``code_drift=refuse``, and other code made it, or a part of its steps.
     """
+    manifest = entry.manifest()
+    assert manifest is not None
+    if manifest.provenance.code_digests != [code]:
+        return _drifted(name, pipeline.code_drift, reason)
+    if name in pipeline.restart:
+        reason += f"; restart=[{name}] is for what is unfinished: change a field, or delete {entry.path}"
+    return "reuse", reason
+
+
+def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
     if drift == "refuse":
         raise ConfigError(
             f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
@@ -63,7 +78,7 @@ def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline)
     """What is to be done about a stage that has checkpoints.
 
     Raises:
-        ConfigError: ``code_drift=refuse``, and its code changed since the last attempt.
+        ConfigError: ``code_drift=refuse``, and other code trained some of its steps.
     """
     if name in pipeline.restart:
         return "run", f"restart=[{name}]: starts again from step 0; {_reached(entry)}"
@@ -71,7 +86,7 @@ def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline)
         return "resume", reason
     if pipeline.code_drift == "refuse":
         raise ConfigError(
-            f"stage {name}: its code changed since it was trained up to here ({reason}), and code_drift=refuse; "
+            f"stage {name}: its code changed since it began ({reason}), and code_drift=refuse; "
             f"run with restart=[{name}] to begin again, or code_drift=warn to go on"
         )
     if pipeline.code_drift == "rerun":
@@ -85,8 +100,8 @@ def restarts(name: str, entry: Entry, code: str, pipeline: Pipeline) -> bool:
 
 
 def _other_code(entry: Entry, code: str) -> bool:
-    before = attempts(entry.path)
-    return bool(before) and before[-1].code_digest != code
+    steps = entry.checkpoints.steps()
+    return bool(earlier_codes(attempts(entry.path), steps[-1] if steps else None, code))
 
 
 def _reached(entry: Entry) -> str:

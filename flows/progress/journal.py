@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
+from flows.planning.reads import reads, require_there
 from flows.planning.verdicts import judgements
 from flows.progress.flow_run_link import with_flow_run
 from flows.progress.run_notes import (
@@ -24,7 +25,7 @@ from flows.progress.run_notes import (
     note_path,
 )
 from lineage.errors import PipelineError
-from lineage.graph.places import node_key
+from lineage.freeing import guard
 from lineage.lease import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.tracker import Tracker
@@ -62,7 +63,7 @@ class Journal:
         self._note = RunNote(
             id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Holder.here(), started=now,
             stages=self._expected(stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
-            sweep=sweep, in_flow=in_flow, reads=[node_key(each.name, each.fingerprint) for each in plan.stages],
+            sweep=sweep, in_flow=in_flow, reads=list(reads(plan)),
         )  # fmt: skip
 
     @property
@@ -71,14 +72,20 @@ class Journal:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Begins the note; ends it with what leaves the context."""
+        """Begins the note; ends it with what leaves the context.
+
+        Raises:
+            ArtifactError: what the plan reuses was freed before the note could say so.
+        """
         self._link()
-        self._write()
+        with contextlib.suppress(OSError), guard(self._store):  # after it, `gc` knows of this run
+            self._write()
         thread = threading.Thread(target=self._keep, daemon=True, name="journal")
         thread.start()
         outcome: Outcome = "done"
         cause = ""
         try:
+            require_there(self._plan)
             yield
             outcome, cause = self._verdict()
         except BaseException as error:

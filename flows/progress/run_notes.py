@@ -95,7 +95,7 @@ class RunNote:
         sweep: None: it is none.
         in_flow: whether a flow run of Prefect is to order its stages.
         said: what it last told whoever looks on: whom it waits for, a trial that failed.
-        reads: ``stage@fingerprint`` of all artifacts of its plan, those that it makes and those that it reuses.
+        reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
     """
 
     id: str

@@ -1,14 +1,12 @@
 """Whether a training that is killed, or gone on with by other workers, gives what it gives unbroken: tried in short."""
 
-import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
-from flows.doctor.gather_gpus import gather_gpus
 from flows.open_run import open_run, stoppable
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.board import Board
@@ -16,16 +14,19 @@ from flows.rehearsal.compare import TOLERANCES, compare
 from flows.rehearsal.interruptions import kill_and_resume, other_workers
 from flows.rehearsal.scratch import scratch, scratch_plan
 from flows.stages.execute import execute
+from flows.stages.given import job_inputs
 from flows.stages.run import Run
 from flows.wording import counted
+from lineage.artifact import MODELS
+from lineage.attempts import attempts, last_words
 from lineage.certificate import Certificate, Comparison, basis, key_of, write_certificate
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, StageError
 from lineage.manifest import Manifest
+from lineage.store import Entry
 from tasks.context import Resources
 
 NUM_STEPS = 6
 SAVE_STEPS = 2
-_CPUS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +65,51 @@ def _certificates(run: Run, store: Path) -> Iterator[Certified]:
     for planned in run.plan.stages:
         manifest = execute(run, planned).manifest
         if planned.stage.method.trains:
+            _require_unbroken(run.plan.entry(planned), planned.name)
             certificate = _certificate(run, planned, manifest)
             yield Certified(path=write_certificate(store, certificate), certificate=certificate)
 
 
+def _require_unbroken(entry: Entry, stage: str) -> None:
+    """That what all is compared with did not go on from a checkpoint itself: what forgets would be the same as it.
+
+    Raises:
+        StageError: it lost a worker.
+    """
+    tried = attempts(entry.path)
+    if len(tried) > 1:
+        raise StageError(
+            stage, f"the training that is to be unbroken was not ({last_words(tried)}): nothing can be compared with "
+            "it; certify again", str(entry.logs),
+        )  # fmt: skip
+
+
 def _certificate(run: Run, planned: PlannedStage, manifest: Manifest) -> Certificate:
     tolerance = TOLERANCES[str(manifest.recipe["precision"])]
-    kind = basis(manifest, _parents(run.plan, planned))
-    resources = planned.stage.resources
+    parents = _parents(run.plan, planned)
+    kind = basis(manifest, parents, run.plan.pipeline.store)
+    unmoved = _unmoved(run.plan, planned, parents)
     return Certificate(
         key=key_of(kind), basis=kind, pipeline=run.plan.pipeline.name, stage=planned.name, num_steps=NUM_STEPS,
-        save_steps=SAVE_STEPS, tolerance=tolerance, hardware=_hardware(), provenance=manifest.provenance,
+        save_steps=SAVE_STEPS, tolerance=tolerance, provenance=manifest.provenance,
         comparisons={
-            "killed": _interrupted(run, planned, "killed", resources, tolerance),
-            "resharded": _interrupted(run, planned, "resharded", other_workers(planned), tolerance),
+            "killed": _interrupted(run, planned, "killed", unmoved or planned.stage.resources, tolerance),
+            "resharded": _interrupted(run, planned, "resharded", unmoved or other_workers(planned), tolerance),
         },
     )  # fmt: skip
+
+
+def _unmoved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> str | None:
+    """Why a comparison would prove nothing: what the training had lost would not show in what it ends with."""
+    from tasks.weight_differences import is_unmoved  # imports torch
+
+    given = [each for each in job_inputs(plan, planned, parents).values() if each.kind in MODELS]
+    if not any(is_unmoved(each.resolve().path, plan.entry(planned).output) for each in given):
+        return None
+    return (
+        f"the weights did not move in {NUM_STEPS} steps, so that one that forgets them ends alike; raise "
+        "learning_rate, or train in precision=fp32"
+    )
 
 
 def _interrupted(run: Run, planned: PlannedStage, how: str, resources: Resources | str, tolerance: float) -> Comparison:
@@ -124,13 +154,3 @@ def _parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
     made = {name: plan.entry(plan.stage(name)) for name in planned.upstream if name not in entries}
     manifests = {name: entry.manifest() for name, entry in {**entries, **made}.items()}
     return {name: manifest for name, manifest in manifests.items() if manifest}
-
-
-def _hardware() -> dict[str, str]:
-    lines = _CPUS.read_text().splitlines() if _CPUS.exists() else []
-    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    gpus = gather_gpus()
-    return {
-        "cpu": cpus[0] if cpus else platform.machine(),
-        **({"gpu": ", ".join(gpus.names)} if gpus and gpus.names else {}),
-    }

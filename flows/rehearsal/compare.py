@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 
 from flows.rehearsal.reported import of_the_model, reported
@@ -66,7 +66,7 @@ def _changed(where: str, one: Mapping[str, float], two: Mapping[str, float]) -> 
     """Of the numbers of one step, or of the end: a count that began again shows there."""
     left, right = of_the_model(one), of_the_model(two)
     names = sorted(left.keys() | right.keys(), key=lambda name: (name != "loss", name))
-    changed = [name for name in names if left.get(name) != right.get(name)]
+    changed = [name for name in names if not _same(left.get(name), right.get(name))]
     if not changed:
         return Difference()
     first = f"{where} in {changed[0]} ({_shown(left.get(changed[0]))}, unbroken, and {_shown(right.get(changed[0]))})"
@@ -94,8 +94,14 @@ def _file_difference(whole: Manifest, parts: Manifest) -> str | None:
     return f"other bytes in {', '.join(changed[:3])}" if changed else None
 
 
+def _same(left: float | None, right: float | None) -> bool:
+    """To the bit: of two numbers that are none, each is what the other is."""
+    return left == right or (left is not None and right is not None and isnan(left) and isnan(right))
+
+
 def _relative(left: float | None, right: float | None) -> float:
-    if left is None or right is None:
+    """Infinite where either is lacking or no finite number: no order among such would be true."""
+    if left is None or right is None or not (isfinite(left) and isfinite(right)):
         return float("inf")
     return abs(left - right) / max(abs(left), abs(right))
 

@@ -14,6 +14,7 @@ from flows.rehearsal.row import Row, row_of
 from flows.rehearsal.scratch import scratch, scratch_plan
 from flows.stages.execute import execute
 from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.store import REHEARSALS
 from tasks.method import Training
 
 NUM_STEPS = 2
@@ -40,7 +41,7 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
 
     Args:
         words: the options and overrides of the command, for the record.
-        keep: the store stays until the next rehearsal.
+        keep: the store stays until the next rehearsal, and its models stay registered.
 
     Raises:
         ConfigError: the pipeline cannot work.
@@ -54,8 +55,10 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     try:
         with scratch(pipeline.store, keep=keep) as place:
             plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1)
+            _unregister(named)  # what others have left: of the same bytes no second version is made
             _run(pipeline, plan, words, rows)
             _require_recorded(plan)
+        _unregister(named)
     except PipelineError as error:
         if plan is None or isinstance(error, ConfigError):
             raise
@@ -77,6 +80,18 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
                 num_steps = real.num_steps if isinstance(real, Training) else None
                 size = stop.saved.get(planned.name)
                 rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
+
+
+def _unregister(named: Pipeline) -> None:
+    """Takes out of the registry the models of rehearsals whose place is gone.
+
+    Raises:
+        ArtifactError: MLflow refuses.
+    """
+    if named.tracking.mlflow:
+        from lineage.mlflow.registry import unregister_gone
+
+        unregister_gone(named.tracking.uri, named.name, (named.store / REHEARSALS).absolute())
 
 
 def _require_recorded(plan: Plan) -> None:

@@ -12,12 +12,11 @@ from filelock import FileLock
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.plan import Plan, make_plan
-from lineage.errors import StageError
+from lineage.errors import ConfigError, PipelineError
 from lineage.lease import Lease, living_holder
+from lineage.store import REHEARSALS
 from tasks.context import Launcher
 from tasks.method import Training
-
-REHEARSALS = "rehearsals"  # the directory of the store
 
 
 @contextlib.contextmanager
@@ -25,7 +24,7 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     """A directory below a store, on its file system, that is gone afterwards; those of killed commands are freed first.
 
     Args:
-        keep: it stays until the next command that needs one; so it does where a stage failed, for its log.
+        keep: it stays until the next command that needs one; so it does where something failed, for its log.
     """
     folder = store / REHEARSALS
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,8 +39,8 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     try:
         with lease.holding():
             yield place
-    except StageError:
-        kept = True
+    except PipelineError as error:
+        kept = keep or not isinstance(error, ConfigError)  # which comes before anything is made
         raise
     finally:
         if not kept:

@@ -9,7 +9,7 @@ from flows.wording import clock
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
-def rehearsal_table(rehearsal: Rehearsal, *, kept: bool) -> str:
+def rehearsal_table(rehearsal: Rehearsal) -> str:
     """A line per stage, and what the real run will take."""
     table = empty_table("stage", "exercised", *_NUMBERS, "verdict", numbers=_NUMBERS)
     for row in rehearsal.rows:
@@ -18,7 +18,7 @@ def rehearsal_table(rehearsal: Rehearsal, *, kept: bool) -> str:
             row.stage, ", ".join(row.exercised), _number(row.seconds, 1), _number(row.memory_gib, 2), _number(size, 1),
             "" if row.real_seconds is None else f"about {clock(row.real_seconds)}", row.verdict,
         )  # fmt: skip
-    return "\n".join([plain_text(table), "", *_end(rehearsal, kept)])
+    return "\n".join([plain_text(table), "", *_end(rehearsal)])
 
 
 def rehearsal_dict(rehearsal: Rehearsal) -> dict[str, object]:
@@ -27,10 +27,10 @@ def rehearsal_dict(rehearsal: Rehearsal) -> dict[str, object]:
     return {"store": str(rehearsal.place), "stages": [asdict(row) for row in rehearsal.rows], "error": error}
 
 
-def _end(rehearsal: Rehearsal, kept: bool) -> list[str]:
+def _end(rehearsal: Rehearsal) -> list[str]:
     known = [row.real_seconds for row in rehearsal.rows if row.real_seconds is not None]
     lines = [f"the real run, one stage after another: about {clock(sum(known))}"] if known else []
-    if kept or rehearsal.error:
+    if rehearsal.place.is_dir():
         lines.append(f"kept until the next rehearsal: {rehearsal.place}")
     return lines
 

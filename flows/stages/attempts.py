@@ -8,8 +8,7 @@ from flows.planning.plan import PlannedStage
 from flows.stages.job import Job
 from lineage.attempts import attempts, last_words, note_attempt
 from lineage.checkpoints import Checkpoint
-from lineage.errors import LostError, StageError
-from lineage.lease import require_held
+from lineage.errors import AskedError, LostError, StageError
 from lineage.store import Entry
 from tasks.context import Metrics
 
@@ -22,23 +21,19 @@ def goes_on(planned: PlannedStage, entry: Entry) -> bool:
     return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
 
 
-def begin(planned: PlannedStage, entry: Entry, cause: str = "") -> Checkpoint | None:
-    """Prepares a stage's directory for an attempt; returns the checkpoint that it goes on from, if it does.
+def begin(planned: PlannedStage, entry: Entry, checkpoint: Checkpoint | None, cause: str = "") -> None:
+    """Prepares a stage's directory for an attempt; what was made after its checkpoint goes.
 
     Args:
+        checkpoint: that it goes on from; None: from the beginning.
         cause: what ended the attempt before, where that is known.
-
-    Raises:
-        StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
     """
-    checkpoint = None if planned.restart else _last_intact(planned, entry)
     entry.begin(checkpoint.step if checkpoint else 0)
     note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause)
     words = last_words(attempts(entry.path))
     if words:
         with (entry.logs / "stage.log").open("a") as log:
             log.write(f"--- {words}\n")
-    return checkpoint
 
 
 def run_attempts(
@@ -49,9 +44,13 @@ def run_attempts(
     run: Callable[[Job], Metrics],
     tell: Callable[[str], None],
 ) -> Metrics:
-    """Runs a stage, and goes on from its last checkpoint each time that a worker is lost, ``max_failures`` times.
+    """Runs a stage, and goes on from its last checkpoint each time that a worker is lost.
+
+    That ends when it was lost more than ``max_failures`` times since it last committed a checkpoint. The loss of one
+    that saved because it was asked to end is no failure.
 
     Args:
+        checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
         tell: whoever looks on.
@@ -60,21 +59,29 @@ def run_attempts(
         LostError: once too often.
         PipelineError: it failed.
     """
-    for left in reversed(range(job.resources.max_failures + 1)):
+    failures = 0
+    while True:
+        step = checkpoint.step if checkpoint else 0
         try:
-            return run(replace(job, resume_from=entry.checkpoints.path(checkpoint.step) if checkpoint else None))
+            return run(replace(job, resume_from=entry.checkpoints.path(step) if checkpoint else None))
         except LostError as lost:
-            if not left:
+            job.require_lease()  # or another run is at work there now
+            went_on = any(saved > step for saved in entry.checkpoints.steps())
+            failures = (0 if went_on else failures) + (not (went_on and isinstance(lost, AskedError)))
+            if failures > job.resources.max_failures:
                 raise
-            if job.token:
-                require_held(job.directory, job.token)  # or another run is at work there now
-            checkpoint = begin(replace(planned, restart=False), entry, lost.cause)
+            checkpoint = last_intact(planned, entry)
+            begin(planned, entry, checkpoint, lost.cause)
             where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
             tell(f"{lost}; it goes on {where}")
-    raise AssertionError("unreachable: the last loss is raised")
 
 
-def _last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+    """The checkpoint that a stage can go on from, whose every byte was read; None: it has none.
+
+    Raises:
+        StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
+    """
     found, damaged = entry.checkpoints.newest_intact()
     for damage in damaged:
         logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)

@@ -13,7 +13,7 @@ from flows.stages.job import CheckJob
 from flows.stages.launch import StageProcesses
 from flows.wording import counted
 from lineage.artifact import DATA
-from lineage.errors import PipelineError, StoppedError
+from lineage.errors import LostError, StageError
 from lineage.manifest import Manifest
 from lineage.store import Store
 from tasks.check_rows import POLICY, rows_slot
@@ -26,7 +26,7 @@ class DataChecks:
     """What was checked in one run: each stage's rows once, whoever asks first."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _errors: dict[str, PipelineError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
+    _errors: dict[str, StageError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
 
     def require(
         self, plan: Plan, planned: PlannedStage, processes: StageProcesses, waiting: Callable[[str], None],
@@ -59,14 +59,23 @@ class DataChecks:
 
 def _check(
     job: CheckJob, wait: Waiting, processes: StageProcesses, announce: Callable[[str], None]
-) -> PipelineError | None:
-    try:
-        with admitted(job.resources.cpus_per_worker, 0, wait):
-            found = processes.run(job)
-    except StoppedError:
-        raise
-    except PipelineError as error:
-        return error
+) -> StageError | None:
+    """Returns what refuses the rows.
+
+    Raises:
+        LostError: its process was lost once too often: nothing is known of the rows.
+    """
+    for left in reversed(range(job.resources.max_failures + 1)):
+        try:
+            with admitted(job.resources.cpus_per_worker, 0, wait):
+                found = processes.run(job)
+            break
+        except LostError as lost:
+            if not left:
+                raise
+            announce(f"{lost}; its rows are checked again")
+        except StageError as error:
+            return error
     if found["leaked_rows"]:
         announce(
             f"{job.stage}: {counted(int(found['leaked_rows']), 'held-out row')} among what it trains on: {job.leakage}"

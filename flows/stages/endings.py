@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from flows.stages.job import CheckJob, Job
 from flows.stages.memory_kills import memory_hint, memory_kills
-from lineage.errors import LostError, PipelineError, StageError, StoppedError
+from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
 from tasks.context import Launcher
 from tasks.steps.alive import Mark, marks
 
@@ -32,7 +32,7 @@ def failed(job: Job, rank: int | None, error: Exception) -> StageError:
         rank: None: it was no worker's.
     """
     cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
-    if rank is not None and rank in _marks(job):
+    if rank is not None and _step(job, rank) is not None:
         cause = f"{_who(job, [rank])} {_when(job, rank)}: {cause}"
     elif rank is not None and job.resources.on_cluster:
         cause = f"rank {rank}: {cause}"
@@ -46,10 +46,10 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def asked(job: Job, stopped: StoppedError) -> LostError:
-    """The end of a stage that was asked to end, while its run goes on: somebody else wants the machine."""
+def asked(job: Job, stopped: StoppedError) -> AskedError:
+    """The end of a stage that said it was asked to end, while its run goes on."""
     cause = f"its process on {socket.gethostname()} was asked to end by SIGTERM, and saved: {stopped}"
-    return LostError(job.stage, cause, str(job.log))
+    return AskedError(job.stage, cause, str(job.log))
 
 
 def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> StageError:
@@ -88,15 +88,20 @@ def _who(job: Job, ranks: Sequence[int]) -> str:
     known = _marks(job)
     hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
     word = "rank" if len(ranks) == 1 else "ranks"
-    # One that has not begun to train has not said where it is; without a cluster that is here.
+    # One that has not begun has not said where it is; without a cluster that is here.
     unknown = job.resources.on_cluster and not all(rank in known for rank in ranks)
     where = "" if unknown else f" on {', '.join(sorted(hosts))}"
     return f"{word} {', '.join(map(str, ranks))}{where}"
 
 
 def _when(job: Job, rank: int) -> str:
+    step = _step(job, rank)
+    return "before its first step" if step is None else f"at step {step}"
+
+
+def _step(job: Job, rank: int) -> int | None:
     known = _marks(job)
-    return f"at step {known[rank].step}" if rank in known else "before its first step"
+    return known[rank].step if rank in known else None
 
 
 def _marks(job: Job) -> dict[int, Mark]:

@@ -8,10 +8,11 @@ from functools import partial
 from flows.planning.needs import needs, pool_of
 from flows.planning.plan import PlannedStage
 from flows.stages.admission import admitted
-from flows.stages.attempts import begin, goes_on
+from flows.stages.attempts import begin, goes_on, last_intact
 from flows.stages.given import given_as_planned
 from flows.stages.make import kept_checkpoints, make, stage_start
 from flows.stages.run import Run
+from flows.stages.session import end_left_session
 from flows.wording import counted
 from lineage.checkpoints import Checkpoint
 from lineage.disk import full_disk_named
@@ -59,14 +60,15 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
         return _reused(run, planned, entry)
     with lease.holding(lambda why: run.processes.end(entry.path, ArtifactError(why))):
+        end_left_session(entry.work)
         entry.fence()
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
-        resumes = goes_on(planned, entry)
-        checkpoint = begin(planned, entry)
+        entry.open()
+        checkpoint = None if planned.restart else last_intact(planned, entry)
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
-        start = stage_start(run, planned, entry, parents, resumes=resumes)
+        start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
         manifest = _tracked(run, planned, entry, start, checkpoint, lease)
     seconds = manifest.provenance.end - manifest.provenance.start
     run.observer.done(run.title(planned), seconds, manifest.metrics)
@@ -94,6 +96,7 @@ def _tracked(
 ) -> Manifest:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
+        begin(planned, entry, checkpoint)
         tracked = run.tracker.stage(start)
         try:
             manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)

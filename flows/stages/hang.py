@@ -1,16 +1,18 @@
-"""Finds the worker of a training that stands still, by the marks that all of them make."""
+"""Finds the worker of a training that stands still, or never begins, by the marks that all of them make."""
 
 import contextlib
+import os
 import time
 
 from flows.stages.endings import lost
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from lineage.errors import LostError
 from tasks.context import Launcher
-from tasks.steps.alive import Doing, Mark, innermost_frame, marks, stack
+from tasks.steps.alive import UNWATCHED, Doing, Mark, innermost_frame, marks, stack
 
 _LOOKS = 10  # in the time after which a worker is taken for hung
 _LONGEST_SECONDS = 10.0  # from one look to the next
+_START_SECONDS = 120.0  # in which a process may start, however short a step is
 # Where a worker is that only waits for the one that hangs: in a collective, or in the backward pass that holds some.
 _WAITING = ("/torch/distributed/", "/torch/autograd/")
 
@@ -25,9 +27,12 @@ class HangWatch:
         self._job = job
         minutes = job.resources.hang_minutes
         # In the foreground a debugger may stand still as long as it likes, and there nobody looks.
-        watched = job.method.trains and job.resources.launcher != Launcher.FOREGROUND and minutes is not None
+        trains = job.method.trains and not isinstance(job, CheckJob)
+        watched = trains and job.resources.launcher != Launcher.FOREGROUND and minutes is not None
         self._limit = 60 * minutes if watched and minutes is not None else None
         self._seen: dict[int, tuple[Mark, float]] = {}  # rank -> its last mark, and when it was first seen here
+        # Since when each is expected: a cluster that we join may have room for the first only after hours.
+        self._began = None if os.environ.get("RAY_ADDRESS") else time.monotonic()
 
     @property
     def pause_seconds(self) -> float | None:
@@ -43,7 +48,21 @@ class HangWatch:
             for mark in marks(self._job.directory / "work"):
                 if self._seen.get(mark.rank, (None, now))[0] != mark:
                     self._seen[mark.rank] = mark, now
-        still = [mark for mark, since in self._seen.values() if mark.doing != Doing.DONE and now - since >= self._limit]
+        if self._seen and self._began is None:
+            self._began = now
+        return self._absent(now, self._limit) or self._still(now, self._limit)
+
+    def _absent(self, now: float, limit: float) -> LostError | None:
+        """A worker that has made no mark yet: its process does not start, or does not meet the others."""
+        absent = sorted(set(range(self._job.resources.num_workers)) - self._seen.keys())
+        seconds = 0.0 if self._began is None else now - self._began
+        if not absent or seconds < max(limit, _START_SECONDS):
+            return None
+        return lost(self._job, absent, "hangs", f", starting: nothing was heard of it for {seconds:.3g} s")
+
+    def _still(self, now: float, limit: float) -> LostError | None:
+        seen = self._seen.values()
+        still = [mark for mark, since in seen if mark.doing not in UNWATCHED and now - since >= limit]
         if not still:
             return None
         stacks = {mark.rank: stack(self._job.directory / "work", mark.rank) for mark in still}
@@ -58,7 +77,8 @@ class HangWatch:
 def _behind(mark: Mark, stack: str) -> tuple[int, bool, bool, float]:
     """The order in which workers are suspected: who has done least, who does not wait for others, who stood first."""
     waits = any(word in innermost_frame(stack, mark.thread) for word in _WAITING)
-    return mark.step, mark.doing == Doing.STEPPING, waits, mark.time
+    step = -1 if mark.step is None else mark.step
+    return step, mark.doing == Doing.STEPPING, waits, mark.time
 
 
 def _log(job: Job, still: list[Mark], stacks: dict[int, str]) -> None:

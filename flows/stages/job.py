@@ -1,10 +1,12 @@
 """What is handed to the process that runs one stage: all it needs, picklable."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.artifact import ALIAS, Kind, Source
+from lineage.lease import require_held
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 
@@ -21,6 +23,18 @@ class JobInput:
     path: Path
     source: Source | None
     digest: str | None
+
+    def resolve(self) -> Input:
+        """As a method sees it; a model on the hub is fetched."""
+        path = self.path
+        if self.source and self.kind == Kind.CHECKPOINT and not self.source.path.startswith(ALIAS):
+            from tasks.fetch_model import fetch_model
+
+            path = fetch_model(self.source)
+        return Input(
+            name=self.name, kind=self.kind, fingerprint=self.fingerprint, path=path, source=self.source,
+            digest=self.digest,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +66,25 @@ class Job:
         """Asks the stage, wherever its workers are, to save and to end."""
         return self.directory / "work" / STOP_FILE
 
+    def require_lease(self) -> None:
+        """That it may still write its directory.
+
+        Raises:
+            ArtifactError: another process has taken the lease over.
+        """
+        if self.token:
+            require_held(self.directory, self.token)
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether the file is there, in a listing of its directory: NFS remembers for a minute that a file was not."""
+        try:
+            return STOP_FILE in os.listdir(self.stop_file.parent)
+        except FileNotFoundError:
+            return False
+
     def resolve_inputs(self) -> Inputs:
         """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""
-        return {slot: _resolve(entry) for slot, entry in self.inputs.items()}
+        return {slot: entry.resolve() for slot, entry in self.inputs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +105,3 @@ class CheckJob(Job):
     def leakage(self) -> Path:
         """The held-out rows that it would train on, where there are any."""
         return self.directory / "logs" / f"leakage-{self.stage}.parquet"
-
-
-def _resolve(entry: JobInput) -> Input:
-    path = entry.path
-    if entry.source and entry.kind == Kind.CHECKPOINT and not entry.source.path.startswith(ALIAS):
-        from tasks.fetch_model import fetch_model
-
-        path = fetch_model(entry.source)
-    return Input(
-        name=entry.name, kind=entry.kind, fingerprint=entry.fingerprint, path=path, source=entry.source,
-        digest=entry.digest,
-    )  # fmt: skip

@@ -17,7 +17,7 @@ from flows.stages.endings import asked, death
 from flows.stages.hang import HangWatch
 from flows.stages.job import Job
 from flows.stages.memory_kills import memory_kills
-from flows.stages.process_ends import ask, end_fork_server, signal_group
+from flows.stages.process_ends import FOR_US, ask, end_fork_server, saving_first, signal_group
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.shared_imports import shares_imports
 from flows.stages.stage_process import Answer, answer, stage_main
@@ -27,7 +27,6 @@ from tasks.context import Launcher, Metrics
 _GRACE_SECONDS = 5.0  # for a process that was told to end
 _POLL_SECONDS = 0.1
 _WHOLE_SECONDS = 2.0  # in which it shows that not one stage was asked to end, but the run
-_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SECONDS = 20.0  # for a training that saves first; whoever stops us gives 30 s in all
 
 
@@ -61,7 +60,7 @@ class StageProcesses:
 
         self._server.set_forkserver_preload(list(modules))
         # A signal to our process group is for us: without the fork server its stages could not be waited for.
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_US}
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_US}
         try:
             with in_stage_environment():
                 ensure_running()
@@ -89,7 +88,7 @@ class StageProcesses:
         self.raise_if_stopped()
         self._raise_if_unwanted(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            with contextlib.redirect_stdout(sys.stderr), saving_first(job):  # stdout is for the result
                 return _result(job, answer(job))
         kills = memory_kills()
         process, reader = self._start(job)

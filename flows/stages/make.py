@@ -9,7 +9,7 @@ from flows.stages.attempts import run_attempts
 from flows.stages.given import input_records, job_inputs, require_unchanged_sources
 from flows.stages.job import Job
 from flows.stages.run import Run
-from lineage.attempts import attempts
+from lineage.attempts import attempts, earlier_codes
 from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
@@ -61,9 +61,11 @@ def make(
         inputs=job_inputs(run.plan, planned, start.parents), token=token,
     )  # fmt: skip
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
+    tried = attempts(entry.path)
     made_by = provenance(
         start=begin, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-        resources=asdict(resources), resumed_at=[each.step for each in attempts(entry.path) if each.step],
+        resources=asdict(resources), resumed_at=[each.step for each in tried if each.step],
+        earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
     )  # fmt: skip
     require_unchanged_sources(run.plan, planned)  # nor while it was read
     files = digest_files(entry.output)

@@ -1,9 +1,11 @@
-"""How the process of a stage is ended: asked, or killed with its whole group."""
+"""How a stage is ended: asked, or killed with its whole group."""
 
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from types import FrameType
 
 import psutil
 
@@ -11,10 +13,41 @@ from flows.stages.job import CheckJob, Job
 from flows.stages.session import kill_session
 from flows.stages.stage_process import ask_to_stop
 
+FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def saving_first(job: Job) -> Iterator[None]:
+    """Around a stage in this very process: the signal that asks us to end asks it first, and is heeded when it ends.
+
+    A second Ctrl-C is heeded at once.
+    """
+    asked: list[int] = []
+
+    def ask_it(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        ask_to_stop(job)
+        if signal.SIGINT in handlers:
+            signal.signal(signal.SIGINT, handlers[signal.SIGINT])
+
+    heeded = [number for number in FOR_US if _saves(job) and signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, ask_it) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if asked:
+            signal.raise_signal(asked[0])
+
+
+def _saves(job: Job) -> bool:
+    return job.method.trains and not isinstance(job, CheckJob)
+
 
 def ask(job: Job, process: BaseProcess) -> None:
     """Asks a stage to end: one that trains finishes its step and saves."""
-    if job.method.trains and not isinstance(job, CheckJob):
+    if _saves(job):
         ask_to_stop(job)
     else:
         signal_group(process, signal.SIGTERM)

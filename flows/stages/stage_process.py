@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from flows.stages.endings import failed
 from flows.stages.job import CheckJob, Job
-from flows.stages.session import kill_session
+from flows.stages.session import kill_session, note_session
 from lineage.errors import StageError, StoppedError
 from tasks.context import Metrics
 
@@ -26,6 +26,7 @@ def stage_main(job: Job, connection: Connection) -> None:
     """Entry point of the process."""
     os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
     _die_with_parent()
+    note_session(job.stop_file.parent)
     _log_to(job)
     if job.method.trains and not isinstance(job, CheckJob):
         # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.

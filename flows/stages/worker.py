@@ -11,8 +11,8 @@ from dataclasses import replace
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError
-from lineage.lease import require_held
 from lineage.store import CACHE, Entry
+from tasks.adapters.base import base_and_adapters
 from tasks.check_rows import POLICY
 from tasks.checkpoints.disk_need import require_room
 from tasks.context import Metrics, Report, TrainContext
@@ -36,14 +36,18 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
         )
     pin_threads(job.resources.cpus_per_worker)
     minutes = job.resources.hang_minutes
-    alive = Alive(job.directory / "work", rank, 60 * minutes if minutes else None) if job.method.trains else None
     start = time.perf_counter()
     with full_disk_named(job.directory):
+        alive = Alive(job.directory / "work", rank, 60 * minutes if minutes else None) if job.method.trains else None
+        context = _context(job, rank, world_size, alive)
         try:
+            context.mark(None, Doing.FETCHING)
             inputs = job.resolve_inputs()
+            context.mark(None, Doing.LOADING)
             if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
-                require_room(job.stage, job.method, job.resources, inputs[POLICY].path, Entry(job.directory))
-            metrics = job.method.run(inputs, _context(job, rank, world_size, alive))
+                model, _ = base_and_adapters(inputs[POLICY].path)
+                require_room(job.stage, job.method, job.resources, model, Entry(job.directory))
+            metrics = job.method.run(inputs, context)
         finally:
             if alive:
                 alive.end()
@@ -81,8 +85,9 @@ def _context(job: Job, rank: int = 0, world_size: int = 1, alive: Alive | None =
         report=_reporter(job, rank, alive),
         cache_dir=job.directory.parents[1] / CACHE,
         checkpoint_dir=Entry(job.directory).checkpoints.directory,
+        require_lease=job.require_lease,
         resume_from=job.resume_from,
-        should_stop=job.stop_file.exists,
+        should_stop=job.is_asked_to_stop,
     )
     return replace(context, mark=alive.mark) if alive else context
 
@@ -108,8 +113,7 @@ def _reporter(job: Job, rank: int, alive: Alive | None) -> Report:
         if alive:
             alive.mark(step, Doing.BETWEEN)
         if rank == 0:
-            if job.token:
-                require_held(job.directory, job.token)
+            job.require_lease()
             line = json.dumps({"step": step, "time": time.time(), "metrics": dict(metrics)})
             with path.open("a") as file:
                 file.write(line + "\n")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flows.open_run import Trials, check_machine, note_before, open_run, stoppable
+from flows.planning.reads import mark_used
 from flows.prefect_server import embedded_server
 from flows.progress.board import Board
 from flows.progress.observer import Observers
@@ -152,10 +153,11 @@ class _Sweep:
         )  # fmt: skip
 
     def _plan_trial(self, trial: Trial) -> PlannedTrial:
-        if self.stated.known is not None:
-            return self.stated.known[trial.number]
-        planned = self.stated.planner.plan(trial)
-        check_machine(planned.plan.stale)
+        known = self.stated.known
+        planned = self.stated.planner.plan(trial) if known is None else known[trial.number]
+        if known is None:
+            check_machine(planned.plan.stale)
+        mark_used(planned.plan)
         return planned
 
     def _limit(self) -> int:

@@ -126,8 +126,9 @@ def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]
 
 
 def _provenance(before: Provenance, after: Provenance) -> Iterator[Cause]:
-    if before.code_digest != after.code_digest:
-        yield _cause("code", f"code of the method: {short(before.code_digest)} -> {short(after.code_digest)}")
+    if before.code_digests != after.code_digests:
+        old, new = (", ".join(map(short, each.code_digests)) for each in (before, after))
+        yield _cause("code", f"code of the method: {old} -> {new}")
     for text in differences(
         {"commit": before.git_commit, "dirty": before.git_dirty}, {"commit": after.git_commit, "dirty": after.git_dirty}
     ):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lineage.errors import PipelineError
-from lineage.garbage import freed
+from lineage.freeing import freed
 from lineage.graph.places import node_key
 from lineage.manifest import Manifest
 from lineage.mlflow.address import sqlite_file, tracking_uri

@@ -94,9 +94,9 @@ class Best(Ranking):
     metric: str = HELD_OUT_LOSS
     every_steps: Annotated[int, Gt(0)]
 
-    def competing(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Those of the steps that compete; others were saved for other reasons."""
-        return [each for each in checkpoints if each.step % self.every_steps == 0]
+    def competes(self, step: int) -> bool:
+        """Whether a model before the last one competes: checkpoints of other steps were saved for other reasons."""
+        return step % self.every_steps == 0
 
 
 def kept_steps(
@@ -107,13 +107,15 @@ def kept_steps(
     Args:
         checkpoints: by step, ascending.
         best: also the one that was the best at each of the newest, so that a stage that goes on from an older one,
-            because the newest is damaged, still ends with the same model.
+            because the newest is damaged, still ends with the same model. It is one at the most: what became the best
+            later is a checkpoint itself, and so among the newest.
     """
-    kept = {each.step for each in checkpoints[-keep_last:]}
+    newest = [each.step for each in checkpoints[-keep_last:]]
+    kept = set(newest)
     if keep_best:
         kept |= {each.step for each in keep_best.best(checkpoints, keep_best.n)}
     if best:
-        for step in sorted(kept):
-            before = [each for each in checkpoints if each.step <= step]
-            kept |= {each.step for each in best.best(best.competing(before))}
+        for step in newest:
+            competed = [each for each in checkpoints if each.step <= step and best.competes(each.step)]
+            kept |= {each.step for each in best.best(competed)}
     return kept

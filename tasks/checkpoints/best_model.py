@@ -5,7 +5,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
 from transformers import TrainerCallback
 
 from lineage.checkpoints import Checkpoints
@@ -42,10 +42,18 @@ class BestModel(TrainerCallback):
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
-        before = [each for each in self.store.records() if each.step <= state.global_step]
-        for first in self.best.best(self.best.competing(before)):
-            self.step, self.value = first.step, first.metrics[self.best.metric]
+        """Finds the best so far again in the log, which every worker has from the checkpoint that it goes on from.
+
+        Raises:
+            ArtifactError: its checkpoint is damaged: no step is spent on a training that cannot end with it.
+        """
+        for step in (entry["step"] for entry in state.log_history if "loss" in entry):
+            value = step_metrics(state, step).get(self.best.metric, math.nan) if self.best.competes(step) else math.nan
+            if self.best.is_better(value, self.value):
+                self.step, self.value = step, value
+        if self.step is not None:
             logger.info("best_step=%d %s=%g state=resumed", self.step, self.best.metric, self.value)
+            self._require_intact(self.step)
 
     def on_log(
         self,
@@ -56,7 +64,7 @@ class BestModel(TrainerCallback):
         **kwargs: object,
     ) -> None:
         step = state.global_step
-        if "loss" not in logs or has_diverged(logs) or (step % self.best.every_steps and step != state.max_steps):
+        if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
             return
         if self.held_out:
             # In the report of this step, and in the log that a checkpoint brings back.
@@ -83,16 +91,25 @@ class BestModel(TrainerCallback):
                 "lower learning_rate, or state another best.metric"
             )
         if self.step != self.trainer.state.global_step:
-            damage = self.store.damage(self.step) if self.ctx.rank == 0 else []
-            if damage:
-                raise ArtifactError(
-                    f"the best model is that of step {self.step}, and its checkpoint is not what was committed: "
-                    f"{'; '.join(damage[:3])}; restore the files, or begin again with restart=[STAGE]"
-                )
+            self._require_intact(self.step)
             self.trainer.state.best_model_checkpoint = str(self.store.path(self.step))
             self.trainer._load_best_model()
         logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
         return self.step
+
+    def _require_intact(self, step: int) -> None:
+        """Rank 0 reads every byte, and all workers end together.
+
+        Raises:
+            ArtifactError: it is not what was committed.
+        """
+        damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
+        for found in filter(None, broadcast_object_list(damage)):
+            stage = self.store.directory.parents[1].name
+            raise ArtifactError(
+                f"the best model is that of step {step}, and its checkpoint is not what was committed: "
+                f"{'; '.join(found[:3])}; restore the files, or begin again with restart=[{stage}]"
+            )
 
     def _agreed(self, value: float) -> float:
         """What rank 0 found: workers that took another for the best would not save together."""

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from tasks.checkpoints.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.context import TrainContext
@@ -39,7 +39,7 @@ class Checkpointing(TrainerCallback):
         self.trainer = trainer
         self.ctx = ctx
         self.best = best
-        self.store = Checkpoints(ctx.checkpoint_dir) if ctx.checkpoint_dir else None
+        self.store = ctx.checkpoints
         self.stopped_at: int | None = None
         self.metrics_known = False
         self.seconds_before = seconds_before
@@ -71,17 +71,18 @@ class Checkpointing(TrainerCallback):
         logs: dict[str, float],
         **kwargs: object,
     ) -> None:
-        """Refuses a metric that is not reported, at the first step."""
+        """At the first step: refuses a best by a metric that is not reported. What execution keeps decides nothing."""
         if "loss" not in logs or self.metrics_known:
             return
         found = set(step_metrics(state, state.global_step))
         if self.best and self.best.metric == HELD_OUT_LOSS:
             found.add(HELD_OUT_LOSS)
-        for ranking in (self.best, self.ctx.resources.keep_best):
-            if ranking and ranking.metric not in found:
-                raise ConfigError(
-                    f"{ranking.key}.metric={ranking.metric}: is not measured; there are: {', '.join(sorted(found))}"
-                )
+        known = f"is not measured; there are: {', '.join(sorted(found))}"
+        if self.best and self.best.metric not in found:
+            raise ConfigError(f"{self.best.key}.metric={self.best.metric}: {known}")
+        keep_best = self.ctx.resources.keep_best
+        if keep_best and keep_best.metric not in found:
+            logger.warning("%s.metric=%s: %s; none is kept for it", keep_best.key, keep_best.metric, known)
         self.metrics_known = True
 
     def on_save(
@@ -116,6 +117,7 @@ class Checkpointing(TrainerCallback):
         checkpoint = Checkpoint(
             step=state.global_step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
             num_workers=self.ctx.world_size, zero_stage=self.ctx.resources.zero_stage,
+            micro_batch_size=self.ctx.resources.micro_batch_size, cpus_per_worker=self.ctx.resources.cpus_per_worker,
             metrics=step_metrics(state, state.global_step),
         )  # fmt: skip
         path = self.store.commit(draft, checkpoint)

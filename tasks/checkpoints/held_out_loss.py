@@ -12,6 +12,7 @@ from tasks.check_rows import POLICY, rows_slot
 from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.steps.alive import Doing
+from tasks.zero import autocast
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +55,8 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: "TrainContext") -> f
         for indices, counts in _batches(len(rows), ctx):
             ctx.mark(trainer.state.global_step, Doing.BETWEEN)
             batch = trainer._prepare_inputs(trainer.data_collator([rows[index] for index in indices]))
-            loss = trainer.compute_loss(trainer.model, batch)
+            with autocast(trainer.args):
+                loss = trainer.compute_loss(trainer.model, batch)
             weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)
             if counts:
                 sums += torch.stack([loss.double() * weight, torch.as_tensor(weight, device=loss.device).double()])

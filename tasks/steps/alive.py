@@ -22,9 +22,14 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 class Doing(StrEnum):
     """What a worker of a training does."""
 
+    FETCHING = "fetching its inputs"  # models from a hub: takes as long as it takes, and notices by itself what hangs
+    LOADING = "loading"  # model, rows, checkpoint; meets the other workers
     BETWEEN = "between steps"  # reports, saves, measures, fetches rows
     STEPPING = "in a step"
     DONE = "after its last step"  # merges, writes the output: takes as long as it takes
+
+
+UNWATCHED = (Doing.FETCHING, Doing.DONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class Mark:
     Args:
         time: in seconds since the epoch, by the clock of its host.
         thread: the one that trains, as Python counts threads.
-        step: optimizer steps that are done.
+        step: optimizer steps that are done; None: it has not begun to train.
     """
 
     rank: int
@@ -42,7 +47,7 @@ class Mark:
     pid: int
     thread: int
     time: float
-    step: int
+    step: int | None
     doing: Doing
 
 
@@ -57,12 +62,10 @@ class Alive:
         self._directory = _directory(work_dir)
         self._rank, self._seconds = rank, seconds
         self._step: int | None = None
-        self._stack: int | None = None
+        self._stack = self._begin()
 
-    def mark(self, step: int, doing: Doing) -> None:
+    def mark(self, step: int | None, doing: Doing) -> None:
         """Shows that it has come so far; one small file, replaced."""
-        if self._step is None:
-            self._begin()
         self._step = step
         mark = Mark(
             rank=self._rank, host=socket.gethostname(), pid=os.getpid(), thread=threading.get_ident(),
@@ -72,28 +75,29 @@ class Alive:
         draft.write_text(json.dumps(asdict(mark)))
         draft.replace(_path(self._directory, self._rank))
         if self._stack is not None and self._seconds is not None:
-            if doing == Doing.DONE:
+            if doing in UNWATCHED:
                 faulthandler.cancel_dump_traceback_later()
             else:
                 faulthandler.dump_traceback_later(_DUMP_AT * self._seconds, file=self._stack)
 
     def end(self) -> None:
-        """From here on nothing is expected of it; one that never trained has made no mark, and makes none."""
-        if self._step is not None:
-            self.mark(self._step, Doing.DONE)
+        """From here on nothing is expected of it."""
+        self.mark(self._step, Doing.DONE)
         if self._stack is not None:
             os.close(self._stack)
             self._stack = None
 
-    def _begin(self) -> None:
+    def _begin(self) -> int | None:
+        """Opens the file for its stack."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        if self._seconds is not None:
-            path = _stack_path(self._directory, self._rank)
-            self._stack = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        if self._seconds is None:
+            return None
+        path = _stack_path(self._directory, self._rank)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
 
 
 def marks(work_dir: Path) -> Iterator[Mark]:
-    """The last mark of every worker that trains or has trained, by rank."""
+    """The last mark of every worker that has begun, by rank."""
     directory = _directory(work_dir)
     ranks = sorted(int(path.stem.removeprefix("rank-")) for path in directory.glob("rank-*.json"))
     for rank in ranks:

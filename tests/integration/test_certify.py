@@ -46,6 +46,28 @@ def test_a_resume_that_forgets_is_found_out_with_its_first_step(untracked: Comma
     assert len(list((untracked.folder / "artifacts/certificates").glob("*.json"))) == 2
 
 
+def test_a_loss_of_the_unbroken_training_is_no_reference(untracked: Command) -> None:
+    mark = untracked.folder / "lost"
+    lost = of("left", SURVIVOR, *ALONE, "method.forgets=generator", f"method.lost_mark={mark}")
+    result = untracked("certify", *lost, "~stages.right")
+    assert result.returncode == 1
+    assert (
+        "stage left failed: the training that is to be unbroken was not (attempt 2, from step 2: " in result.stderr
+    ), result.stderr
+    assert not (untracked.folder / "artifacts/certificates").exists()
+
+
+def test_weights_that_did_not_move_prove_nothing(untracked: Command) -> None:
+    still = (SURVIVOR, *ALONE, "method.learning_rate=1e-30")
+    result = untracked("certify", "--json", *of("left", *still), *of("right", *still, "inputs.policy=left"))
+    assert result.returncode == 1, result.stderr  # although nothing differs
+    found = comparisons(result.stdout)
+    assert found["left"]["killed"]["verdict"] == "bit-identical"  # of a model without tensors nothing is known
+    for comparison in found["right"].values():
+        assert comparison["verdict"] == "not compared"
+        assert comparison["detail"].startswith("the weights did not move in 6 steps")
+
+
 def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) -> None:
     survivor = [*of("left", SURVIVOR, "method.per_worker=1e-9"), "~stages.right"]
     result = toy("certify", *survivor)

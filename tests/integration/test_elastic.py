@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lineage.checkpoints import Checkpoints
+from lineage.errors import ArtifactError
+from tasks.checkpoints.best import Best
 from tasks.context import Resources
 from tasks.method import LoRA
 from tests import training
@@ -87,3 +90,25 @@ def test_workers_that_were_not_there_before_draw_numbers_of_their_own(
     seeds = [[done.torch_seed for done in ranks] for ranks in again]
     assert seeds[0] == seeds[1]
     assert len({stage.seed, *seeds[0]}) == 3  # not those of step 0, and not those of each other
+
+
+def test_the_workers_agree_on_the_best_model_also_where_one_does_not_see_it(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup
+) -> None:
+    # The loss falls: the first model that competes is the one with the largest.
+    best = Best(metric="loss", mode="max", every_steps=2)
+    stage = training.method("sft", num_steps=6, best=best, output="best")
+    asked = Asked(
+        stage=stage, root=root, folder=tmp_path / "sft" / "f00d", resources=replace(RESOURCES, save_steps=None),
+        only_first_sees=True,
+    )  # fmt: skip
+    two_workers.train(replace(asked, stop_after=3))
+    checkpoints = Checkpoints(asked.folder / "checkpoints")
+    ended = two_workers.train(replace(asked, resume_step=3))
+    assert [[step for step, _ in done.reports] for done in ended] == [[4, 5, 6]] * 2
+    saved = load_file(checkpoints.path(2) / "model.safetensors")
+    assert same(weights(asked.folder / "output"), saved)
+
+    (checkpoints.path(2) / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"best model is that of step 2, .* is missing; .*restart=\[sft\]"):
+        two_workers.train(replace(asked, resume_step=3))

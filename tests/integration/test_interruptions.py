@@ -103,10 +103,13 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, troub
     assert not (toy.directory / "work").exists() and not (toy.directory / "checkpoints").exists()
 
 
-def test_a_worker_that_hangs_is_named_and_replaced_within_twice_the_set_time(toy, unbroken):
-    assert toy("hang:6:0", "resources.hang_minutes=0.03").manifest.output_digest == unbroken
+@pytest.mark.parametrize(
+    ("trouble", "where"), [("hang:6:0", "at step 5, between steps"), ("hang:1:0", "before its first step, loading")]
+)
+def test_a_worker_that_hangs_is_named_and_replaced_within_twice_the_set_time(toy, unbroken, trouble, where):
+    assert toy(trouble, "resources.hang_minutes=0.03").manifest.output_digest == unbroken
     [lost] = toy.heard.announced
-    assert f"stage train failed: rank 0 on {HERE} hangs at step 5, between steps (wait, " in lost
+    assert f"stage train failed: rank 0 on {HERE} hangs {where} (wait, " in lost
     assert float(lost.partition("nothing came of it for ")[2].partition(" s")[0]) < 2 * 0.03 * 60
     log = (toy.directory / "logs" / "stage.log").read_text()
     assert f"rank=0 host={HERE}" in log and "toy_interrupted.py" in log

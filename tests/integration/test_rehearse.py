@@ -1,10 +1,15 @@
 """A rehearsal makes every stage for real, in short, and leaves nothing that anybody could take for a result."""
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 
+from lineage.errors import ArtifactError
+from lineage.mlflow.names import OUTPUT
+from lineage.mlflow.registry import unregister_gone
 from tests.command import Command
 from tests.miniature import MODEL, write_own_rows
 
@@ -25,6 +30,14 @@ def rows_of(text: str) -> dict[str, dict]:
 def in_store(folder: Path) -> set[str]:
     """The directories of the store that hold anything."""
     return {path.name for path in (folder / "artifacts").iterdir() if path.is_dir() and any(path.iterdir())}
+
+
+def refuse(uri: str, what: str) -> None:
+    """Has the registry refuse to do something to versions."""
+    with contextlib.closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
+        raised = "SELECT RAISE(ABORT, 'told to refuse')"
+        database.execute(f"CREATE TRIGGER refuse BEFORE {what} ON model_versions BEGIN {raised}; END")
+        database.commit()
 
 
 def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, uri: str) -> None:
@@ -50,9 +63,46 @@ def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, ur
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    assert {model.name for model in client.search_registered_models()} == {"toy-gated-rehearsal"}
-    assert len(client.search_model_versions("name = 'toy-gated-rehearsal'")) == 3
+    assert client.search_registered_models() == []
     assert "toy-gated" not in {experiment.name for experiment in client.search_experiments()}
+
+
+def test_its_models_are_registered_each_time_and_no_longer_than_they_are_kept(gated: Command, uri: str) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    alone = ("~stages.right", "~stages.evaluate", "~stages.gate", "~sources.champion")
+    kept = gated("rehearse", "--keep", *alone)
+    assert kept.returncode == 0, kept.stderr
+    assert {model.name for model in client.search_registered_models()} == {"toy-gated-rehearsal"}
+    assert len(client.search_model_versions("name = 'toy-gated-rehearsal'")) == 2
+
+    refuse(uri, "INSERT")
+    refused = gated("rehearse", *alone)
+    assert refused.returncode == 1, refused.stdout
+    assert "has no registered version of it" in refused.stderr
+    [place] = [path for path in (gated.folder / "artifacts/rehearsals").iterdir() if path.is_dir()]
+    assert refused.stdout.splitlines()[-1] == f"kept until the next rehearsal: {place}"
+    assert client.search_model_versions("name = 'toy-gated-rehearsal'") == []  # those that were kept went with theirs
+
+
+def test_only_what_lay_there_and_is_gone_leaves_the_registry(tmp_path: Path, uri: str) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    folder = tmp_path / "a store" / "rehearsals"
+    gone, there, elsewhere = folder / "1" / "output", folder / "2" / "output", tmp_path / "real" / "output"
+    there.mkdir(parents=True)
+    client.create_registered_model("toy")
+    for place in (gone, there, elsewhere):
+        client.create_model_version("toy", str(place), tags={OUTPUT: place.as_uri()})
+    unregister_gone(uri, "toy", folder)
+    assert {version.source for version in client.search_model_versions("name = 'toy'")} == {str(there), str(elsewhere)}
+    unregister_gone(uri, "never registered", folder)
+    there.rmdir()
+    refuse(uri, "UPDATE")
+    with pytest.raises(ArtifactError, match="does not delete the versions of registered model toy whose weights are"):
+        unregister_gone(uri, "toy", folder)
 
 
 def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: Path) -> None:

@@ -181,3 +181,4 @@ def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+    assert toy.states(*SLOW_LEFT)["left"] == "resume"

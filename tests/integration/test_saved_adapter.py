@@ -178,9 +178,7 @@ def test_a_base_that_is_a_source_is_found_where_it_lies(made: Made, root: Path) 
 def test_a_base_of_the_hub_is_named_by_its_commit(made: Made, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(path="owner/name", kind=Kind.CHECKPOINT, revision="a" * 40)
     identity = pin("base", source, DigestCache(None)).fingerprint
-    policy = Input(
-        name="source:base", kind=Kind.CHECKPOINT, fingerprint=identity, path=root / "policy", source=source
-    )  # fmt: skip
+    policy = Input(name="source:base", kind=Kind.CHECKPOINT, fingerprint=identity, path=root / "policy", source=source)
     output = made.folder / "copied" / "anywhere"
     made.train(training.method("cpt", adapter=LORA, save="adapter"), policy, output)
     config = json.loads((output / "adapter_config.json").read_text())

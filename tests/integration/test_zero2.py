@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
+from tasks.checkpoints.best import Best
 from tasks.context import Resources
 from tasks.method import LoRA
 from tests import training
 from tests.command import Command, wait_until
 from tests.miniature import MODEL, write_own_rows
+from tests.stage_folder import write_inputs
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps
 
@@ -28,7 +31,7 @@ LORA = LoRA(rank=4, alpha=8)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,23 @@ def test_stopped_and_resumed_is_unbroken_to_the_bit(
     assert not any(name.endswith((".py", ".bin")) for name in found.files)
     if adapter is None:  # whole weights in fp32 beside the parts
         assert weights(broken.folder / "checkpoints" / "step-4")["model.norm.weight"].dtype == torch.float32
+
+
+def test_the_best_model_is_measured_and_loaded_as_without_zero(
+    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup
+) -> None:
+    best = Best(mode="max", every_steps=1)  # the loss falls: the first is the best
+    # The first step has a learning rate of 0: the same weights are measured.
+    stage = training.method("sft", num_steps=4, warmup_ratio=0.5, precision="bf16", best=best, output="best")
+    plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
+    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
+    exact = replace(plain, folder=tmp_path / "exact", stage=replace(stage, precision="fp32"))
+    groups = [(plain_workers, plain), (zero_workers, zero), (plain_workers, exact)]
+    bf16, found, fp32 = (group.train(asked)[0].reports[0][1]["held_out_loss"] for group, asked in groups)
+    assert abs(found - bf16) < 0.1 * abs(fp32 - bf16)
+    best_weights = load_file(zero.folder / "checkpoints" / "step-1" / "model.safetensors")
+    best_weights["model.embed_tokens.weight"] = best_weights.pop("lm_head.weight")  # tied: saved under one of the names
+    assert same(weights(zero.folder / "output"), best_weights)
 
 
 def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(

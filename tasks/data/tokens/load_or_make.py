@@ -2,9 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ def load_or_make(
             draft.mkdir()
             _make(tokenization, file, tokenizer_dir, workers, draft)
             draft.rename(entry)
+        with suppress(OSError):
+            os.utime(entry)  # by which `gc` knows that somebody still reads it
         logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_lacking else "reused")
         return _read(entry)
 

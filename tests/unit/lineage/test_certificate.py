@@ -8,7 +8,8 @@ import pytest
 
 from lineage.certificate import Certificate, Comparison, basis, certified, key_of, read_certificate, write_certificate
 from lineage.errors import ArtifactError
-from lineage.manifest import InputRecord, Manifest, Provenance
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord, provenance
+from lineage.store import Store
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}
 RECIPE = {"method": "SFT", "version": 1, "learning_rate": 0.1, "num_steps": 6}
@@ -18,6 +19,7 @@ def ran(**fields: object) -> Provenance:
     known: dict[str, object] = {
         "start": 1.0, "end": 2.0, "hosts": ["here"], "python": "3.11", "libraries": {"torch": "2"}, "git_commit": None,
         "git_dirty": None, "code_digest": "c", "seed": 0, "resources": RESOURCES,
+        "hardware": {"cpu": "one"},
     }  # fmt: skip
     return Provenance(**{**known, **fields})
 
@@ -38,8 +40,11 @@ PARENTS = {"base": manifest(files={"config.json": "small"}), "data": manifest("c
 TRAINED = manifest()
 
 
+NOWHERE = Path("no store")
+
+
 def key(made: Manifest, **parents: Manifest) -> str:
-    return key_of(basis(made, {**PARENTS, **parents}))
+    return key_of(basis(made, {**PARENTS, **parents}, NOWHERE))
 
 
 @pytest.mark.parametrize(
@@ -62,17 +67,42 @@ def test_it_holds_for_nothing_else() -> None:
         key(replace(TRAINED, provenance=ran(resources={**RESOURCES, "num_workers": 2}))),
         key(replace(TRAINED, provenance=ran(code_digest="other"))),
         key(replace(TRAINED, provenance=ran(libraries={"torch": "3"}))),
+        key(replace(TRAINED, provenance=ran(hardware={"cpu": "one", "gpu": "another"}))),
         key(TRAINED, base=manifest(files={"config.json": "large"})),
     ]
-    assert len({key(TRAINED), *others}) == 6
+    assert len({key(TRAINED), *others}) == 7
+
+
+@pytest.mark.parametrize("source", [True, False], ids=["source", "stage"])
+def test_of_an_adapter_its_own_shape_and_that_of_its_base_count(tmp_path: Path, source: bool) -> None:
+    def trained_on(base: str, rank: str, weights: str) -> str:
+        """The key of a training whose policy is an adapter on a base of some architecture."""
+        record = given("base", (base if source else weights) * 64)
+        full = manifest(files={"config.json": base, "model.safetensors": weights}, fingerprint=record.fingerprint)
+        if source:
+            record = replace(record, source=SourceRecord(
+                path="base", kind="checkpoint", revision=None, split="train", labels=[], files={}, dvc=None
+            ))  # fmt: skip
+        else:
+            entry = Store(tmp_path / base / rank / weights).entry("base", record.fingerprint)
+            entry.path.mkdir(parents=True)
+            (entry.path / "manifest.json").write_text(full.to_json())
+        adapter = manifest(
+            files={"adapter_config.json": base + weights}, recipe={**RECIPE, "adapter": {"rank": rank}},
+            inputs={"policy": record, "rows": given("data", "2")},
+        )  # fmt: skip
+        return key_of(basis(TRAINED, {**PARENTS, "base": adapter}, tmp_path / base / rank / weights))
+
+    assert trained_on("a", "4", "1") == trained_on("a", "4", "2")
+    assert len({trained_on("b", "4", "3"), trained_on("a", "4", "3"), trained_on("a", "8", "3")}) == 3
 
 
 def certificate(end: float = 2.0, verdict: str = "bit-identical") -> Certificate:
     comparison = Comparison(verdict=verdict, num_workers=(1, 1), resumed_at=(2,))  # type: ignore[arg-type]
-    kind = basis(TRAINED, PARENTS)
+    kind = basis(TRAINED, PARENTS, NOWHERE)
     return Certificate(
         key=key_of(kind), basis=kind, pipeline="p", stage="sft", num_steps=6, save_steps=2, tolerance=1e-4,
-        comparisons={"killed": comparison}, hardware={"cpu": "one"}, provenance=ran(end=end),
+        comparisons={"killed": comparison}, provenance=ran(end=end),
     )  # fmt: skip
 
 
@@ -98,6 +128,11 @@ def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ArtifactError, match="is missing"):
         read_certificate(tmp_path, digest)
+
+
+def test_a_manifest_says_what_it_was_made_on() -> None:
+    made = provenance(start=0, end=1, code_digest="c", seed=0, resources={})
+    assert made.hardware["cpu"]
 
 
 def test_a_manifest_from_before_certificates_is_read() -> None:

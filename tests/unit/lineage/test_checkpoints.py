@@ -1,5 +1,8 @@
 """Checkpoints: whole or absent, and what is damaged later is found by its digests."""
 
+import math
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,16 +11,19 @@ from lineage.checkpoints import RECORD, Checkpoint, Checkpoints
 from lineage.errors import ArtifactError
 
 
-def saved(step: int) -> Checkpoint:
-    return Checkpoint(step=step, time=1.0, train_seconds=2.0, num_workers=1, zero_stage=0, metrics={"loss": 3.0})
-
-
-def commit(store: Checkpoints, step: int) -> Path:
+def commit(store: Checkpoints, step: int, metrics: Mapping[str, float] = {"loss": 3.0}) -> Path:
     draft = store.directory.parent / "draft"
     (draft / "part").mkdir(parents=True)
     (draft / "model.safetensors").write_text(f"weights {step}")
     (draft / "part" / "rank-0").write_text(f"state {step}")
-    return store.commit(draft, saved(step))
+    checkpoint = Checkpoint(step=step, time=1.0, train_seconds=2.0, num_workers=1, zero_stage=0, metrics=metrics)
+    return store.commit(draft, checkpoint)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = (path / RECORD).read_text()
+    assert text.count(old) == 1
+    (path / RECORD).write_text(text.replace(old, new))
 
 
 @pytest.fixture
@@ -51,6 +57,12 @@ def test_the_newest_is_by_number_not_by_name(store: Checkpoints) -> None:
         (lambda path: (path / "other").write_text("x"), "other was added"),
         (lambda path: (path / RECORD).unlink(), f"{RECORD} is missing"),
         (lambda path: (path / RECORD).write_text("{"), f"{RECORD} cannot be read"),
+        (lambda path: (path / RECORD).write_text("null"), f"{RECORD} cannot be read"),
+        (lambda path: rewrite(path, '"num_workers": 1', '"num_workers": 3'), f"{RECORD} has SHA-256"),
+        (lambda path: rewrite(path, '"step": 10', '"step": 11'), f"{RECORD} has SHA-256"),
+        (lambda path: rewrite(path, '"loss": 3.0', '"loss": 3.1'), f"{RECORD} has SHA-256"),
+        (lambda path: rewrite(path, '"files": {', '"files": null, "other": {'), f"{RECORD} cannot be read"),
+        (lambda path: rewrite(path, '"digest"', '"digits"'), f"{RECORD} cannot be read"),
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_is_used(store: Checkpoints, harm, found: str) -> None:
@@ -61,6 +73,49 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(store: Checkpoints, h
     [phrase] = damaged
     assert "step-10" in phrase
     assert found in phrase
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(store: Checkpoints) -> None:
+    commit(store, 5)
+    commit(store, 10).rename(store.path(12))
+    intact, damaged = store.newest_intact()
+    assert intact and intact.step == 5
+    assert damaged == [f"{store.path(12) / RECORD} is the record of step 10"]
+    newest = store.newest()
+    assert newest and newest.step == 5
+
+
+def test_a_metric_that_is_no_number_keeps_nothing_from_being_saved(store: Checkpoints) -> None:
+    commit(store, 5, metrics={"loss": 1.0, "reward": math.nan, "pace": math.inf})
+    assert store.damage(5) == []
+    assert store.read(5).metrics == {"loss": 1.0}
+
+
+def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:
+    def require() -> None:
+        raise ArtifactError("the lock was lost")
+
+    theirs = (commit(store, 5) / RECORD).read_bytes()
+    mine = Checkpoints(store.directory, require)
+    with pytest.raises(ArtifactError, match="was lost"):
+        commit(mine, 5, metrics={"loss": 9.0})
+    with pytest.raises(ArtifactError, match="was lost"):
+        mine.keep([])
+    assert (store.path(5) / RECORD).read_bytes() == theirs
+    assert store.damage(5) == []
+
+
+def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
+    for step in (2, 4):
+        commit(store, step)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.clear()
+    assert store.steps() == []
+
+
+def killed(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:

@@ -1,17 +1,14 @@
-"""What of a store may go, how much room it takes, and that a kill in the middle leaves nothing half."""
+"""What of a store may go, and how much room it takes."""
 
-import json
 import os
-import shutil
 import time
 
 import pytest
 
-from lineage import garbage as garbage_module
-from lineage.digest import digest_files
 from lineage.errors import ArtifactError
-from lineage.garbage import RESUMABLE_SECONDS, find, free, freed, size
-from lineage.lease import Holder, Lease
+from lineage.freeing import free, freed
+from lineage.garbage import RESUMABLE_SECONDS, TOKENS, find, size
+from lineage.lease import Lease
 from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.written_store import WrittenStore, node
@@ -24,6 +21,11 @@ def written(tmp_path) -> WrittenStore:
 
 def entry_of(written, manifest) -> Entry:
     return Store(written.root).entry(manifest.stage, manifest.fingerprint)
+
+
+def nobody():
+    """Needs anything by now."""
+    return ()
 
 
 def found(written, *needed, older_than=None):
@@ -41,8 +43,8 @@ def test_children_go_before_what_they_were_made_from_and_the_needed_stay(written
     assert [each.what for each in garbage] == [node(made["evaluate"]), node(made["dpo"]), node(made["pairs"])]
     assert {each.why for each in garbage} == {"nothing refers to it"}
     assert young == []
-    assert all(free(written.root, each) for each in garbage)
-    assert sorted(path.name for path in written.root.iterdir()) == ["base", "corpus", "cpt", "freed.jsonl"]
+    assert all(free(written.root, each, nobody) for each in garbage)
+    assert sorted(path.name for path in written.root.iterdir() if path.is_dir()) == ["base", "corpus", "cpt"]
     assert freed(written.root) == {(made[name].stage, made[name].fingerprint) for name in ("evaluate", "dpo", "pairs")}
     assert found(written, made["corpus"], made["base"], made["cpt"]) == ([], [])
 
@@ -55,65 +57,10 @@ def test_what_can_be_gone_on_from_stays_for_a_week_and_other_attempts_go(written
     garbage, young = found(written)
     assert [each.why for each in garbage] == ["unfinished, without a checkpoint"]
     assert [each.why for each in young] == ["unfinished, with a checkpoint of step 5"]
-    assert {each.entry for each in found(written, older_than=0.0)[0]} == {saved.path, bare.path}
+    assert {each.path for each in found(written, older_than=0.0)[0]} == {saved.path, bare.path}
     assert found(written, older_than=3600.0)[0] == []
     age(saved.path, RESUMABLE_SECONDS + 60)
-    assert {each.entry for each in found(written)[0]} == {saved.path, bare.path}
-
-
-def test_nothing_of_a_running_stage_goes_and_it_is_not_waited_for(written):
-    made = written.stage("sft", {"rows": written.source("rows")})
-    entry = entry_of(written, made)
-    [garbage], _ = found(written)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
-    with lease.holding():
-        assert found(written) == ([], [])
-        assert not free(written.root, garbage)
-    assert entry.is_finished()
-    assert free(written.root, garbage)
-    assert not entry.path.exists()
-
-
-def test_what_is_no_longer_what_was_found_stays(written):
-    entry = Store(written.root).entry("sft", "1" * 64)
-    entry.begin()
-    [unfinished], _ = found(written)
-    made = written.stage("sft", {"rows": written.source("rows")})
-    shutil.rmtree(entry.path)
-    shutil.copytree(entry_of(written, made).path, entry.path)  # a run finished it meanwhile
-    assert not free(written.root, unfinished)
-    assert entry.is_finished()
-
-
-def test_a_kill_in_the_middle_leaves_what_the_next_time_takes(written, monkeypatch):
-    made = written.stage("sft", {"rows": written.source("rows")})
-    [garbage], _ = found(written)
-    with monkeypatch.context() as patch:
-        patch.setattr(garbage_module, "_delete", lambda paths: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            free(written.root, garbage)
-    assert entry_of(written, made).manifest() is None
-    assert freed(written.root)
-    [half], _ = found(written)
-    assert half.why == "unfinished, without a checkpoint"
-    assert free(written.root, half)
-
-
-def test_what_a_kill_left_beside_a_finished_output_goes_alone(written):
-    made = written.stage("sft", {"rows": written.source("rows")})
-    entry = entry_of(written, made)
-    before = digest_files(entry.path)
-    for name in ("work", "checkpoints/step-3", "work.1234.gone"):
-        (entry.path / name).mkdir(parents=True)
-    dead = Holder(host=Holder.here().host, pid=2**30, started=0.0, token="t")
-    (entry.path / "lock").write_text(json.dumps(vars(dead)))
-    (entry.path / "lock.of-another").write_text(json.dumps(vars(dead)))
-    [garbage], _ = found(written, made)
-    assert garbage.why.endswith("output: work, work.1234.gone, checkpoints, lock.of-another")
-    assert free(written.root, garbage)
-    assert digest_files(entry.path) == before
-    assert found(written, made) == ([], [])
+    assert {each.path for each in found(written)[0]} == {saved.path, bare.path}
 
 
 def test_bytes_that_another_link_keeps_are_not_freed(written, tmp_path):
@@ -134,8 +81,10 @@ def test_tokens_that_nobody_has_read_for_long_go(written):
         age(cache / name, RESUMABLE_SECONDS + 60)
     garbage, young = found(written)
     assert [each.paths[0].name for each in garbage] == ["1" * 16, "3" * 16 + ".draft"]
+    assert find(written.root, {TOKENS: "run x"}, 0.0) == ([], [])  # any run under way may read them
+    assert not free(written.root, garbage[0], lambda: {TOKENS})
     assert [each.paths[0].name for each in young] == ["2" * 16]
-    assert all(free(written.root, each) for each in garbage)
+    assert all(free(written.root, each, nobody) for each in garbage)
     assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == ["2" * 16]
 
 
@@ -144,3 +93,25 @@ def test_nothing_goes_while_a_record_cannot_be_read(written):
     (entry_of(written, made["dpo"]).path / "manifest.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"dpo.*is not a manifest"):
         found(written)
+
+
+def test_what_a_rehearsal_left_goes_after_a_week_and_one_under_way_does_not(written):
+    dead, living = written.root / "rehearsals" / "dead", written.root / "rehearsals" / "living"
+    (dead / "sft").mkdir(parents=True)
+    lease = Lease(living)
+    assert lease.try_acquire()
+    with lease.holding():
+        garbage, young = found(written)
+        assert (garbage, [each.what for each in young]) == ([], ["rehearsals/dead"])
+        age(dead, RESUMABLE_SECONDS + 60)
+        [garbage], _ = found(written)
+        assert free(written.root, garbage, nobody)
+    assert sorted(path.name for path in dead.parent.iterdir() if path.is_dir()) == ["living"]
+
+
+def test_an_output_that_a_run_took_up_lately_is_young(written):
+    made = written.stage("sft", {"rows": written.source("rows")})
+    age(entry_of(written, made).path, 60)
+    assert found(written, older_than=30.0)[1] == []
+    os.utime(entry_of(written, made).path)
+    assert found(written, older_than=30.0)[0] == []

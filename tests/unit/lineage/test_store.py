@@ -6,6 +6,7 @@ from lineage.errors import ArtifactError, PipelineError, StageError
 from lineage.lease import Lease
 from lineage.manifest import Manifest, Provenance
 from lineage.store import Store
+from tests.finished import save
 
 
 def manifest(**changes) -> Manifest:
@@ -115,3 +116,21 @@ def test_who_lost_the_lease_after_its_last_look_does_not_commit(entry, monkeypat
         entry.commit(manifest(), lost)
     assert not entry.is_finished()
     assert not list(entry.path.glob("work*"))
+
+
+def test_a_new_attempt_leaves_nothing_after_the_step_that_it_goes_on_from(entry):
+    for step in (2, 4, 6):
+        save(entry, step)
+    entry.begin(4)
+    assert entry.checkpoints.steps() == [2, 4]
+    entry.begin()
+    assert entry.checkpoints.steps() == []
+
+
+def test_who_comes_next_removes_what_a_kill_left(entry):
+    save(entry, 2)
+    for name in ("checkpoints.12345678.gone", "work.12345678.gone", "checkpoints/.step-4.12345678"):
+        (entry.path / name).mkdir()
+    entry.fence()
+    assert sorted(path.name for path in entry.path.iterdir()) == ["checkpoints", "logs", "output"]
+    assert [path.name for path in (entry.path / "checkpoints").iterdir()] == ["step-2"]

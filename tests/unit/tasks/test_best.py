@@ -52,6 +52,8 @@ def test_a_name_that_says_nothing_needs_a_mode() -> None:
         (None, Best(metric="loss", mode="max", every_steps=2), {4, 5, 6}),
         # 6 is the best now; had it to go on from 5, it would be 2.
         (None, Best(metric="grad_norm", every_steps=2), {5, 6}),
+        # Of an older one that stays for another reason nothing is kept: 2 was the best at 3.
+        (KeepBest(metric="loss", n=1), Best(metric="loss", mode="max", every_steps=2), {3, 4, 5, 6}),
     ],
 )
 def test_what_is_kept_beside_the_newest(keep_best, best, kept) -> None:
@@ -69,6 +71,10 @@ def test_what_competes_is_identity_and_off_it_leaves_no_trace() -> None:
     recipe = SFT(best=Best(every_steps=5), output="best").recipe()
     assert recipe["best"] == {"metric": "held_out_loss", "every_steps": 5}
     assert recipe["output"] == "best"
+
+
+def test_to_state_what_a_training_does_anyway_makes_no_other_model() -> None:
+    assert SFT(output="last", on_divergence="fail").recipe() == SFT().recipe()
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,18 @@
 """With which workers a stage may go on from its checkpoint."""
 
-from pathlib import Path
-
 import pytest
 
 from flows.planning.plan import Plan
-from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
+from tests import finished
 
 ZERO = "stages.left.resources.zero_stage=2"
 TWO = ("stages.left.resources.num_workers=2", "stages.left.resources.micro_batch_size=4")
 
 
-def save(plan: Plan, *, num_workers: int, zero_stage: int = 0) -> None:
+def save(plan: Plan, **fields: int) -> None:
     """A checkpoint of ``left``."""
-    draft = Path(plan.pipeline.store) / "draft"
-    draft.mkdir(parents=True)
-    checkpoint = Checkpoint(
-        step=7, time=1.0, train_seconds=1.0, num_workers=num_workers, zero_stage=zero_stage, metrics={}
-    )  # fmt: skip
-    plan.entry(plan.stage("left")).checkpoints.commit(draft, checkpoint)
+    finished.save(plan.entry(plan.stage("left")), 7, **fields)
 
 
 def test_other_workers_go_on_and_the_plan_says_what_that_means(toy):
@@ -33,6 +26,19 @@ def test_other_workers_go_on_and_the_plan_says_what_that_means(toy):
 def test_more_workers_are_counted(toy):
     save(toy(), num_workers=1)
     assert "with 2 workers instead of 1" in toy(*TWO).stage("left").reason
+
+
+@pytest.mark.parametrize(("field", "before", "now"), [("micro_batch_size", 8, 4), ("cpus_per_worker", 1, 2)])
+def test_what_adds_in_another_order_is_said_too(toy, field, before, now):
+    save(toy(), num_workers=1, **{field: before})
+    assert "instead of" not in toy().stage("left").reason
+    reason = toy(f"stages.left.resources.{field}={now}").stage("left").reason
+    assert reason.endswith(f"; with {field}={now} instead of {before}: within tolerance, not to the bit")
+
+
+def test_what_the_checkpoint_does_not_say_is_not_compared(toy):
+    save(toy(), num_workers=1)
+    assert "instead of" not in toy("stages.left.resources.micro_batch_size=4").stage("left").reason
 
 
 @pytest.mark.parametrize(

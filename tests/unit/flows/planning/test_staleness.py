@@ -1,9 +1,13 @@
-"""Why a stage is stale, where what changed is how a source is read."""
+"""Why a stage is stale, where what changed is how a source is read; and what is said of one that is half done."""
+
+from dataclasses import replace
 
 import pytest
 
+from lineage.attempts import note_attempt
+from lineage.errors import ConfigError
 from lineage.manifest import Manifest
-from tests.finished import finish
+from tests.finished import finish, save
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,54 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
     assert {planned.state for planned in toy(path).stages} == {"reuse"}
     said = (plan.entry(plan.stage("data")).path / "manifest.json").read_text()
     assert "hunter2" not in said and "ROWS_USER" not in said
+
+
+def test_checkpoints_without_a_readable_record_are_said(toy):
+    entry = toy().entry(toy().stage("left"))
+    (save(entry, 4) / "checkpoint.json").unlink()
+    planned = toy().stage("left")
+    assert planned.state == "resume"
+    assert planned.reason.startswith("none of its checkpoints has a record that can be read, and a run refuses: ")
+    assert planned.reason.endswith("or begin again with restart=[left]")
+    again = toy("restart=[left]").stage("left")
+    assert (again.state, again.restart) == ("run", True)
+
+
+def test_a_restart_of_a_finished_stage_is_not_passed_over_in_silence(toy):
+    finish(toy())
+    left, right = (toy("restart=[left]").stage(name) for name in ("left", "right"))
+    assert left.state == "reuse"
+    assert "; restart=[left] is for what is unfinished: change a field, or delete " in left.reason
+    assert "restart" not in right.reason
+
+
+@pytest.fixture
+def trained_by_two(toy):
+    """``left`` was trained by other code to step 4, and went on by the code of now, which saved nothing yet."""
+    planned = toy().stage("left")
+    entry = toy().entry(planned)
+    save(entry, 4)
+    note_attempt(entry.path, 0, "other code")
+    note_attempt(entry.path, 4, planned.code_digest)
+    return toy
+
+
+def test_the_code_of_every_step_counts_not_that_of_the_last_attempt(trained_by_two):
+    with pytest.raises(ConfigError, match=r"stage left: its code changed since it began .* code_drift=refuse"):
+        trained_by_two("code_drift=refuse")
+    again = trained_by_two("code_drift=rerun").stage("left")
+    assert (again.state, again.restart) == ("run", True)
+    assert "its code changed since (code_drift=warn)" in trained_by_two().stage("left").reason
+
+
+def test_what_two_codes_made_is_no_output_of_the_code_of_now(toy):
+    plan = toy()
+    finish(plan)
+    entry = plan.entry(plan.stage("left"))
+    manifest = entry.manifest()
+    mixed = replace(manifest.provenance, earlier_code_digests=["other code"])
+    (entry.path / "manifest.json").write_text(replace(manifest, provenance=mixed).to_json())
+    assert toy("code_drift=rerun").stage("left").state == "run"
+    assert toy("code_drift=rerun").stage("right").state == "reuse"
+    with pytest.raises(ConfigError, match="stage left: its code changed"):
+        toy("code_drift=refuse")

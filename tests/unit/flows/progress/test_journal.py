@@ -1,5 +1,7 @@
 import json
 import os
+import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from flows.progress import journal as journal_module
 from flows.progress import run_notes
 from flows.progress.journal import Journal
 from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
-from lineage.errors import PipelineError, StoppedError
+from lineage.errors import ArtifactError, PipelineError, StoppedError
+from lineage.freeing import guard
 from lineage.lease import Holder
 from lineage.tracker import NoTracker
 from tests.command import CONF, wait_until
+from tests.finished import finish
 
 
 class Recorded(NoTracker):
@@ -206,3 +210,28 @@ def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
         if index != 1:
             os.utime(note_path(tmp_path, note.id), (0, 0))
     assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
+
+
+def test_what_is_freed_before_a_run_has_noted_it_ends_the_run_at_its_begin(plan):
+    finish(plan, "data")
+    again = make_plan(plan.pipeline)
+    shutil.rmtree(again.entry(again.stage("data")).path)
+    with pytest.raises(ArtifactError, match="run again"), Journal(again, [], Recorded(), again.stale).open():
+        pytest.fail("it began")
+    assert the_note(plan).outcome == "failed" and "run again" in the_note(plan).cause
+
+
+def test_a_run_that_begins_waits_until_gc_has_freed_what_it_is_at(plan, journal):
+    begun = []
+
+    def begin():
+        with journal.open():
+            begun.append(run_ids(plan.pipeline.store))
+
+    run = threading.Thread(target=begin)
+    with guard(plan.pipeline.store):
+        run.start()
+        run.join(0.3)
+        assert (begun, run_ids(plan.pipeline.store)) == ([], [])
+    run.join()
+    assert len(begun[0]) == 1

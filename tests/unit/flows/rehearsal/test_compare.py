@@ -1,6 +1,7 @@
 """What sets an interrupted training apart from the unbroken one, and how far."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_losses_and_weights_are_held_against_the_tolerance(tmp_path: Path, by: f
     [
         ({"steps": ((1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0))}, "step 2 is reported 2 times"),
         ({"steps": ((1, 4.0), (3, 2.0))}, "step 2 is reported 0 times"),
+        ({"steps": ((1, 4.0), (2, math.nan), (3, 2.0))}, "first at step 2 in loss (3, unbroken, and nan)"),
+        ({"steps": ((1, 4.0), (2, math.inf), (3, 2.0))}, "first at step 2 in loss (3, unbroken, and inf)"),
         ({"config": "{ }"}, "other bytes in config.json"),
         ({"weights": {"a": WEIGHTS["a"]}}, "b is the first of 1 tensors, by inf"),
         ({"weights": {**WEIGHTS, "b": np.array([np.nan])}}, "b is the first of 1 tensors, by inf"),
@@ -79,6 +82,16 @@ def test_what_no_tolerance_excuses(tmp_path: Path, other: dict[str, object], det
     apart = found(tmp_path, **other)
     assert apart.verdict == "differs"
     assert detail in apart.detail
+
+
+def test_what_is_no_number_in_both_is_the_same(tmp_path: Path) -> None:
+    lost = {"a": np.array([1.0, np.nan]), "b": WEIGHTS["b"]}
+    steps = ((1, 4.0), (2, math.nan))
+    whole = trained(tmp_path / "whole", steps=steps, weights=lost)
+    assert compare(whole, trained(tmp_path / "same", steps=steps, weights=lost), 1e-4).verdict == "bit-identical"
+    apart = compare(whole, trained(tmp_path / "apart", steps=steps, weights={**lost, "b": WEIGHTS["b"] + 1e-6}), 1e-4)
+    assert apart.verdict == "within tolerance"
+    assert "b is the first of 1 tensors" in apart.detail  # not a, whose bytes are the same
 
 
 def test_a_count_that_began_again_is_not_bit_identical(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from flows.planning.plan import Plan
 from flows.rehearsal.interruptions import other_workers
 from flows.rehearsal.scratch import scratch, scratch_plan
-from lineage.errors import ConfigError, StageError
+from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lease import Lease
 from tasks.context import Launcher, Resources
 from tests.finished import finish
@@ -60,9 +60,10 @@ def test_it_stays_for_who_asks_and_for_the_log_of_a_failure_until_the_next(tmp_p
     with scratch(tmp_path, keep=True) as asked:
         pass
     assert asked.is_dir()
-    with pytest.raises(StageError), scratch(tmp_path, keep=False) as failed:
-        raise StageError("sft", "it failed", str(failed / "log"))
-    assert failed.is_dir() and not asked.exists()
+    for error in (StageError("sft", "it failed", "log"), ArtifactError("no record")):
+        with pytest.raises(type(error)), scratch(tmp_path, keep=False) as failed:
+            raise error
+        assert failed.is_dir() and not asked.exists()
     with pytest.raises(ConfigError), scratch(tmp_path, keep=False) as wrong:
         raise ConfigError("wrong")
     assert not wrong.exists() and not failed.exists()

@@ -1,5 +1,6 @@
 """The rows of all that will train are checked before the first of it trains."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages.data_checks import DataChecks, check_job
-from lineage.errors import DataError, StoppedError
+from lineage.errors import ArtifactError, LostError, StageError, StoppedError
 from tests.finished import finish
 
 DATA = ("corpus", "instructions", "preferences")
@@ -23,6 +24,8 @@ class Processes:
     def run(self, job):
         self.asked.append(job.stage)
         answer = self.answers.get(job.stage, {"leaked_rows": 0})
+        if isinstance(answer, Iterator):
+            answer = next(answer)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -65,20 +68,33 @@ def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
 def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    checks, processes = DataChecks(), Processes(dpo=DataError("no answer is left"))
+    checks, processes = DataChecks(), Processes(dpo=StageError("dpo", "no answer is left", "log", 2))
     for stage in ("cpt", "dpo"):
-        with pytest.raises(DataError, match="no answer is left"):
+        with pytest.raises(StageError, match="no answer is left"):
             require(checks, plan, stage, processes)
     assert processes.asked.count("dpo") == 1
 
 
-def test_a_stop_is_no_refusal(quickstart):
-    plan = quickstart()
+@pytest.mark.parametrize(
+    "error", [StoppedError("stopped"), ArtifactError("the lock was lost"), LostError("cpt", "was killed", "log")]
+)
+def test_the_end_of_a_check_is_no_refusal(quickstart, error):
+    plan = quickstart("resources.max_failures=0")
     finish(plan, *DATA, "base")
     checks = DataChecks()
-    with pytest.raises(StoppedError):
-        require(checks, plan, "cpt", Processes(cpt=StoppedError("stopped")))
+    with pytest.raises(type(error)):
+        require(checks, plan, "cpt", Processes(cpt=error))
     require(checks, plan, "cpt", Processes())
+
+
+def test_a_check_that_was_killed_is_made_again(quickstart):
+    plan = quickstart("resources.max_failures=2")
+    finish(plan, *DATA, "base")
+    lost = LostError("sft", "was killed", "log")
+    told = require(DataChecks(), plan, "cpt", Processes(sft=iter([lost, lost, {"leaked_rows": 0}])))
+    assert told == ["stage sft failed: was killed (log: log); its rows are checked again"] * 2
+    with pytest.raises(LostError):
+        require(DataChecks(), plan, "cpt", Processes(sft=iter([lost, lost, lost, {"leaked_rows": 0}])))
 
 
 def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quickstart):

@@ -98,7 +98,10 @@ def test_a_process_that_a_signal_killed_is_lost_and_one_that_ended_by_itself_is_
 
 def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
     loads = replace(job, directory=tmp_path / "other")
+    for rank in (0, 1):
+        Alive(loads.directory / "work", rank, None).mark(None, Doing.LOADING)
     assert failed(loads, 0, DataError("no rows")).cause == "no rows"
+    assert death(loads, -signal.SIGSEGV, None).cause == f"rank 0 on {HERE} was killed by SIGSEGV before its first step"
     assert failed(loads, 0, ValueError("x\ny")).cause == "ValueError: x"
     assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
 

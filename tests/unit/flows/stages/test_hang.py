@@ -1,4 +1,5 @@
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 
 from flows.stages import hang
 from flows.stages.hang import HangWatch
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from tasks.context import Launcher, Resources
 from tasks.steps.alive import Alive, Doing
 from tests.toy_methods import ToyModel, ToyTraining
@@ -33,13 +34,18 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def job(tmp_path) -> Job:
+def job(tmp_path, monkeypatch) -> Job:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "work").mkdir()
     (tmp_path / "logs").mkdir()
     return Job(
         stage="sft", method=ToyTraining(), inputs={}, resources=Resources(hang_minutes=1.0, num_workers=3),
         directory=tmp_path,
     )  # fmt: skip
+
+
+def alone(job: Job) -> Job:
+    return replace(job, resources=replace(job.resources, num_workers=1))
 
 
 def alive(job: Job, rank: int) -> Alive:
@@ -52,8 +58,9 @@ def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
 
 
 def test_a_worker_that_goes_on_is_not_hung_and_one_that_is_done_may_take_its_time(job, clock):
-    watch, rank = HangWatch(job), alive(job, 0)
-    assert watch.hung() is None  # it loads
+    watch, rank = HangWatch(alone(job)), alive(job, 0)
+    rank.mark(None, Doing.FETCHING)
+    assert watch.hung() is None
     clock.now += 600
     for step in range(3):
         rank.mark(step, Doing.BETWEEN)
@@ -63,6 +70,37 @@ def test_a_worker_that_goes_on_is_not_hung_and_one_that_is_done_may_take_its_tim
     assert watch.hung() is None
     clock.now += 600
     assert watch.hung() is None
+
+
+def test_a_worker_that_never_comes_to_its_first_step_is_hung(job, clock):
+    watch, rank = HangWatch(alone(job)), alive(job, 0)
+    rank.mark(None, Doing.LOADING)
+    write_stack(job, 0, threading.get_ident(), "/x/model.py")
+    assert watch.hung() is None
+    clock.now += 61
+    assert f"rank 0 on {HERE} hangs before its first step, loading (wait, /x/model.py:7): nothing" in str(watch.hung())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_worker_that_never_begins_is_hung(job, clock, monkeypatch, joined):
+    if joined:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    watch = HangWatch(replace(job, resources=replace(job.resources, launcher=Launcher.CLUSTER)))
+    clock.now += 119  # processes need time to start, whatever the limit of a step is
+    assert watch.hung() is None
+    if joined:
+        clock.now += 1e5  # that cluster had no room
+        assert watch.hung() is None
+    for rank in (0, 2):
+        alive(job, rank).mark(None, Doing.LOADING)
+    watch.hung()
+    clock.now += 121
+    assert "failed: rank 1 hangs before its first step, starting: nothing was heard of it for" in str(watch.hung())
+
+
+def test_a_check_of_rows_may_take_its_time(job, clock):
+    check = CheckJob(**vars(job), chat_template=None, held_out={}, previous_percent=None)
+    assert HangWatch(check).pause_seconds is None
 
 
 def test_the_worker_that_has_done_least_is_named(job, clock):
@@ -81,7 +119,7 @@ def test_of_workers_in_the_same_step_one_that_waits_for_the_others_is_not_named(
     watch = HangWatch(job)
     for rank, file in enumerate(["/x/torch/distributed/c10d.py", "/x/model.py", "/x/torch/autograd/graph.py"]):
         alive(job, rank).mark(8, Doing.STEPPING)
-        write_stack(job, rank, __import__("threading").get_ident(), file)
+        write_stack(job, rank, threading.get_ident(), file)
     watch.hung()
     clock.now += 61
     assert "rank 1 on" in str(watch.hung()) and "in a step (wait, /x/model.py:7): nothing" in str(watch.hung())
@@ -93,7 +131,7 @@ def test_of_workers_in_the_same_step_one_that_waits_for_the_others_is_not_named(
 )
 def test_where_there_is_no_limit_nobody_looks(job, clock, fields):
     watch = HangWatch(replace(job, resources=replace(job.resources, **fields)))
-    alive(job, 0).mark(1, Doing.STEPPING)
+    alive(job, 0).mark(None, Doing.LOADING)
     assert watch.pause_seconds is None and watch.hung() is None
     clock.now += 1e6
     assert watch.hung() is None

@@ -1,5 +1,6 @@
 """Tokens are made once for all that would make the same ones, and made again where they are damaged."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -51,6 +52,14 @@ def test_the_same_tokens_are_made_once_and_read_from_the_file(root: Path, made: 
     assert second.examples.cache_files  # mapped, not in memory
     without = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
     assert without.columns == first.columns and without.account == first.account
+
+
+def test_whoever_reads_them_makes_them_young_again(root: Path, made: list[Path]) -> None:
+    load(root)
+    (entry,) = (root / "cache" / "tokens").glob("*/")
+    os.utime(entry, (0, 0))
+    load(root)
+    assert entry.stat().st_mtime > 0 and len(made) == 1
 
 
 def test_whatever_decides_the_tokens_makes_others(root: Path, made: list[Path]) -> None:

@@ -1,0 +1,1 @@
+"""What of a store is needed, and by whom."""

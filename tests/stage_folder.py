@@ -1,0 +1,52 @@
+"""One stage's folder, in which it trains in this process, is stopped, and goes on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lineage.checkpoints import Checkpoints
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import Training
+from tests import tiny, training
+from tests.worker_group import one_thread
+
+SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=None, save_minutes=None, keep_last=9)
+ROWS = {
+    "text": tiny.text_rows, "conversations": tiny.conversation_rows, "preferences": tiny.preference_rows,
+}  # fmt: skip
+
+
+def write_inputs(root: Path) -> Path:
+    """A policy, and rows of every kind of which some are held out."""
+    tiny.write_policy(root / "policy")
+    for name, rows in ROWS.items():
+        tiny.write_rows(root / name, rows(50)[:40], rows(50)[40:])
+    return root
+
+
+class StageFolder:
+    """Args: root: of the inputs; resources: that differ from ``SAVING``."""
+
+    def __init__(self, folder: Path, root: Path, **resources: object) -> None:
+        self.folder, self.root = folder, root
+        self.resources = replace(SAVING, **resources)
+        self.reports: list[tuple[int, Metrics]] = []
+        self.store = Checkpoints(folder / "checkpoints")
+
+    def __call__(
+        self, stage: Training, *, resume: int | None = None, should_stop: Callable[[], bool] = lambda: False
+    ) -> Metrics:
+        ctx = TrainContext(
+            output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=self.store.directory,
+            resources=self.resources, report=lambda step, metrics: self.reports.append((step, dict(metrics))),
+            resume_from=self.store.path(resume) if resume else None, should_stop=should_stop,
+        )  # fmt: skip
+        with one_thread():
+            return stage.run(training.inputs(self.root, stage), ctx)
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    def held_out(self) -> dict[int, float]:
+        return {step: metrics["held_out_loss"] for step, metrics in self.reports if "held_out_loss" in metrics}

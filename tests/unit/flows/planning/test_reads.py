@@ -1,0 +1,65 @@
+"""What a plan reads of the store, and that a run refuses to begin where some of it is gone."""
+
+import os
+import shutil
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from flows.planning.reads import mark_used, reads, require_there
+from lineage.errors import ArtifactError
+from lineage.graph.places import node_key
+from lineage.store import Store
+from tests.command import CONF
+from tests.finished import finish
+from tests.written_store import WrittenStore, node
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Its rows are an output of the store, named by its path; its data are finished."""
+
+    def make(rows="output/content.txt"):
+        place = tmp_path / "store" / "corpus" / made.fingerprint[:16]
+        words = [f"sources.rows.path={place}/{rows}", f"store={tmp_path}/store", "tracking=none"]
+        return make_plan(load_pipeline(["pipeline=toy", "model=none", *words], CONF))
+
+    written = WrittenStore(tmp_path / "store")
+    made = written.stage("corpus", {"rows": written.source("rows")})
+    make.made = made
+    finish(make(), "data")
+    return make
+
+
+@pytest.mark.parametrize("rows", ["output/content.txt", "output", "output/*.txt", "../*/output/content.txt"])
+def test_a_source_that_names_an_output_by_its_path_keeps_it(plan, rows):
+    found = reads(plan(rows))
+    assert node(plan.made) in found
+    assert {name.partition("@")[0] for name in found} == {"corpus", "data", "model", "left", "right"}
+
+
+def test_a_run_says_that_something_is_gone_before_it_begins(plan):
+    made = plan()
+    require_there(made)
+    shutil.rmtree(made.entry(made.stage("data")).path)
+    with pytest.raises(ArtifactError, match=r"data/\w+: was finished when the plan was made, .*; run again"):
+        require_there(made)
+
+
+def test_it_says_so_too_of_an_output_that_a_source_names(plan):
+    made = plan()
+    shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
+    with pytest.raises(ArtifactError, match=r"corpus/\w+: was finished"):
+        require_there(made)
+
+
+def test_what_a_run_reuses_was_used_now(plan):
+    made = plan()
+    found = reads(made)
+    used = [node_key("data", made.stage("data").fingerprint), node(plan.made)]
+    for each in used:
+        os.utime(found[each].path, (0, 0))
+    mark_used(made)
+    assert all(found[each].path.stat().st_mtime > 0 for each in used)
+    assert not found[node_key("left", made.stage("left").fingerprint)].path.exists()

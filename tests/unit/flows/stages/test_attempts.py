@@ -1,0 +1,84 @@
+"""How often a stage is tried, and what it goes on from, with runs that end as they are told."""
+
+import pytest
+
+from flows.stages.attempts import begin, last_intact, run_attempts
+from flows.stages.job import Job
+from lineage.attempts import attempts
+from lineage.errors import AskedError, LostError, StageError
+from tests.finished import save
+
+KILLED = LostError("left", "was killed", "log")
+ASKED = AskedError("left", "was asked to end, and saved", "log")
+
+
+class Stage:
+    """Each of its attempts saves at a step, or at none, and ends so."""
+
+    def __init__(self, toy, max_failures=2):
+        plan = toy(f"stages.left.resources.max_failures={max_failures}")
+        self.planned = plan.stage("left")
+        self.entry = plan.entry(self.planned)
+        self.job = Job(
+            stage="left", method=self.planned.stage.method, inputs={}, resources=self.planned.stage.resources,
+            directory=self.entry.path,
+        )  # fmt: skip
+        self.began = []
+
+    def run(self, *ends):
+        left = iter(ends)
+
+        def attempt(job):
+            self.began.append(int(job.resume_from.name.removeprefix("step-")) if job.resume_from else 0)
+            saved, end = next(left)
+            if saved:
+                save(self.entry, saved)
+            if end:
+                raise end
+            return {"loss": 1.0}
+
+        checkpoint = last_intact(self.planned, self.entry)
+        begin(self.planned, self.entry, checkpoint)
+        return run_attempts(self.planned, self.entry, self.job, checkpoint, attempt, lambda line: None)
+
+
+def test_a_stage_that_gets_on_is_tried_for_as_long_as_it_takes(toy):
+    stage = Stage(toy, max_failures=1)
+    assert stage.run((2, KILLED), (4, KILLED), (6, KILLED), (None, None)) == {"loss": 1.0}
+    assert stage.began == [0, 2, 4, 6]
+
+
+def test_one_that_does_not_get_on_is_given_up(toy):
+    stage = Stage(toy, max_failures=2)
+    with pytest.raises(LostError):
+        stage.run((2, KILLED), (None, KILLED), (None, KILLED), (None, None))
+    assert stage.began == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("ends", "began"),
+    [([(2, ASKED), (4, ASKED), (6, KILLED)], [0, 2, 4]), ([(None, ASKED)], [0])],
+    ids=["saved", "saved nothing"],
+)
+def test_who_saves_because_it_is_asked_to_end_does_not_fail(toy, ends, began):
+    stage = Stage(toy, max_failures=0)
+    with pytest.raises(LostError):
+        stage.run(*ends)
+    assert stage.began == began
+
+
+def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    (save(stage.entry, 4) / "state.txt").write_text("flipped")
+    with pytest.raises(LostError):
+        stage.run((None, KILLED), (None, KILLED), (None, None))
+    assert stage.began == [2, 2]
+
+
+def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy):
+    stage = Stage(toy)
+    (save(stage.entry, 2) / "checkpoint.json").unlink()
+    with pytest.raises(StageError, match=r"none of its checkpoints .* is missing; .* restart=\[left\]"):
+        last_intact(stage.planned, stage.entry)
+    assert attempts(stage.entry.path) == []

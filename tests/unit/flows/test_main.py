@@ -1,0 +1,35 @@
+import importlib
+import os
+import signal
+
+import pytest
+
+from flows import __main__ as module
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_asked_to_end_while_it_imports_ends_with_130(number, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_end_soon", lambda: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert module.main(["status"]) == module.STOPPED
+    assert capsys.readouterr().err == "posttrain: stopped; run the same command again to go on\n"
+    assert signal.getsignal(number) == before
+
+
+def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
+    class Imported:
+        @staticmethod
+        def add_arguments(parser):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        @staticmethod
+        def run(options):
+            return 0
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: Imported)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert module.main(["status"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

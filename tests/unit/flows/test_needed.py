@@ -1,0 +1,156 @@
+"""Who needs what of a store, where that cannot be told, and what comes to be needed later."""
+
+import json
+import shutil
+import time
+from dataclasses import asdict
+
+import pytest
+
+from flows.deploy import preset
+from flows.needed.look import needed, needed_now
+from flows.progress.run_notes import RunNote, new_id
+from flows.sweep.folder import Row
+from lineage.garbage import TOKENS
+from lineage.lease import Holder, Lease
+from lineage.promotions import Event, append
+from lineage.store import Store
+from tests.written_store import WrittenStore, node
+
+
+@pytest.fixture
+def written(tmp_path) -> WrittenStore:
+    return WrittenStore(tmp_path / "store")
+
+
+@pytest.fixture
+def look(tmp_path, toy, written, monkeypatch):
+    """What a command finds needed that states the toy pipeline, where only a folder of the user's declares others."""
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "conf" / "pipeline").mkdir(parents=True)
+    monkeypatch.setattr(preset, "CONF", tmp_path / "shipped")
+    stated = toy("tracking=none").pipeline
+
+    def call(unseen=False, **files: str):
+        for name, text in files.items():
+            (tmp_path / "conf" / "pipeline" / f"{name}.yaml").write_text(text)
+        return needed(stated, written.root, tmp_path / "conf", unseen=unseen)
+
+    return call
+
+
+def made_by(kept, *manifests):
+    return {node(each) for each in manifests} <= kept.keys()
+
+
+def event(made, alias="champion", action="promote", **fields) -> Event:
+    return Event(action=action, alias=alias, fingerprint=made.fingerprint, stage=made.stage, who="", why="", **fields)
+
+
+def test_a_pipeline_that_cannot_be_read_keeps_what_is_made_under_its_name_and_its_files(look, written):
+    of_file, of_name, of_another = (
+        written.stage(stage, {"rows": written.source("rows")}, pipeline=pipeline)
+        for stage, pipeline in {"a": "file", "b": "named", "c": "another"}.items()
+    )
+    kept, lines = look(file="# @package _global_\nname: named\nstages: {x: 3}\n")
+    assert made_by(kept, of_file, of_name) and not made_by(kept, of_another)
+    assert [line.partition(": pipeline=file cannot be read")[0] for line in sorted(lines)] == [
+        "all of file stays", "all of named stays",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["name: [", "stages: {}", "name: ${stages}"])
+def test_nothing_goes_beside_a_pipeline_that_does_not_say_its_name(look, written, text):
+    made = written.chain()
+    kept, lines = look(file=f"# @package _global_\nstages: {{x: 3}}\n{text}")
+    assert made_by(kept, *made.values())
+    assert any(line.startswith("nothing goes: pipeline=file cannot be read") for line in lines)
+
+
+def test_what_nobody_declares_stays_unless_an_age_is_stated(look, written):
+    made = written.chain()
+    kept, [line] = look(unseen=True)
+    assert made_by(kept, *made.values())
+    assert line.startswith("all of p stays: it is not declared here; state its --config-dir or its overrides, or --old")
+    kept, lines = look()
+    assert (made_by(kept, made["dpo"]), lines) == (False, [])
+
+
+def test_what_lacks_a_value_stays_unless_an_age_is_stated(look, written):
+    made = written.stage("a", {"rows": written.source("rows")}, pipeline="file")
+    text = '# @package _global_\nname: file\nsources: {rows: {path: "???"}}\n'
+    kept, [line] = look(unseen=True, file=text)
+    assert made_by(kept, made)
+    assert line.startswith("all of file stays: pipeline=file lacks sources.rows.path: has no value; state sources")
+    kept, [line] = look(file=text)
+    assert not made_by(kept, made)
+    assert "it keeps nothing" in line
+
+
+def test_while_a_promoted_model_has_no_record_nothing_goes(look, written):
+    made = written.chain()
+    append(written.root, event(made["dpo"]))
+    assert made_by(look()[0], made["corpus"], made["cpt"])
+    (Store(written.root).entry("dpo", made["dpo"].fingerprint).path / "manifest.json").unlink()
+    kept, [line] = look()
+    assert made_by(kept, *(made[name] for name in ("corpus", "base", "cpt", "pairs", "dpo", "evaluate")))
+    assert line.startswith(f"nothing goes: {node(made['dpo'])}, which alias champion names or has named, has no mani")
+
+
+def test_a_model_of_the_past_that_somebody_deleted_keeps_nothing(look, written):
+    made = written.chain()
+    append(written.root, event(made["dpo"]))
+    append(written.root, event(made["base"]))
+    written.delete(made["evaluate"])
+    written.delete(made["dpo"])
+    kept, lines = look()
+    assert (made_by(kept, made["base"]), made_by(kept, made["cpt"]), lines) == (True, False, [])
+
+
+def test_what_comes_to_be_needed_later_is_seen_with_what_it_was_made_from(look, written):
+    made = written.chain()
+    before, _ = look()
+    lease = Lease(Store(written.root).entry("corpus", made["corpus"].fingerprint).path)
+    lease.try_acquire()  # as who frees it does
+    with lease.holding():
+        assert made_by(look()[0], made["corpus"])
+        now = needed_now(written.root, before)
+    assert not made_by(now, made["corpus"]) and TOKENS not in now
+    run = RunNote(
+        id=new_id(), pipeline="q", words=[], driver=Holder.here(), started=time.time(), stages={},
+        reads=[node(made["pairs"])],
+    )  # fmt: skip
+    run.write(written.root)
+    append(written.root, event(made["cpt"]))
+    now = needed_now(written.root, before)
+    assert made_by(now, made["pairs"], made["cpt"], made["base"], made["corpus"]) and TOKENS in now
+    assert not made_by(now, made["dpo"])
+
+
+def test_a_view_that_moves_later_is_seen(look, written):
+    made = written.chain()
+    before, _ = look()
+    place = written.root / "pipelines" / "p" / "dpo"
+    shutil.copytree(Store(written.root).entry("dpo", made["dpo"].fingerprint).path, place)
+    assert made_by(needed_now(written.root, before), made["dpo"], made["pairs"])
+
+
+@pytest.mark.parametrize(
+    ("best", "kept_trials"),
+    [("trial: 1\noverrides: [x=1, stages.dpo.method.beta=0.2]", {1}), ("", {0, 1}), ("[1]", {0, 1})],
+)
+def test_a_sweep_that_does_not_tell_its_best_trial_keeps_them_all(look, written, best, kept_trials):
+    made = [written.chain(beta=beta)["dpo"] for beta in (0.1, 0.2)]
+    folder = written.root / "sweeps" / "s"
+    folder.mkdir(parents=True)
+    rows = [
+        Row(
+            number=number, params={"stages.dpo.method.beta": beta}, state="complete", seconds=1.0, cause="", values={},
+            metrics={}, fingerprints={"dpo": made[number].fingerprint},
+        )
+        for number, beta in enumerate(("0.1", "0.2"))
+    ]  # fmt: skip
+    (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    (folder / "best.yaml").write_text(best)
+    kept, _ = look()
+    assert {number for number, each in enumerate(made) if made_by(kept, each)} == kept_trials
