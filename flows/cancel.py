@@ -53,7 +53,7 @@ def cancel(note: RunNote, store: Path) -> str:
     if note.is_dead(store):
         tell_of_killed(store)
         return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone; {_clear(note)}"
-    is_here = note.driver.host == socket.gethostname()
+    is_here = note.driver.is_here()
     family = _family(note)
     if note.links.deployed and note.links.flow_run:
         _cancel_flow_run(note)
@@ -75,7 +75,7 @@ def cancel(note: RunNote, store: Path) -> str:
 def _family(note: RunNote) -> list[psutil.Process]:
     """The processes of a run on this host: its driver, whatever bears its mark, and what these have started."""
     found: dict[int, psutil.Process] = {}
-    is_here = note.driver.host == socket.gethostname() and not note.driver.is_dead(0.0)
+    is_here = note.driver.is_here() and not note.driver.is_gone()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
             is_driver = is_here and process.pid == note.driver.pid
@@ -87,7 +87,7 @@ def _family(note: RunNote) -> list[psutil.Process]:
 
 def _clear(note: RunNote) -> str:
     """Ends what a driver that died has left, such as a fork server that still imports; says what that was."""
-    if note.driver.host != socket.gethostname():
+    if not note.driver.is_here():  # another machine, or this one before it was started again
         return f"call posttrain cancel {note.id} there to end what it may have left"
     left = [each for each in _family(note) if _is_alive(each)]
     for each in left:

@@ -51,12 +51,23 @@ def earlier_codes(made: Sequence[Attempt], step: int | None, code_digest: str) -
         step: of a checkpoint; None: as far as the last attempt came.
         code_digest: of the code that is no other.
     """
-    found: list[str] = []
+    codes = dict.fromkeys(attempt.code_digest for attempt in _counted(made, step))
+    return [digest for digest in codes if digest != code_digest]
+
+
+def resumed_at(made: Sequence[Attempt]) -> list[int]:
+    """Steps of the checkpoints that what was made was gone on from, in order."""
+    return [attempt.step for attempt in _counted(made, None) if attempt.step]
+
+
+def _counted(made: Sequence[Attempt], step: int | None) -> list[Attempt]:
+    """The attempts of whose steps something is left."""
+    found: list[Attempt] = []
     for attempt in reversed(made):
         if step is None or attempt.step < step:
-            found.append(attempt.code_digest)
+            found.append(attempt)
             step = attempt.step
-    return [digest for digest in dict.fromkeys(reversed(found)) if digest != code_digest]
+    return found[::-1]
 
 
 def last_words(made: Sequence[Attempt]) -> str:

@@ -17,7 +17,7 @@ from lineage.store import CACHE, ENTRY_NAME, REHEARSALS, Entry, Store
 TOKENS = "tokens"  # the key of all of them: any run may read some
 
 RESUMABLE_SECONDS = 7 * 86400.0  # for which an output that can be gone on from is spared, unless it is said otherwise
-_LEFT = ("work", "work.*.gone", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
+_LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,9 @@ _LIBRARIES = (
     "accelerate",
     "tokenizers",
     "safetensors",
+    "bitsandbytes",
+    "deepspeed",
+    "numpy",
     "ray",
     "prefect",
 )

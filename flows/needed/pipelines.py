@@ -21,8 +21,7 @@ def add_plan(pipeline: Pipeline, who: str, found: Needed) -> None:
     try:
         plan = make_plan(pipeline)
     except (PipelineError, OSError) as error:
-        if pipeline.name not in found.planned:
-            found.pipelines[pipeline.name] = f"{who} cannot be planned: {error}"
+        found.pipelines[pipeline.name] = f"{who} cannot be planned: {error}"
         return
     found.planned.add(pipeline.name)
     for node in reads(plan):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 from flows.planning.plan import Plan
 from lineage.errors import ArtifactError
@@ -28,15 +29,24 @@ def require_there(plan: Plan) -> None:
     Raises:
         ArtifactError: something was freed between the plan and the note.
     """
-    for entry in _reused(plan):
-        if not (entry.manifest() and entry.output.is_dir()):
-            raise ArtifactError(
-                f"{entry.path}: was finished when the plan was made, and is gone since, as when gc frees it; run again"
-            )
+    reused = (plan.entry(each) for each in plan.stages if each.state == "reuse")
+    gone = [entry.path for entry in reused if not (entry.manifest() and entry.output.is_dir())]
+    gone += [file for file in _files(plan) if not file.exists()]  # of an unfinished output too, where one names it
+    if gone:
+        raise ArtifactError(
+            f"{gone[0]}: was there when the plan was made, and is gone since, as when gc frees it; run again"
+        )
 
 
 def _reused(plan: Plan) -> list[Entry]:
     return [*(plan.entry(each) for each in plan.stages if each.state == "reuse"), *_named(plan).values()]
+
+
+def _files(plan: Plan) -> list[Path]:
+    """Of the store, that sources name."""
+    pinned = [given.pinned for planned in plan.stages for given in planned.inputs.values() if given.pinned]
+    files = dict.fromkeys(file for each in pinned for file in each.record.files)
+    return [Path(file) for file in files if artifact_at(plan.pipeline.store, file)]
 
 
 def _named(plan: Plan) -> dict[str, Entry]:

@@ -29,9 +29,9 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     folder = store / REHEARSALS
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / uuid.uuid4().hex[:8]
-    lease = Lease(place)
     with FileLock(folder / "guard"):
-        lease.try_acquire()
+        lease = Lease(place)
+        assert lease.try_acquire()  # nobody else knows its name
         for other in folder.iterdir():
             if other.is_dir() and other != place and not living_holder(other):
                 shutil.rmtree(other, ignore_errors=True)

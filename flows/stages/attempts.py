@@ -21,13 +21,24 @@ def goes_on(planned: PlannedStage, entry: Entry) -> bool:
     return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
 
 
-def begin(planned: PlannedStage, entry: Entry, checkpoint: Checkpoint | None, cause: str = "") -> None:
+def begin(
+    planned: PlannedStage,
+    entry: Entry,
+    checkpoint: Checkpoint | None,
+    require_lease: Callable[[], None],
+    cause: str = "",
+) -> None:
     """Prepares a stage's directory for an attempt; what was made after its checkpoint goes.
 
     Args:
         checkpoint: that it goes on from; None: from the beginning.
+        require_lease: raises where the directory is another run's by now: the wait before may have been long.
         cause: what ended the attempt before, where that is known.
+
+    Raises:
+        ArtifactError: it is another run's.
     """
+    require_lease()
     entry.begin(checkpoint.step if checkpoint else 0)
     note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause)
     words = last_words(attempts(entry.path))
@@ -66,12 +77,12 @@ def run_attempts(
             return run(replace(job, resume_from=entry.checkpoints.path(step) if checkpoint else None))
         except LostError as lost:
             job.require_lease()  # or another run is at work there now
-            went_on = any(saved > step for saved in entry.checkpoints.steps())
+            checkpoint = last_intact(planned, entry)
+            went_on = checkpoint is not None and checkpoint.step > step
             failures = (0 if went_on else failures) + (not (went_on and isinstance(lost, AskedError)))
             if failures > job.resources.max_failures:
                 raise
-            checkpoint = last_intact(planned, entry)
-            begin(planned, entry, checkpoint, lost.cause)
+            begin(planned, entry, checkpoint, job.require_lease, lost.cause)
             where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
             tell(f"{lost}; it goes on {where}")
 

@@ -80,6 +80,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
     run.processes.raise_if_stopped()
+    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its lease was lost, or its trial was pruned
     run.observer.waiting(run.title(planned), reason)
 
 
@@ -96,7 +97,7 @@ def _tracked(
 ) -> Manifest:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
-        begin(planned, entry, checkpoint)
+        begin(planned, entry, checkpoint, lease.require)
         tracked = run.tracker.stage(start)
         try:
             manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)

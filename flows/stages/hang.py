@@ -32,7 +32,8 @@ class HangWatch:
         self._limit = 60 * minutes if watched and minutes is not None else None
         self._seen: dict[int, tuple[Mark, float]] = {}  # rank -> its last mark, and when it was first seen here
         # Since when each is expected: a cluster that we join may have room for the first only after hours.
-        self._began = None if os.environ.get("RAY_ADDRESS") else time.monotonic()
+        joins = job.resources.on_cluster and os.environ.get("RAY_ADDRESS")
+        self._began = None if joins else time.monotonic()
 
     @property
     def pause_seconds(self) -> float | None:
@@ -63,6 +64,8 @@ class HangWatch:
     def _still(self, now: float, limit: float) -> LostError | None:
         seen = self._seen.values()
         still = [mark for mark, since in seen if mark.doing not in UNWATCHED and now - since >= limit]
+        if any(mark.doing == Doing.FETCHING for mark, _ in seen):  # who is done with that waits for who is not
+            still = [mark for mark in still if mark.step is not None]
         if not still:
             return None
         stacks = {mark.rank: stack(self._job.directory / "work", mark.rank) for mark in still}

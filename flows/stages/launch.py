@@ -86,7 +86,7 @@ class StageProcesses:
             PipelineError: this stage was ended, as ``end`` was told.
         """
         self.raise_if_stopped()
-        self._raise_if_unwanted(job.directory)
+        self.raise_if_unwanted(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
             with contextlib.redirect_stdout(sys.stderr), saving_first(job):  # stdout is for the result
                 return _result(job, answer(job))
@@ -98,7 +98,7 @@ class StageProcesses:
             self._end(job.directory, process)
         if reply is None:
             self.raise_if_stopped()
-            self._raise_if_unwanted(job.directory)
+            self.raise_if_unwanted(job.directory)
             reply = death(job, process.exitcode, kills)
         if isinstance(reply, StoppedError | LostError):
             if process.exitcode != -signal.SIGKILL:
@@ -165,7 +165,12 @@ class StageProcesses:
         if process:
             signal_group(process, signal.SIGKILL)
 
-    def _raise_if_unwanted(self, directory: Path) -> None:
+    def raise_if_unwanted(self, directory: Path) -> None:
+        """For whoever waits with one stage.
+
+        Raises:
+            PipelineError: as ``end`` was told; once.
+        """
         with self._lock:
             why = self._unwanted.pop(directory, None)
         if why is not None:

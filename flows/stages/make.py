@@ -9,7 +9,7 @@ from flows.stages.attempts import run_attempts
 from flows.stages.given import input_records, job_inputs, require_unchanged_sources
 from flows.stages.job import Job
 from flows.stages.run import Run
-from lineage.attempts import attempts, earlier_codes
+from lineage.attempts import attempts, earlier_codes, resumed_at
 from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
@@ -64,7 +64,7 @@ def make(
     tried = attempts(entry.path)
     made_by = provenance(
         start=begin, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-        resources=asdict(resources), resumed_at=[each.step for each in tried if each.step],
+        resources=asdict(resources), resumed_at=resumed_at(tried),
         earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
     )  # fmt: skip
     require_unchanged_sources(run.plan, planned)  # nor while it was read

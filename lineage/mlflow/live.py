@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lineage.attempts import attempts
+from lineage.attempts import attempts, resumed_at
 from lineage.lease import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
@@ -132,8 +132,8 @@ class LiveRecord:
             if run.info.status == "RUNNING":
                 self._client.set_terminated(note.run_id, "KILLED")
             return None
-        resumed_at = json.dumps([each.step for each in attempts(start.directory) if each.step])
-        tags = {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: resumed_at}
+        steps = json.dumps(resumed_at(attempts(start.directory)))
+        tags = {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: steps}
         return note.run_id, reopen(self._client, run, tags)
 
     def follow(self) -> None:

@@ -96,7 +96,7 @@ class Checkpointing(TrainerCallback):
 
     def _agreed(self, step: int) -> tuple[bool, bool]:
         """Whether to save and to stop after this step: rank 0 says it, or each worker would at a step of its own."""
-        stop = self.ctx.should_stop()
+        stop = self.ctx.rank == 0 and self.ctx.should_stop()
         flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=self.trainer.args.device)
         if self.ctx.world_size > 1:
             torch.distributed.broadcast(flags, src=0)

@@ -17,7 +17,7 @@ from tests.command import REPOSITORY
 MARK = "POSTTRAIN_CHAOS"  # in the environment of a run, and so of all that it starts
 LEFT_SECONDS = 60.0
 
-Kill = Callable[[subprocess.Popen[bytes], random.Random], None]
+Kill = Callable[[subprocess.Popen[bytes], str, random.Random], None]
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -51,14 +51,14 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def _driver(number: signal.Signals) -> Kill:
-    def kill(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
+    def kill(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
         driver.send_signal(number)
 
     return kill
 
 
-def _all(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
-    family = marked(_mark(driver))
+def _all(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
+    family = marked(mark)
     chance.shuffle(family)
     for process in family:
         _signal(process, signal.SIGKILL)
@@ -67,16 +67,14 @@ def _all(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
 def _one(words: str) -> Kill:
     """One of the processes whose command line holds these words; where there is none yet, the driver."""
 
-    def kill(driver: subprocess.Popen[bytes], chance: random.Random) -> None:
-        found = [each for each in marked(_mark(driver)) if each.pid != driver.pid and words in " ".join(_command(each))]
-        _signal(chance.choice(found) if found else psutil.Process(driver.pid), signal.SIGKILL)
+    def kill(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
+        found = [each for each in marked(mark) if each.pid != driver.pid and words in " ".join(_command(each))]
+        if found:
+            _signal(chance.choice(found), signal.SIGKILL)
+        else:
+            driver.kill()
 
     return kill
-
-
-def _mark(driver: subprocess.Popen[bytes]) -> str:
-    with open(f"/proc/{driver.pid}/environ") as file:
-        return next(word.partition("=")[2] for word in file.read().split("\0") if word.startswith(f"{MARK}="))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +89,20 @@ class Way:
     codes: frozenset[int]
 
 
-_KILLED, _STOPPED = frozenset({-signal.SIGKILL}), frozenset({130, 0})
+_KILLED, _STOPPED = frozenset({-signal.SIGKILL, 0}), frozenset({130, 0})
 
 WAYS = {
     "SIGKILL of the driver": Way(kill=_driver(signal.SIGKILL), codes=_KILLED),
     "SIGTERM to the driver": Way(kill=_driver(signal.SIGTERM), codes=_STOPPED | {-signal.SIGTERM}),  # while it imports
     "Ctrl-C": Way(kill=_driver(signal.SIGINT), codes=_STOPPED | {-signal.SIGINT}),
     "SIGKILL of all": Way(kill=_all, codes=_KILLED),
-    "SIGKILL of a stage or its fork server": Way(kill=_one("multiprocessing"), codes=_KILLED | {0}),
-    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect_process"), codes=_KILLED | {0}),
+    "SIGKILL of a stage or its fork server": Way(kill=_one("multiprocessing"), codes=_KILLED),
+    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect_process"), codes=_KILLED),
 }
 CLUSTER_WAYS = {
-    "SIGKILL of a Ray worker": Way(kill=_one("ray::"), codes=_KILLED | {0}),
-    "SIGKILL of Ray's head": Way(kill=_one("gcs_server"), codes=_KILLED | {0}),
-    "SIGKILL of Ray's node": Way(kill=_one("raylet/raylet"), codes=_KILLED | {0}),
+    "SIGKILL of a Ray worker": Way(kill=_one("ray::"), codes=_KILLED),
+    "SIGKILL of Ray's head": Way(kill=_one("gcs_server"), codes=_KILLED),
+    "SIGKILL of Ray's node": Way(kill=_one("raylet/raylet"), codes=_KILLED),
 }
 
 

@@ -136,7 +136,7 @@ class Rounds:
             pass
         name = self._chance.choice(sorted(self._ways))
         hits += reached(folder / "artifacts", TRAINING)
-        self._ways[name].kill(run, self._chance)
+        self._ways[name].kill(run, self._mark, self._chance)
         code = run.wait()
         self.score.kills += 1
         self.score.leaked += left(self._mark)

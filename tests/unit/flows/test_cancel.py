@@ -175,3 +175,14 @@ def test_what_prefect_started_prefect_ends(tmp_path, sleeper, monkeypatch):
     running.write(tmp_path)
     cancel(running, tmp_path)
     assert asked == ["f1"]
+
+
+def test_a_pid_of_another_boot_is_not_touched(tmp_path, sleeper):
+    before = replace(sleeper, machine="another-boot/4026531836")
+    asked = note(driver=before)
+    asked.write(tmp_path)
+    with pytest.raises(PipelineError, match="on that machine"):
+        cancel(asked, tmp_path)
+    os.utime(note_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
+    assert "died before" in cancel(asked, tmp_path)
+    assert psutil.Process(sleeper.pid).is_running()

@@ -43,15 +43,21 @@ def test_a_run_says_that_something_is_gone_before_it_begins(plan):
     made = plan()
     require_there(made)
     shutil.rmtree(made.entry(made.stage("data")).path)
-    with pytest.raises(ArtifactError, match=r"data/\w+: was finished when the plan was made, .*; run again"):
+    with pytest.raises(ArtifactError, match=r"data/\w+: was there when the plan was made, .*; run again"):
         require_there(made)
 
 
 def test_it_says_so_too_of_an_output_that_a_source_names(plan):
     made = plan()
     shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
-    with pytest.raises(ArtifactError, match=r"corpus/\w+: was finished"):
+    with pytest.raises(ArtifactError, match=r"corpus/.*content.txt: was there"):
         require_there(made)
+
+
+def test_an_unfinished_output_may_be_named_too(plan):
+    made = plan()
+    (Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).path / "manifest.json").unlink()
+    require_there(made)
 
 
 def test_what_a_run_reuses_was_used_now(plan):

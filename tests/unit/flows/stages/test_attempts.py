@@ -1,11 +1,13 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.stages.attempts import begin, last_intact, run_attempts
 from flows.stages.job import Job
-from lineage.attempts import attempts
-from lineage.errors import AskedError, LostError, StageError
+from lineage.attempts import Attempt, attempts, resumed_at
+from lineage.errors import ArtifactError, AskedError, LostError, StageError
 from tests.finished import save
 
 KILLED = LostError("left", "was killed", "log")
@@ -24,6 +26,7 @@ class Stage:
             directory=self.entry.path,
         )  # fmt: skip
         self.began = []
+        self.damages = False
 
     def run(self, *ends):
         left = iter(ends)
@@ -32,13 +35,15 @@ class Stage:
             self.began.append(int(job.resume_from.name.removeprefix("step-")) if job.resume_from else 0)
             saved, end = next(left)
             if saved:
-                save(self.entry, saved)
+                path = save(self.entry, saved)
+                if self.damages:
+                    (path / "state.txt").write_text("flipped")
             if end:
                 raise end
             return {"loss": 1.0}
 
         checkpoint = last_intact(self.planned, self.entry)
-        begin(self.planned, self.entry, checkpoint)
+        begin(self.planned, self.entry, checkpoint, lambda: None)
         return run_attempts(self.planned, self.entry, self.job, checkpoint, attempt, lambda line: None)
 
 
@@ -82,3 +87,35 @@ def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy):
     with pytest.raises(StageError, match=r"none of its checkpoints .* is missing; .* restart=\[left\]"):
         last_intact(stage.planned, stage.entry)
     assert attempts(stage.entry.path) == []
+
+
+def test_checkpoints_that_are_damaged_as_they_are_saved_are_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    stage.damages = True
+    with pytest.raises(LostError):
+        stage.run(*[(4, KILLED)] * 5)
+    assert stage.began == [2, 2]
+
+
+def test_who_lost_its_lease_while_it_waited_touches_nothing(toy):
+    stage = Stage(toy)
+    save(stage.entry, 2)
+    stage.entry.output.mkdir(parents=True)
+    (stage.entry.output / "model.txt").write_text("of the run that took over")
+
+    def require() -> None:
+        raise ArtifactError("the lock was lost")
+
+    with pytest.raises(ArtifactError, match="the lock was lost"):
+        begin(stage.planned, stage.entry, None, require)
+    assert stage.entry.checkpoints.steps() == [2]
+    assert (stage.entry.output / "model.txt").exists()
+    assert attempts(stage.entry.path) == []
+
+
+def test_what_a_restart_threw_away_was_not_resumed():
+    made = [Attempt(time=0.0, host="h", pid=1, step=step, code_digest="c") for step in (0, 20, 30)]
+    assert resumed_at(made) == [20, 30]
+    assert resumed_at([*made, replace(made[0], step=0)]) == []
+    assert resumed_at([*made, replace(made[0], step=20)]) == [20]
