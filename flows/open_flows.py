@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.prefect_server import configured_api_url
+from flows.progress.run_notes import latest
 from lineage.holder import Holder
 
 End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # as Prefect spells its types of states
@@ -48,12 +49,13 @@ class OpenFlow:
 
 
 def left_open(store: Path) -> Iterator[OpenFlow]:
-    """Of processes of this host that are gone."""
+    """Of drivers that are gone: of this machine, or not heard of for long."""
+    silent = {note.links.flow_run for note in latest(store) if note.is_dead(store)}
     for path in sorted((store / _FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # another command is as fast
             fields = json.loads(path.read_text())
             flow = OpenFlow(**fields | {"driver": Holder(**fields["driver"])})
-            if flow.driver.is_dead(silent_seconds=0.0):
+            if flow.flow_run in silent or flow.driver.is_dead(silent_seconds=0.0):
                 yield flow if flow.message else replace(flow, message=_killed(flow.driver))
 
 
@@ -61,7 +63,7 @@ def tell_of_killed(store: Path) -> None:
     """Tells the user's Prefect of runs whose drivers were killed; costs nothing where there are none."""
     url = configured_api_url()
     if url and any(flow.api == url for flow in left_open(store)):
-        from flows.prefect_ends import tell_left  # imports prefect
+        from flows.prefect_told import tell_left  # imports prefect
 
         tell_left(store, url)
 

@@ -2,33 +2,25 @@
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from uuid import UUID
 
-import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.events.utilities import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import CancelledRun, FailedRun, ObjectNotFound, PrefectException
+from prefect.exceptions import CancelledRun, FailedRun
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled, Completed, Crashed, Failed, State
+from prefect.states import State
 
-from flows.open_flows import End, OpenFlow, left_open
+from flows.open_flows import End, OpenFlow
 from flows.prefect_server import answers, configured_api_url
+from flows.prefect_told import tell, unheard
 from lineage.holder import Holder
 
-_STATES: dict[End, Callable[..., State[None]]] = {
-    "COMPLETED": Completed, "FAILED": Failed, "CANCELLED": Cancelled, "CRASHED": Crashed,
-}  # fmt: skip
-_OPEN = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 _PATIENCE_SECONDS = 150.0
 _STOP_SECONDS = 3.0  # of the 30 that whoever stops us gives; stages that save have had most of them
 _LOOK_SECONDS = 1.0
@@ -83,16 +75,22 @@ class Ending:
             state = body()
         except Exception as error:
             self._end("FAILED", str(error), error)
-            self._was_away = await_prefect()
+            self._was_away = self._awaited()
             raise
         except BaseException:
             self._end("CRASHED", "stopped; run the same command again to go on", KeyboardInterrupt())
-            signal.signal(signal.SIGALRM, _interrupt)
-            signal.setitimer(signal.ITIMER_REAL, _STOP_SECONDS)  # Prefect may be away, or take a call and say nothing
+            _bound()
             raise
         self._end(state.type.value if state else "COMPLETED", (state and state.message) or "", None)
-        self._was_away = await_prefect()
+        self._was_away = self._awaited()
         return state
+
+    def _awaited(self) -> bool:
+        try:
+            return await_prefect()
+        except BaseException:  # whoever waits does not wish to
+            _bound()
+            raise
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -143,58 +141,11 @@ class Ending:
             unheard(self._note)
 
 
+def _bound() -> None:
+    """Prefect may be away, or take a call and say nothing: what is left to tell it must take no longer."""
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, _STOP_SECONDS)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def tell_left(store: Path, api: str | None) -> None:
-    """Tells Prefect of the runs of drivers that are gone, where it is the Prefect that knows them."""
-    for flow in left_open(store):
-        if flow.api == api:
-            tell(flow, store)
-
-
-def tell(flow: OpenFlow, store: Path) -> None:
-    """Settles a flow run, or says that Prefect does not answer."""
-    try:
-        settle(flow)
-    except (PrefectException, httpx.HTTPError):
-        unheard(flow)
-    else:
-        flow.remove(store)
-
-
-def unheard(flow: OpenFlow) -> None:
-    """Says so; the note stays, and with it what is to be told."""
-    with contextlib.suppress(OSError):  # nobody reads stderr
-        print(
-            f"posttrain: Prefect at {configured_api_url()} does not answer, and shows the flow run {flow.flow_run} as "
-            "one that runs; the next command tells it how that ended",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-
-
-def settle(flow: OpenFlow) -> None:
-    """Gives a flow run and its task runs the states that they ended in, where Prefect has others.
-
-    Raises:
-        PrefectException, httpx.HTTPError: Prefect cannot be told.
-    """
-    flow_run = UUID(flow.flow_run)
-    with get_client(sync_client=True) as client:
-        try:
-            state = client.read_flow_run(flow_run).state
-        except ObjectNotFound:  # it was deleted
-            return
-        _settle_tasks(client, flow)
-        if not state.is_final() or (flow.end == "COMPLETED" and not state.is_completed()):
-            client.set_flow_run_state(flow_run, _STATES[flow.end](message=flow.message or None), force=True)
-
-
-def _settle_tasks(client: SyncPrefectClient, flow: OpenFlow) -> None:
-    of_flow = FlowRunFilter.model_validate({"id": {"any_": [flow.flow_run]}})
-    still_open = TaskRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
-    while found := client.read_task_runs(flow_run_filter=of_flow, task_run_filter=still_open):  # by the page
-        for each in found:
-            end: End = "COMPLETED" if each.name in flow.finished else flow.end
-            client.set_task_run_state(each.id, _STATES[end](message=flow.message or None), force=True)

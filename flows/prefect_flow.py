@@ -11,7 +11,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.planning.needs import pool_of
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import judgements, record_decision, require_passed
-from flows.prefect_ends import Ending, tell_left
+from flows.prefect_ends import Ending
+from flows.prefect_told import tell_left
 from flows.promotion.prefect_approval import ask
 from flows.stages.execute import Result, execute
 from flows.stages.gpu_pool import require_pools

@@ -6,8 +6,9 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Failed, State
 
-from flows.prefect_ends import Ending, tell_left
+from flows.prefect_ends import Ending
 from flows.prefect_flow import task_runner
+from flows.prefect_told import tell_left
 from flows.stages.run import Run
 from flows.sweep.engine import Engine
 

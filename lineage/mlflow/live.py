@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lineage.attempts import attempts, resumed_at
-from lineage.lease import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
 from lineage.mlflow.executions import Row, description, end_dead_runs, run_name
 from lineage.mlflow.follow import Follower
 from lineage.mlflow.lookup import Recorded
-from lineage.mlflow.names import CAUSE, HOST, NOTE, PARENT_RUN, PID, RESUMED_AT, REUSED, STARTED, WORDS, accepted
+from lineage.mlflow.names import CAUSE, NOTE, PARENT_RUN, RESUMED_AT, REUSED, WORDS, accepted
 from lineage.mlflow.record import Record
-from lineage.mlflow.reopened import reopen
+from lineage.mlflow.reopened import find_run, process_tags, reopen
 from lineage.mlflow.trials import Trials
 from lineage.run_file import RunFile
 from lineage.tracker import Execution, RunIds, StageStart, TrialEnd
@@ -46,7 +45,7 @@ class LiveRecord:
         pipeline, words = self._execution.pipeline, self._execution.words
         end_dead_runs(self._client, self._record.runs.experiment(pipeline))
         now = time.time()
-        tags = {WORDS: shlex.join(words), **_process_tags()}
+        tags = {WORDS: shlex.join(words), **process_tags()}
         self.run_id = self._earlier(tags) or self._record.runs.create_run(pipeline, self._name(now), tags, now)
         if self._execution.folder:
             note = RunFile(uri=self._uri, run_id=self.run_id, execution_id=self.run_id, words=words)
@@ -88,7 +87,7 @@ class LiveRecord:
     def open_trial(self, number: int, params: Mapping[str, str]) -> None:
         """Begins a trial of this sweep."""
         assert self._trials
-        self._trials.open(number, params, _process_tags())
+        self._trials.open(number, params, process_tags())
 
     def close_trial(self, number: int, end: TrialEnd) -> None:
         """Ends a trial of this sweep."""
@@ -120,20 +119,22 @@ class LiveRecord:
         return RunIds(stage=run_id, execution=self.run_id, parents=tuple(parent.run_id for parent in parents.values()))
 
     def _open_new(self, start: StageStart) -> str:
-        return self._record.open_stage(start, self._execution.pipeline, self.run_id, time.time(), _process_tags())
+        return self._record.open_stage(start, self._execution.pipeline, self.run_id, time.time(), process_tags())
 
     def _reopen(self, start: StageStart) -> tuple[str, Mapping[str, int]] | None:
         """The run of the attempt before, and the last step of each metric there; it is ended if it is not gone on."""
         note = RunFile.read(start.directory)
         if note is None or note.uri != self._uri:
             return None
-        run = self._client.get_run(note.run_id)
+        run = find_run(self._client, note.run_id)
+        if run is None:  # the database was lost, and is another one now
+            return None
         if not start.resumes or run.info.status == "FINISHED" or run.info.lifecycle_stage != "active":
             if run.info.status == "RUNNING":
                 self._client.set_terminated(note.run_id, "KILLED")
             return None
         steps = json.dumps(resumed_at(attempts(start.directory)))
-        tags = {**_process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: steps}
+        tags = {**process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: steps}
         return note.run_id, reopen(self._client, run, tags)
 
     def follow(self) -> None:
@@ -184,9 +185,3 @@ class LiveRecord:
     def _describe(self) -> None:
         text = description(self._execution.words, self._execution.store, self._rows)
         self._client.set_tag(self.run_id, NOTE, text)
-
-
-def _process_tags() -> dict[str, str]:
-    """Who writes a run: it is closed by the next command when that process is gone."""
-    me = Holder.here()
-    return {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}

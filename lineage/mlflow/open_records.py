@@ -1,7 +1,7 @@
 """Notes of the executions whose record is not complete, so that the next command completes it. Imports no mlflow."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lineage.lease import Holder
@@ -31,7 +31,9 @@ def left_open(store: Path) -> list[Path]:
 
 def _is_left(path: Path) -> bool:
     try:
-        return Holder(**json.loads(path.read_text())).is_dead(silent_seconds=0.0)
+        holder = Holder(**json.loads(path.read_text()))
+        # Of a boot before, or a container's: by pid and start alone, as MLflow's own tags tell the runs of the dead.
+        return replace(holder, machine="", booted=None).is_dead(silent_seconds=0.0)
     except FileNotFoundError:
         return False
     except (ValueError, TypeError):  # cut by the kill

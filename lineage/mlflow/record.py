@@ -30,7 +30,7 @@ from lineage.mlflow.names import (
     parameters,
     stage_data,
 )
-from lineage.mlflow.reopened import half_recorded, reopen
+from lineage.mlflow.reopened import half_recorded, has_inputs, process_tags, reopen
 from lineage.mlflow.runs import Runs
 from lineage.mlflow.shelf import Shelf
 from lineage.run_file import RunFile
@@ -63,13 +63,17 @@ class Record:
         run_id = self.runs.create_run(
             pipeline, start.title or start.stage, {**about, **input_tags(start.inputs), **tags}, began
         )
+        self._describe(run_id, start, pipeline)
+        return run_id
+
+    def _describe(self, run_id: str, start: StageStart, pipeline: str) -> None:
+        """Its recipe, and what it reads."""
         self.client.log_batch(run_id, params=[Param(name, value) for name, value in parameters(start.recipe)])
         parents = {slot: start.parents.get(record.artifact) for slot, record in start.inputs.items()}
         models = [self.recorded(parent).model_id for parent in parents.values() if parent and is_model(parent)]
         models += [self._source_model(record, pipeline) for record in start.inputs.values() if is_model_source(record)]
         data = {slot: self._stage_data(parent) for slot, parent in parents.items() if parent and not is_model(parent)}
         self.runs.log_inputs(run_id, data, [model for model in dict.fromkeys(models) if model])
-        return run_id
 
     def close_stage(self, run_id: str, manifest: Manifest, follower: Follower) -> Recorded:
         """Ends the run of a stage that was committed."""
@@ -145,7 +149,9 @@ class Record:
         tags = {RECORDED_RUN: manifest.mlflow_run_id} if manifest.mlflow_run_id else {}
         own = half_recorded(self.client, manifest)
         if own:
-            run_id, logged = str(own.info.run_id), reopen(self.client, own, {})
+            run_id, logged = str(own.info.run_id), reopen(self.client, own, process_tags())
+            if not has_inputs(own):
+                self._describe(run_id, start, manifest.pipeline)
         else:
             run_id, logged = self.open_stage(start, manifest.pipeline, execution, manifest.provenance.start, tags), {}
         recorded = self.close_stage(run_id, manifest, Follower(start.directory / "metrics.jsonl", logged))

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from lineage.lease import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, Run, RunTag
 from lineage.mlflow.lookup import ABSENT
-from lineage.mlflow.names import CAUSE, FINGERPRINT, STAGE
+from lineage.mlflow.names import CAUSE, FINGERPRINT, HOST, PID, STAGE, STARTED
 
 
 def reopen(client: PatientClient, run: Run, tags: Mapping[str, str]) -> dict[str, int]:
@@ -28,15 +29,29 @@ def reopen(client: PatientClient, run: Run, tags: Mapping[str, str]) -> dict[str
 
 def half_recorded(client: PatientClient, manifest: Manifest) -> Run | None:
     """The run of a stage that was committed, when nobody could be told of it any more; None: there is none here."""
-    if manifest.mlflow_run_id is None:
+    run = find_run(client, manifest.mlflow_run_id) if manifest.mlflow_run_id else None
+    if run is None or run.info.lifecycle_stage != "active" or run.info.status not in ("KILLED", "FAILED"):
         return None
+    whose = run.data.tags.get(STAGE), run.data.tags.get(FINGERPRINT)
+    return run if whose == (manifest.stage, manifest.fingerprint) else None
+
+
+def has_inputs(run: Run) -> bool:
+    """Whether it was told what its stage reads: that comes after its beginning, and a kill may come between."""
+    return len(run.inputs.dataset_inputs) + len(run.inputs.model_inputs) > 0
+
+
+def find_run(client: PatientClient, run_id: str) -> Run | None:
+    """A run by its id; None: this database has none."""
     try:
-        run = client.get_run(manifest.mlflow_run_id)
+        return client.get_run(run_id)
     except MlflowException as error:
         if error.error_code not in ABSENT:
             raise
-        return None  # it was recorded elsewhere
-    whose = run.data.tags.get(STAGE), run.data.tags.get(FINGERPRINT)
-    is_whole = len(run.inputs.dataset_inputs) + len(run.inputs.model_inputs) > 0 or not manifest.inputs
-    is_its_own = whose == (manifest.stage, manifest.fingerprint) and run.info.lifecycle_stage == "active"
-    return run if is_its_own and is_whole and run.info.status in ("KILLED", "FAILED") else None
+        return None
+
+
+def process_tags() -> dict[str, str]:
+    """Who writes a run: it is closed by the next command when that process is gone."""
+    me = Holder.here()
+    return {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}

@@ -12,6 +12,7 @@ from lineage.mlflow.client import connect
 from lineage.mlflow.names import HOST, PID, STARTED
 from lineage.mlflow.registry import refill
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.run_file import RunFile
 from tests.tracked_stage import attempt, execution, record, report, start_of
 from tests.written_store import WrittenStore
 
@@ -174,3 +175,32 @@ def test_a_stage_that_was_committed_before_anybody_was_told_ends_its_own_run(uri
     assert steps(client, run_id) == [1, 2, 3]
     assert run.data.metrics["parameters"] == 7.0
     assert refill(uri, store.root).added["runs"] == 0
+
+
+def test_a_run_that_was_killed_before_it_was_told_anything_is_completed(uri, client, store):
+    base = store.stage("base", {})
+    manifest = store.stage("cpt", {"policy": base}, recipe={"beta": 0.1})
+    record(uri, store, base)
+    start = start_of(store, manifest, [base])
+    tags = {"posttrain.stage": "cpt", "posttrain.fingerprint": manifest.fingerprint}
+    experiment = client.get_experiment_by_name("p").experiment_id
+    run_id = client.create_run(experiment, tags=tags, run_name="cpt").info.run_id
+    client.set_terminated(run_id, "KILLED")
+    path = start.directory / "manifest.json"
+    path.write_text(replace(manifest, mlflow_run_id=run_id).to_json())
+    refill(uri, store.root)
+    [run] = [run for run in runs(client) if run.info.run_name == "cpt"]
+    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert run.data.params["beta"] == "0.1"
+    assert len(run.inputs.model_inputs) == 1
+
+
+def test_a_database_that_was_lost_is_begun_anew(uri, client, store):
+    manifest = store.stage("base", {})
+    start = start_of(store, manifest)
+    RunFile(uri=uri, run_id="0" * 32, execution_id="", words=[]).write(start.directory)
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(replace(start, resumes=True))
+        assert stage.run_ids().stage is not None
+        stage.finished(manifest)
