@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_pat
 os.environ["TMPDIR"] = str(OWN)
 os.environ["PREFECT_HOME"] = str(OWN / "prefect")
 os.environ.pop("PREFECT_API_URL", None)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup gives us is not for what the tests start
 # Before torch is imported: tests share the machine, and spinning threads would stall each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 tempfile.tempdir = None  # looked up again

@@ -23,7 +23,7 @@ ARTIFACTS = ["a" * 64, "b" * 64, "c" * 64, "d" * 64]
 SLEPT_ON = ARTIFACTS[:2]  # the first holder of these is suspended, until long after the expiry
 STEPS = 8
 KILLS = 12
-lease.HEARTBEAT_SECONDS, lease.EXPIRY_SECONDS = 0.2, 2.0
+_HEARTBEAT_SECONDS, _EXPIRY_SECONDS = 0.2, 2.0
 _WAKE_SECONDS = 4.0
 
 
@@ -37,6 +37,7 @@ def log_lines(store: Path) -> list[tuple[str, int, str, str]]:
 def contend(store: Path, host: str, seed: int) -> None:
     """Makes every artifact that nobody else makes."""
     holder.host = lambda: host
+    lease.HEARTBEAT_SECONDS, lease.EXPIRY_SECONDS = _HEARTBEAT_SECONDS, _EXPIRY_SECONDS
     for artifact in random.Random(seed).sample(ARTIFACTS, len(ARTIFACTS)):
         entry = Store(store).entry("model", artifact)
         held = Lease(entry.path)

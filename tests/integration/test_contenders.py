@@ -67,9 +67,9 @@ def start(toy, host, *words):
 def test_a_driver_that_slept_through_the_expiry_ends_and_its_stage_with_it(toy):
     words = ("stages.left.method.num_steps=60", "stages.left.method.step_seconds=0.1", "resources.save_steps=5")
     toy.run("stages.left.method.num_steps=1")  # data and model
-    sleeper = start(toy, "one", *words)
     [row] = [row for row in json.loads(toy("plan", "--json", *words).stdout)["stages"] if row["stage"] == "left"]
     directory = toy.folder / "artifacts" / "left" / row["fingerprint"][:16]
+    sleeper = start(toy, "one", *words)
     wait_until(lambda: list(directory.glob("checkpoints/step-*")), "the first saves")
     sleeper.send_signal(signal.SIGSTOP)  # its stage goes on, and would write beside the other's
     winner = start(toy, "other", *words)

@@ -180,8 +180,9 @@ def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_no
     assert "posttrain: stage train failed: rank 1 on " in result.stderr
     assert " at step 4: rows.txt line 7: the answer is empty; delete the row (log: " in result.stderr
     assert "Traceback" not in result.stderr and "it goes on" not in result.stderr
-    run = Started(toy, *TWO)
-    assert {"gcs_server", "raylet"} <= {each.name() for each in run.family}
+    run = Started(toy, *TWO)  # the steps that it sees may be those of the run before
+    wait_until(lambda: {"gcs_server", "raylet"} <= {each.name() for each in family(run.process)}, "Ray starts")
+    run.family = family(run.process)
     run.process.kill()
     run.wait()
     assert toy.states(*TWO)["train"] == "resume"
