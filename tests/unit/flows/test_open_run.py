@@ -67,5 +67,6 @@ def test_a_run_under_nohup_outlives_its_terminal():
     try:
         with stoppable():
             os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

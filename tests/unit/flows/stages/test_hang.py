@@ -10,6 +10,7 @@ from flows.stages.hang import HangWatch
 from flows.stages.job import CheckJob, Job
 from tasks.context import Launcher, Resources
 from tasks.steps.alive import Alive, Doing
+from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()
@@ -150,6 +151,6 @@ def test_a_worker_that_stands_still_writes_its_stack(tmp_path):
     rank = Alive(tmp_path, 0, 0.01)
     rank.mark(1, Doing.STEPPING)
     path = Path(tmp_path / "alive" / "rank-0.stack")
-    while "test_hang.py" not in path.read_text():
-        pass
+    wait_until(lambda: "test_hang.py" in path.read_text(), "its stack is there", 20)
     rank.end()
+    assert "test_a_worker_that_stands_still_writes_its_stack" in path.read_text()
