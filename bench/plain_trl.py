@@ -34,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save-steps", type=int, help="a checkpoint every so many steps; two stay")
     parser.add_argument(
         "--no-gradient-checkpointing", action="store_true", help="TRL's default is to checkpoint; this turns it off"
     )
@@ -53,7 +54,9 @@ def common(args: argparse.Namespace) -> dict[str, object]:
         "warmup_steps": args.warmup_ratio,
         "weight_decay": args.weight_decay,
         "seed": args.seed,
-        "save_strategy": "no",
+        "save_strategy": "steps" if args.save_steps else "no",
+        "save_steps": args.save_steps or 1,
+        "save_total_limit": 2,
         "report_to": "none",
         "use_cpu": not torch.cuda.is_available(),
         "bf16": False,

@@ -49,24 +49,34 @@ def posttrain(folder: Path, *words: str) -> tuple[dict[str, dict], float]:
     return {row["stage"]: row for row in json.loads(result.stdout)["stages"]}, wall
 
 
+def plain_command(name: str, policy: str, data: str, output: Path, fields: dict[str, float]) -> list[str]:
+    """The plain script of one method on the prepared rows of a data stage, with the fields of a recipe."""
+    return [
+        sys.executable, str(HERE / "plain_trl.py"), name, "--policy", policy,
+        "--rows", f"{data}/train.parquet", "--output", str(output),
+        "--steps", str(fields["num_steps"]), "--batch-size", str(fields["global_batch_size"]),
+        "--max-length", str(fields["max_length"]), "--learning-rate", str(fields["learning_rate"]),
+    ]  # fmt: skip
+
+
+def plain_result(name: str, command: list[str]) -> dict:
+    """Runs a plain script; what it measured."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"plain {name} failed:\n{result.stderr[-4000:]}")
+    measured = json.loads(result.stdout.splitlines()[-1])
+    print(f"plain {name}: {measured['train_seconds']:.1f} s", file=sys.stderr)
+    return measured
+
+
 def plain(folder: Path, recipe: dict[str, dict], ours: dict[str, dict], extra: list[str]) -> tuple[dict, float]:
     """Runs the four scripts in turn, each on the output of the one before."""
     outputs = {"base": ours["base"]["output"]}
     results, start = {}, time.perf_counter()
     for name, data in STAGES.items():
         outputs[name] = str(folder / name)
-        fields = recipe[name]
-        command = [
-            sys.executable, str(HERE / "plain_trl.py"), name, "--policy", outputs[POLICY[name]],
-            "--rows", f"{ours[data]['output']}/train.parquet", "--output", outputs[name],
-            "--steps", str(fields["num_steps"]), "--batch-size", str(fields["global_batch_size"]),
-            "--max-length", str(fields["max_length"]), "--learning-rate", str(fields["learning_rate"]), *extra,
-        ]  # fmt: skip
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            sys.exit(f"plain {name} failed:\n{result.stderr[-4000:]}")
-        results[name] = json.loads(result.stdout.splitlines()[-1])
-        print(f"plain {name}: {results[name]['train_seconds']:.1f} s", file=sys.stderr)
+        command = plain_command(name, outputs[POLICY[name]], ours[data]["output"], folder / name, recipe[name])
+        results[name] = plain_result(name, [*command, *extra])
     return results, time.perf_counter() - start
 
 

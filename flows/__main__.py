@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         print(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("posttrain: stopped; run the same command again to go on", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        how = f" {stop}" if stop.args else ""
+        print(f"posttrain: stopped{how}; run the same command again to go on", file=sys.stderr)
         _end_soon()
         return STOPPED
     except BrokenPipeError:  # `posttrain plan | head`: all is done but the last of the print

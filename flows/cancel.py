@@ -69,7 +69,8 @@ def cancel(note: RunNote, store: Path) -> str:
     after = read_note(note_path(store, note.id))
     if after and after.outcome not in (None, "stopped"):  # it ended by itself meanwhile
         return f"{note.id} is over: {after.outcome}"
-    return f"{note.id} is stopped; what was finished is kept, run the same command again to go on"
+    kept = "what was finished is kept, run the same command again to go on"
+    return f"{note.id} is stopped; {kept if note.command == 'run' else 'the same command begins again'}"
 
 
 def _family(note: RunNote) -> list[psutil.Process]:

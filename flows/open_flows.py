@@ -38,6 +38,11 @@ class OpenFlow:
         return store / _FOLDER / f"{self.flow_run}.json"
 
     def write(self, store: Path) -> None:
+        """Puts the note in its place, whole, over what it said before.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
         path = self.path(store)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
@@ -45,6 +50,11 @@ class OpenFlow:
         draft.replace(path)
 
     def remove(self, store: Path) -> None:
+        """Prefect knows how it ended; another command may have said so before.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
         self.path(store).unlink(missing_ok=True)
 
 

@@ -2,22 +2,20 @@
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from flows.open_flows import tell_of_killed
 from flows.planning.disk_room import require_plan_room
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
-from flows.planning.reads import mark_used
+from flows.planning.reads import claim
 from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
-from flows.stages.launch import StageProcesses, hurry
+from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
@@ -44,17 +42,21 @@ class Trials:
 
 
 def note_before(plan: Plan) -> None:
-    """What is written down before anything runs, also where nothing will: what a killed run left open, the labels."""
+    """What is written down before anything runs, also where nothing will: what a killed run left open, the labels.
+
+    Raises:
+        ArtifactError: what the plan reuses was freed since it was made.
+    """
     complete_record(plan.pipeline)
     tell_of_killed(plan.pipeline.store)
     record_labels(plan.pipeline.store, _stated(plan))
-    mark_used(plan)
+    claim([plan])
 
 
 @contextlib.contextmanager
 def open_run(
     plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage],
-    trials: Trials | None = None, *, in_flow: bool = True,
+    trials: Trials | None = None, *, in_flow: bool = True, command: str = "run",
 ) -> Iterator[Run]:  # fmt: skip
     """A run of some stages of a plan; with the context its processes end and its record closes.
 
@@ -62,8 +64,10 @@ def open_run(
         words: the options and overrides that state the pipeline, for the record.
         trials: of a sweep; then the plan is that of one of them, and the stages are those of all.
         in_flow: whether Prefect orders the stages.
+        command: of ``posttrain``.
 
     Raises:
+        ArtifactError: what the plan reuses was freed since it was made.
         ConfigError: this machine or the store has not what they ask for, or MLflow does not answer.
     """
     check_machine(stages)
@@ -71,13 +75,15 @@ def open_run(
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    journal = Journal(plan, words, tracker, stages, _sweep_note(plan, trials) if trials else None, in_flow=in_flow)
+    sweep = _sweep_note(plan, trials) if trials else None
+    journal = Journal(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
     with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
         try:
-            yield Run(plan=plan, processes=processes, observer=Observers(observer, journal), tracker=tracker)
+            observers = Observers(observer, journal)
+            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=journal.claim)
         finally:
             processes.stop()
 
@@ -94,38 +100,6 @@ def _marked(run_id: str) -> Iterator[None]:
             del os.environ[RUN_VARIABLE]
         else:
             os.environ[RUN_VARIABLE] = before
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Makes a first Ctrl-C, SIGTERM or closed terminal a ``KeyboardInterrupt``, whatever libraries make of it."""
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        for each in handlers:
-            signal.signal(each, _hurry)  # the stop is under way; a second one only ends the wait for stages that save
-        raise KeyboardInterrupt
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
-        numbers.append(signal.SIGHUP)
-    handlers = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    except BaseException as error:
-        if stopped:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _hurry(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGINT:
-        hurry()
 
 
 def _sweep_note(plan: Plan, trials: Trials) -> SweepNote:

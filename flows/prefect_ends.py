@@ -14,17 +14,21 @@ from prefect.events.utilities import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, FailedRun
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import State
+from prefect.states import Cancelled, State
 
 from flows.open_flows import End, OpenFlow
 from flows.prefect_server import answers, configured_api_url
 from flows.prefect_told import tell, unheard
+from flows.progress.run_notes import end_of
+from lineage.errors import StoppedError
 from lineage.holder import Holder
 
 _PATIENCE_SECONDS = 150.0
 _STOP_SECONDS = 3.0  # of the 30 that whoever stops us gives; stages that save have had most of them
+_AGAIN_SECONDS = 1.0  # where Prefect, once interrupted, makes another call to tell of that
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
+_STOPPED = "stopped; run the same command again to go on"
 
 _without_retries = contextlib.ExitStack()  # of this process, which is about to end
 
@@ -73,13 +77,13 @@ class Ending:
         self._write(OpenFlow(flow_run=str(context.flow_run.id), driver=Holder.here(), api=self._api))
         try:
             state = body()
-        except Exception as error:
+        except BaseException as error:
+            if end_of(error)[0] == "stopped":  # somebody asked for it, and what is asked for is no crash
+                self._end("CANCELLED", _STOPPED, error if isinstance(error, StoppedError) else KeyboardInterrupt())
+                _bound()
+                return Cancelled(message=_STOPPED)
             self._end("FAILED", str(error), error)
             self._was_away = self._awaited()
-            raise
-        except BaseException:
-            self._end("CRASHED", "stopped; run the same command again to go on", KeyboardInterrupt())
-            _bound()
             raise
         self._end(state.type.value if state else "COMPLETED", (state and state.message) or "", None)
         self._was_away = self._awaited()
@@ -102,7 +106,9 @@ class Ending:
         try:
             yield
         except (CancelledRun, FailedRun):
-            pass  # a refusal is recorded; whoever reads the verdicts finds it
+            if self._error:
+                raise self._error from None
+            # Else a refusal, which is recorded: whoever reads the verdicts finds it.
         except BaseException as error:
             if self._note is None or self._has_heard() or not (self._error or isinstance(error, Exception)):
                 raise
@@ -144,7 +150,7 @@ class Ending:
 def _bound() -> None:
     """Prefect may be away, or take a call and say nothing: what is left to tell it must take no longer."""
     signal.signal(signal.SIGALRM, _interrupt)
-    signal.setitimer(signal.ITIMER_REAL, _STOP_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, _STOP_SECONDS, _AGAIN_SECONDS)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 
 from flows.declared import show_declared
-from flows.open_run import note_before, open_run, stoppable
+from flows.open_run import note_before, open_run
 from flows.planning.plan import Plan, PlannedStage
-from flows.planning.reads import mark_used
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect_server import embedded_server
 from flows.progress.board import Board
@@ -17,6 +16,7 @@ from flows.promotion.retrain import follow_up, promotion_due
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
 from flows.stages.run import Run
+from flows.stops import stoppable
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Launcher
 
@@ -55,7 +55,6 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
-    mark_used(plan)
     with stoppable(), _board([planned]) as board, open_run(plan, words, board, [planned], in_flow=False) as run:
         execute(run, planned)
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 FILE = "attempts.jsonl"
@@ -22,6 +23,8 @@ class Attempt:
         step: of the checkpoint that it went on from; 0: from the beginning.
         code_digest: of the method's source files.
         cause: what ended the attempt before it, where that is known.
+        kind: of machine and workers; empty: of an earlier version, which did not note it.
+        reached: the last step that the attempt before reported.
     """
 
     time: float
@@ -30,6 +33,8 @@ class Attempt:
     step: int
     code_digest: str
     cause: str = ""
+    kind: str = ""
+    reached: int = 0
 
 
 def attempts(directory: Path) -> list[Attempt]:
@@ -60,6 +65,12 @@ def resumed_at(made: Sequence[Attempt]) -> list[int]:
     return [attempt.step for attempt in _counted(made, None) if attempt.step]
 
 
+def changed_at(made: Sequence[Attempt]) -> list[int]:
+    """Of those steps the ones from which on it ran on another kind of machine, or with other workers."""
+    counted = _counted(made, None)
+    return [after.step for before, after in pairwise(counted) if after.kind != before.kind]
+
+
 def _counted(made: Sequence[Attempt], step: int | None) -> list[Attempt]:
     """The attempts of whose steps something is left."""
     found: list[Attempt] = []
@@ -78,10 +89,13 @@ def last_words(made: Sequence[Attempt]) -> str:
     return f"attempt {len(made)}, from step {last.step}{f': {last.cause}' if last.cause else ''}"
 
 
-def note_attempt(directory: Path, step: int, code_digest: str, cause: str = "") -> None:
+def note_attempt(
+    directory: Path, step: int, code_digest: str, cause: str = "", kind: str = "", reached: int = 0
+) -> None:  # fmt: skip
     """Writes down that this process begins one."""
     attempt = Attempt(
-        time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause
+        time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause,
+        kind=kind, reached=reached,
     )  # fmt: skip
     path = directory / FILE
     before = path.read_text() if path.exists() else ""

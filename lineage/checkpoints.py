@@ -5,7 +5,6 @@ therefore complete, and what is damaged later is found by its digests.
 """
 
 import contextlib
-import os
 import re
 import shutil
 import uuid
@@ -17,6 +16,8 @@ from lineage.checkpoint_record import RECORD, Checkpoint, read_record, write_rec
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
+from lineage.flush import flush, flush_tree
+from lineage.readable import readable_as
 
 __all__ = ["RECORD", "Checkpoint", "Checkpoints"]
 
@@ -24,11 +25,12 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class Checkpoints:
-    """The committed checkpoints of one stage.
+    """The committed ones of one stage.
 
     Args:
         directory: ``checkpoints/`` of the stage; may not exist yet.
-        require: called before one is committed or removed; raises where another process may write here now.
+        require: called before one is committed, and before ``keep`` removes any; raises where another process may
+            write here now.
     """
 
     def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
@@ -75,8 +77,11 @@ class Checkpoints:
         return found
 
     def newest(self) -> Checkpoint | None:
-        """The last one whose record can be read; None: there is none."""
-        return next(reversed(self.records()), None)
+        """The last one whose record can be read and whose files are there, whatever is in them; None: none is."""
+        for each in reversed(self.records()):
+            if all((self.path(each.step) / name).exists() for name in each.files):
+                return each
+        return None
 
     def damage(self, step: int) -> list[str]:
         """What sets its files apart from what was committed, a phrase each; every byte is read."""
@@ -106,38 +111,51 @@ class Checkpoints:
     def commit(self, draft: Path, checkpoint: Checkpoint) -> Path:
         """Makes a written directory the checkpoint of its step; on the disk before it has its name.
 
+        Who sleeps anywhere in here harms no heir: its ``Entry.fence`` takes the draft away, first where it was written,
+        then where it waits for its name; what has its name by then is whole, and gone on from. Nothing is removed for
+        it, and no directory is renamed onto another: all of later steps went before the first (``Entry.begin``), so
+        one that is there is the heir's.
+
         Args:
             draft: on the file system of the store; it is gone afterwards.
-            checkpoint: without ``files``.
+            checkpoint: without ``files``; of a step that has none.
 
         Raises:
             FileNotFoundError: the draft was taken away, by who holds the lease now.
+            OSError: there is one of that step; or the disk is full, or away.
+            PipelineError: as ``require`` raises it.
         """
         files = digest_files(draft)
         write_record(draft, replace(checkpoint, files=files))
-        for name in (*files, RECORD):
-            _flush(draft / name)
-        for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
-            _flush(folder)
+        readable_as(draft, draft / RECORD)
+        flush_tree(draft)
         self.directory.mkdir(parents=True, exist_ok=True)
         fresh = self.directory / f".step-{checkpoint.step}.{uuid.uuid4().hex[:8]}"
-        draft.replace(fresh)  # before anything is removed for it: a holder that came after us has taken it away
+        draft.replace(fresh)
         self._require()
-        self._remove(checkpoint.step)  # a damaged one of the same step, which was gone back behind
         fresh.replace(self.path(checkpoint.step))
-        _flush(self.directory)
+        flush([self.directory])
         return self.path(checkpoint.step)
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Removes all others, the oldest first."""
+        """Removes all others, the oldest first.
+
+        Raises:
+            PipelineError: as ``require`` raises it.
+        """
+        others = sorted(set(self.steps()) - set(steps))  # first: whoever sleeps from here on removes no heir's
         self._require()
-        kept = set(steps)
-        for step in self.steps():
-            if step not in kept:
-                self._remove(step)
+        for step in others:
+            self._remove(step)
 
     def clear(self, kept: Collection[int] = ()) -> None:
-        """Removes all of them but those that are to stay, and what a kill left of others; all of them at once."""
+        """Removes them, all at once, and what a kill left of others; where some are to stay, the others one by one.
+
+        Without ``kept`` nothing is required: it is for who has just taken or looked at the lease.
+
+        Raises:
+            PipelineError: as ``require`` raises it, with ``kept``.
+        """
         if kept:
             self.keep(kept)
             self.discard_drafts()
@@ -150,7 +168,10 @@ class Checkpoints:
     def discard_drafts(self) -> None:
         """Removes what never got its name, or has it no more."""
         for draft in self.directory.glob(".*"):
-            shutil.rmtree(draft, ignore_errors=True)
+            gone = draft.with_name(f".{uuid.uuid4().hex[:8]}.gone")
+            with contextlib.suppress(FileNotFoundError):
+                draft.replace(gone)  # first: whoever would give it its name finds it whole, or not at all
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
         """Its name goes first: a kill in the middle leaves no half of a checkpoint that bears it."""
@@ -168,11 +189,3 @@ def _phrase(path: Path, recorded: str | None, found: str | None) -> str:
     if recorded is None:
         return f"{path} was added"
     return f"{path} has SHA-256 {short(found)}, recorded is {short(recorded)}"
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

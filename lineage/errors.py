@@ -40,6 +40,10 @@ class ArtifactError(PipelineError):
     """Something in the store is missing, changed or unfinished."""
 
 
+class TakenOverError(ArtifactError):
+    """Another process has taken over the lease of what this one writes: all that lies there is the other's now."""
+
+
 class GateError(PipelineError):
     """A gate refused a model, or a person did; every output is kept."""
 

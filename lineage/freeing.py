@@ -1,4 +1,4 @@
-"""The end of what nobody needs: alone with each thing, crash-safe, and after a last look at who needs it."""
+"""The end of what nobody needs: alone with each thing, crash-safe, and after a last look at its use and its users."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lineage.errors import ArtifactError
+from lineage.errors import TakenOverError
 from lineage.garbage import Garbage
 from lineage.lease import LOCK, Lease, living_holder
 from lineage.promotions import locked
@@ -23,21 +23,27 @@ _GUARD = "gc.lock"
 
 
 def guard(store: Path) -> FileLock:
-    """Between the last look at what is needed and the end of one output no run begins that reads it.
+    """Between the last look at who needs an output and its end nobody finds that it is there, and takes it up.
 
-    Held for as long as it takes to write a run's note, or to rename an output.
+    Held for as long as it takes to write a run's note; or to look, and rename one output.
     """
     store.mkdir(parents=True, exist_ok=True)
     return FileLock(store / _GUARD)
 
 
 def free(store: Path, garbage: Garbage, needed: Callable[[], Collection[str]]) -> bool:
-    """Deletes it, unless somebody is at work there, needs it by now, or it is no longer what was found.
+    """Deletes it, unless somebody is at work there, has used it since it was found, needs it by now, or was faster.
 
-    A kill leaves it unfinished.
+    Of an output the manifest goes first, so that a kill leaves an unfinished one, which the next time finds.
 
     Args:
         needed: looks again, at the keys of all that must stay.
+
+    Returns:
+        Whether it was there and is gone.
+
+    Raises:
+        ArtifactError: a record cannot be read, so that nobody knows what must stay.
     """
     if garbage.lock:
         return _free_locked(garbage, garbage.lock, needed)
@@ -54,7 +60,7 @@ def free(store: Path, garbage: Garbage, needed: Callable[[], Collection[str]]) -
                 return False
             shutil.rmtree(gone, ignore_errors=True)  # or whoever holds the lease now clears it away
             return not gone.exists()
-    except ArtifactError:  # the lease was lost: what is there now is another's
+    except TakenOverError:  # we were silent for too long
         return False
     finally:
         with contextlib.suppress(OSError):  # a run that waited for it begins there now
@@ -75,9 +81,9 @@ def freed(store: Path) -> set[tuple[str, str]]:
 
 def _free_locked(garbage: Garbage, lock: Path, needed: Callable[[], Collection[str]]) -> bool:
     with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
-        if garbage.key in needed() or living_holder(garbage.path):
+        if not garbage.path.exists() or living_holder(garbage.path) or garbage.used_since() or garbage.key in needed():
             return False
-        shutil.rmtree(garbage.path, ignore_errors=True)  # another one may have been faster
+        shutil.rmtree(garbage.path, ignore_errors=True)
         return not garbage.path.exists()
     return False
 
@@ -89,11 +95,16 @@ def _set_aside(
 
     Who takes the lease over, from one that was silent for too long, clears that place away before anything else: then
     no later move finds it.
+
+    Raises:
+        ArtifactError: a record cannot be read.
+        TakenOverError: the lease was lost.
     """
     gone = entry.path / f"work.{uuid.uuid4().hex[:8]}.gone"
     with guard(store), locked(store):
         manifest = entry.manifest()
-        if (manifest.fingerprint if manifest else None) != garbage.fingerprint or garbage.key in needed():
+        is_other = (manifest.fingerprint if manifest else None) != garbage.fingerprint
+        if is_other or garbage.used_since() or garbage.key in needed():
             return None
         lease.require()
         gone.mkdir()

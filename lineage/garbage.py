@@ -16,7 +16,7 @@ from lineage.store import CACHE, ENTRY_NAME, REHEARSALS, Entry, Store
 
 TOKENS = "tokens"  # the key of all of them: any run may read some
 
-RESUMABLE_SECONDS = 7 * 86400.0  # for which an output that can be gone on from is spared, unless it is said otherwise
+RESUMABLE_SECONDS = 7 * 86400.0  # for which what can be gone on from stays, unless it is said otherwise
 _LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
 
 
@@ -32,6 +32,7 @@ class Garbage:
         fingerprint: of a finished output; None: it is unfinished, or no output.
         lock: held by whoever makes it, where that is no lease.
         last_used: in seconds since the epoch.
+        spared: seconds for which it stays after that, unless it is said otherwise.
     """
 
     what: str
@@ -42,6 +43,12 @@ class Garbage:
     key: str | None = None
     fingerprint: str | None = None
     lock: Path | None = None
+    spared: float = 0.0
+
+    def used_since(self) -> bool:
+        """Whether it was taken up, or written to, after it was found; what only took its lease did neither."""
+        below = [path for path in self.path.iterdir() if path.name != LOCK]
+        return _newest([*below, self.path] if self.lock else below) > self.last_used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,7 @@ def find(store: Path, needed: Mapping[str, str], older_than: float | None) -> tu
 
     Args:
         needed: key -> who needs it; of artifacts the node, with all ancestors.
-        older_than: seconds since its last use; None: no matter, but for what can be gone on from.
+        older_than: seconds since its last use; None: as each thing is spared.
 
     Raises:
         ArtifactError: a manifest cannot be read, so that nobody knows what its output needs.
@@ -74,10 +81,7 @@ def find(store: Path, needed: Mapping[str, str], older_than: float | None) -> tu
     gone: list[Garbage] = []
     young: list[Garbage] = []
     for each in found:
-        spared = older_than
-        if spared is None:
-            is_resumable = not each.fingerprint and Entry(each.path).checkpoints.steps()
-            spared = RESUMABLE_SECONDS if is_resumable or each.lock else 0.0
+        spared = each.spared if older_than is None else older_than
         (gone if now - each.last_used >= spared else young).append(each)
     return gone, young
 
@@ -100,22 +104,30 @@ def size(garbage: Iterable[Garbage]) -> Size:
 def _outputs(store: Path, needed: Mapping[str, str]) -> Iterator[Garbage]:
     found = []
     for stage, entry in Store(store).entries():
-        manifest, node = entry.manifest(), node_key(stage, entry.path.name)
-        if living_holder(entry.path):
-            continue
-        paths: tuple[Path, ...] = (entry.path,)
-        why = "nothing refers to it" if manifest else _unfinished(entry)
-        if node in needed:
-            paths = tuple(_left(entry, manifest)) if manifest else ()
-            why = f"left by a kill beside a finished output: {', '.join(path.name for path in paths)}"
-        if paths:
-            garbage = Garbage(
-                what=node, why=why, path=entry.path, paths=paths, last_used=_last_used(entry.path),
-                key=None if node in needed else node, fingerprint=manifest.fingerprint if manifest else None,
-            )  # fmt: skip
-            found.append((manifest.provenance.end if manifest else math.inf, garbage))
+        with contextlib.suppress(FileNotFoundError):  # another `gc` is at work: it is gone by now
+            manifest = entry.manifest()
+            garbage = _output(node_key(stage, entry.path.name), entry, manifest, needed)
+            if garbage.paths and not living_holder(entry.path):
+                found.append((manifest.provenance.end if manifest else math.inf, garbage))
     for _, garbage in sorted(found, key=lambda each: each[0], reverse=True):
         yield garbage
+
+
+def _output(node: str, entry: Entry, manifest: Manifest | None, needed: Mapping[str, str]) -> Garbage:
+    """Without a path where nothing of it goes."""
+    last_used, steps = _last_used(entry.path), entry.checkpoints.steps()  # first: it may come into use meanwhile
+    fingerprint = manifest.fingerprint if manifest else None
+    if node in needed:
+        paths = tuple(_left(entry, manifest)) if manifest else ()
+        why = f"left by a kill beside a finished output: {', '.join(path.name for path in paths)}"
+        return Garbage(
+            what=node, why=why, path=entry.path, paths=paths, last_used=last_used, fingerprint=fingerprint
+        )  # fmt: skip
+    return Garbage(
+        what=node, why="nothing refers to it" if manifest else _unfinished(entry), path=entry.path,
+        paths=(entry.path,), last_used=last_used, key=node, fingerprint=fingerprint,
+        spared=RESUMABLE_SECONDS if steps and not manifest else 0.0,
+    )  # fmt: skip
 
 
 def _left(entry: Entry, manifest: Manifest) -> Iterator[Path]:
@@ -133,26 +145,32 @@ def _unfinished(entry: Entry) -> str:
 def _rehearsals(folder: Path) -> Iterator[Garbage]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not living_holder(path):
-            yield Garbage(
-                what=f"{folder.name}/{path.name}", why="left by a rehearsal that has ended", path=path, paths=(path,),
-                last_used=_last_used(path), lock=folder / "guard",
-            )  # fmt: skip
+            with contextlib.suppress(FileNotFoundError):
+                yield Garbage(
+                    what=f"{folder.name}/{path.name}", why="left by a rehearsal that has ended", path=path,
+                    paths=(path,), last_used=_last_used(path), lock=folder / "guard", spared=RESUMABLE_SECONDS,
+                )  # fmt: skip
 
 
 def _tokens(cache: Path) -> Iterator[Garbage]:
     """Tokens that can be made again."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         if path.is_dir() and ENTRY_NAME.fullmatch(path.stem):
-            yield Garbage(
-                what=f"tokens {path.name}", why="not used lately", path=path, paths=(path,),
-                last_used=_last_used(path), key=TOKENS, lock=path.with_suffix(".lock"),
-            )  # fmt: skip
+            with contextlib.suppress(FileNotFoundError):
+                yield Garbage(
+                    what=f"tokens {path.name}", why="not used lately", path=path, paths=(path,),
+                    last_used=_last_used(path), key=TOKENS, lock=path.with_suffix(".lock"), spared=RESUMABLE_SECONDS,
+                )  # fmt: skip
 
 
 def _last_used(directory: Path) -> float:
     """When a run last took it up, or something was written: a heartbeat, a report, a checkpoint, its manifest."""
-    times = [directory.stat().st_mtime]
-    for path in directory.iterdir():
+    return _newest([directory, *directory.iterdir()])
+
+
+def _newest(paths: Iterable[Path]) -> float:
+    times = [0.0]
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return max(times)

@@ -13,6 +13,7 @@ import psutil
 EXPIRY_SECONDS = 60.0
 # By how much the clocks of two machines may differ. Only who asks once, and cannot watch, has to rely on them.
 SKEW_SECONDS = 240.0
+_SAME_SECONDS = 1.0  # by how much two looks at when a process started may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,16 @@ class Holder:
 
     @staticmethod
     def here() -> "Holder":
+        """This process, with a token that no other call gives."""
         process = psutil.Process()
         return Holder(
             host=host(), pid=process.pid, started=process.create_time(), booted=psutil.boot_time(), machine=machine(),
             token=uuid.uuid4().hex,
         )  # fmt: skip
+
+    def is_process(self, other: "Holder") -> bool:
+        """Whether both are one process, by whatever token each was noted."""
+        return (self.host, self.pid) == (other.host, other.pid) and abs(self.started - other.started) <= _SAME_SECONDS
 
     def is_here(self) -> bool:
         """Whether its pid is one that this process sees: containers may share a name, and have pids of their own."""
@@ -63,7 +69,7 @@ class Holder:
         except psutil.NoSuchProcess:
             return True
         was_set = 0.0 if self.booted is None else psutil.boot_time() - self.booted
-        return abs(started - was_set - self.started) > 1.0
+        return abs(started - was_set - self.started) > _SAME_SECONDS
 
 
 def host() -> str:

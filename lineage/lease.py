@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from lineage.errors import ArtifactError
+from lineage.errors import TakenOverError
 from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
 from lineage.silence import Silence
 
@@ -60,12 +60,11 @@ class Lease:
         return False
 
     @contextlib.contextmanager
-    def holding(self, lost: Callable[[str], None] = logger.warning) -> Iterator[None]:
+    def holding(self, lost: Callable[[TakenOverError], None] = logger.warning) -> Iterator[None]:
         """Keeps an acquired lease alive with a heartbeat, and gives it back at the end.
 
         Args:
-            lost: called with a sentence, from the heartbeat's thread, once another process has taken it over, as after
-                a long suspension of this one.
+            lost: called from the heartbeat's thread, once another process has taken it over: this one was suspended.
         """
         done = threading.Event()
         thread = threading.Thread(target=self._beat, args=(done, lost), daemon=True, name="lease-heartbeat")
@@ -81,7 +80,8 @@ class Lease:
         """For who is about to commit.
 
         Raises:
-            ArtifactError: another process has taken the lease over.
+            TakenOverError: another process has taken the lease over.
+            OSError: the store is away.
         """
         require_held(self.directory, self.token)
 
@@ -99,7 +99,7 @@ class Lease:
         with contextlib.suppress(FileNotFoundError):  # we were silent for too long ourselves, and have an heir
             if read_holder(path) == holder:
                 heir.replace(path)
-                logger.warning("lock=%s state=taken_over from=%s:%s", path, holder.host, holder.pid)
+                logger.info("lock=%s state=taken_over from=%s:%s", path, holder.host, holder.pid)
             else:
                 heir.unlink()
         now = read_holder(path)
@@ -122,20 +122,20 @@ class Lease:
             return holder.is_dead(time.time() - beat / 1e9)
         return self._watched[holder.token].seconds(beat, HEARTBEAT_SECONDS) > EXPIRY_SECONDS
 
-    def _beat(self, done: threading.Event, lost: Callable[[str], None]) -> None:
+    def _beat(self, done: threading.Event, lost: Callable[[TakenOverError], None]) -> None:
         while not done.wait(HEARTBEAT_SECONDS):
             try:
                 self.require()
                 os.utime(self._path)
-            except ArtifactError as error:
-                lost(str(error))
+            except TakenOverError as error:
+                lost(error)
                 return
             except OSError as error:  # the store is away: others do not hear us, and may take over
                 logger.warning("lock=%s state=unreachable: %s", self._path, error)
 
     def _release(self) -> None:
         """Nobody takes over meanwhile: we are alive, or were taken over, and then the lock is not ours."""
-        with contextlib.suppress(OSError, ArtifactError):  # a store that is away: the lock expires
+        with contextlib.suppress(OSError, TakenOverError):  # a store that is away: the lock expires
             self.require()
             self._path.unlink()
 
@@ -158,12 +158,13 @@ def require_held(directory: Path, token: str) -> None:
     """That a directory's lease is still the one of this token.
 
     Raises:
-        ArtifactError: another process has taken it over.
+        TakenOverError: another process has taken it over.
+        OSError: the store is away.
     """
     holder = read_holder(directory / LOCK)
     if holder is None or holder.token != token:
         to = f"process {holder.pid} on {holder.host}" if holder else "another process, which is done"
-        raise ArtifactError(
+        raise TakenOverError(
             f"the lock {directory / LOCK} was lost to {to}: this process was silent for longer than "
             f"{EXPIRY_SECONDS:.0f} s; its output is not committed; run again to reuse the other one's"
         )

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lineage.digest import DigestCache, digest_files
-from lineage.hardware import hardware
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
@@ -82,7 +81,8 @@ class Provenance:
     resources: dict[str, object]
     resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was gone on from
     earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
-    hardware: dict[str, str] = field(default_factory=dict)  # of the host that began it: cpu, gpu; by name
+    changed_at: list[int] = field(default_factory=list)  # of resumed_at: on another kind of machine from there on
+    hardware: dict[str, str] = field(default_factory=dict)  # of its workers: cpu, gpu; by name; empty: not known
 
     @property
     def code_digests(self) -> list[str]:
@@ -152,9 +152,10 @@ def _damage(name: str, recorded: str | None, found: str | None) -> str:
 
 def provenance(
     *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object],
-    resumed_at: Sequence[int] = (), earlier_code_digests: Sequence[str] = (),
+    hardware: Mapping[str, str], resumed_at: Sequence[int] = (), changed_at: Sequence[int] = (),
+    earlier_code_digests: Sequence[str] = (),
 ) -> Provenance:  # fmt: skip
-    """Provenance of work that this host did with this environment."""
+    """Provenance of work that this host did, or gave to others, with this environment."""
     commit, dirty = _git()
     return Provenance(
         start=start,
@@ -169,7 +170,8 @@ def provenance(
         resources=dict(resources),
         resumed_at=list(resumed_at),
         earlier_code_digests=list(earlier_code_digests),
-        hardware=dict(hardware()),
+        changed_at=list(changed_at),
+        hardware=dict(hardware),
     )
 
 

@@ -19,6 +19,15 @@ def cut_reports(path: Path, step: int) -> None:
     draft.replace(path)
 
 
+def last_step(path: Path) -> int:
+    """Of the last report; 0: there is none."""
+    if path.exists():
+        for line in reversed(path.read_text().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
+                return int(json.loads(line)["step"])
+    return 0
+
+
 def flat_reports(path: Path) -> Iterator[dict[str, object]]:
     """Every report, its metrics beside its step and time."""
     if not path.exists():

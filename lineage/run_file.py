@@ -1,7 +1,7 @@
 """The note of a stage's run in MLflow, beside its output."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 _RUN_FILE = "mlflow.json"
@@ -14,6 +14,7 @@ class RunFile:
     Args:
         uri: of MLflow, without secrets.
         version: of the registered model; None: it is none, or not registered yet.
+        registries: addresses of every MLflow in which it is registered, without secrets.
     """
 
     uri: str
@@ -21,6 +22,12 @@ class RunFile:
     execution_id: str
     words: list[str]
     version: int | None = None
+    registries: list[str] = field(default_factory=list)
+
+    @property
+    def registered_in(self) -> list[str]:
+        """The same, also of a note that was written before all of them were noted."""
+        return self.registries or ([self.uri] if self.uri and self.version is not None else [])
 
     @staticmethod
     def read(directory: Path) -> "RunFile | None":

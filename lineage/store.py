@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -15,8 +14,10 @@ from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
+from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
 from lineage.metrics_file import cut_reports, flat_reports
+from lineage.readable import readable_as
 
 if TYPE_CHECKING:
     from lineage.lease import Lease  # of no use to who only asks the record, and slow to import
@@ -136,25 +137,27 @@ class Entry:
         """
         lease.require()
         self.summarize(manifest)
-        with (self.work / MANIFEST).open("w") as file:
-            file.write(manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        (self.work / MANIFEST).write_text(manifest.to_json())
+        readable_as(self.output, self.work / MANIFEST)
         self.finish(lease)
         self.checkpoints.clear(kept)  # the output is what the others were for
 
     def finish(self, lease: "Lease") -> None:
-        """Moves the manifest from ``work/`` to its place, the last of all.
+        """Moves the manifest from ``work/`` to its place, the last of all: what it tells of is on the disk by then.
 
         Raises:
             ArtifactError: the lease was lost to another process, which takes ``work/`` away before it looks.
         """
-        lease.require()
         try:
+            flush_tree(self.output)
+            told = (self.metrics, self.path / METRICS, self.path / PLOTS, self.work / MANIFEST)
+            flush(path for path in told if path.exists())
+            lease.require()
             (self.work / MANIFEST).replace(self.path / MANIFEST)
         except FileNotFoundError:
             lease.require()
             raise
+        flush([self.path])
         shutil.rmtree(self.work, ignore_errors=True)
 
     def summarize(self, manifest: Manifest) -> None:
@@ -178,10 +181,11 @@ class Store:
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Every directory of an artifact, finished or not, with its stage's name; in order."""
         for stage in sorted(self.root.iterdir() if self.root.is_dir() else ()):
-            if stage.is_dir() and stage.name not in RESERVED:
-                yield from (
-                    (stage.name, Entry(path)) for path in sorted(stage.iterdir()) if ENTRY_NAME.fullmatch(path.name)
-                )
+            if stage.name in RESERVED:
+                continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone since, with its last entry; a file
+                found = sorted(stage.iterdir())
+                yield from ((stage.name, Entry(path)) for path in found if ENTRY_NAME.fullmatch(path.name))
 
     def finished(self, stage: str) -> Iterator[Manifest]:
         """Records of every finished artifact of a stage, newest first."""

@@ -45,6 +45,7 @@ class Resources:
     keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
+    deterministic: bool = True  # equal trainings are equal to the bit on a GPU too; attention is slower for it
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
     @property

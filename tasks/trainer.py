@@ -16,6 +16,7 @@ from tasks.checkpoints.checkpointing import Checkpointing, discard_drafts
 from tasks.checkpoints.divergence import Divergence
 from tasks.checkpoints.held_out_loss import held_out_rows
 from tasks.checkpoints.random_state import NewRandomState
+from tasks.one_order import adding_in_one_order
 from tasks.row_order import row_order
 from tasks.steps.marks import StepMarks
 from tasks.steps.reports import Recorder, TokenCount, summary
@@ -92,7 +93,7 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
 
     Raises:
         StoppedError: it was asked to end before its last step; a checkpoint of the step before is committed.
-        PipelineError: its loss is no number.
+        PipelineError: its loss is no number, or an operation adds in no fixed order, which ``deterministic`` forbids.
         DataError: the best model is to be found on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
@@ -103,7 +104,8 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
+            with adding_in_one_order(ctx.resources.deterministic):
+                _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
         except Exception:
             if ctx.rank == 0:  # another worker that fails says nothing of what this one writes
                 discard_drafts(ctx.work_dir)

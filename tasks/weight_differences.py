@@ -1,7 +1,8 @@
-"""How far two models of the same shape are apart, tensor by tensor."""
+"""How far two models are apart, beside how far a training moved them from the one that it was given."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,33 +12,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDifference:
-    """One tensor that differs.
+    """Of two models.
 
     Args:
-        relative: norm of the difference by the norm of the first; infinite where one is lacking, of another shape, or
-            no number.
+        tensors: the names of those that are not equal to the bit, in order.
+        distance: Euclidean norm of the difference of all weights; infinite where a tensor is lacking, of another shape
+            or type, or no number in one of the two.
     """
 
-    tensor: str
-    relative: float
+    tensors: tuple[str, ...]
+    distance: float
 
 
-def weight_differences(first: Path, second: Path) -> list[WeightDifference]:
-    """The tensors in the safetensors of two directories that are not equal to the bit, in the order of their names."""
+def weight_difference(first: Path, second: Path) -> WeightDifference:
+    """Of the safetensors of two directories."""
     left, right = dict(_places(first)), dict(_places(second))
-    differences = (_difference(name, left.get(name), right.get(name)) for name in sorted(left.keys() | right.keys()))
-    return [each for each in differences if each]
+    apart = {name: _square(name, left.get(name), right.get(name)) for name in sorted(left.keys() | right.keys())}
+    differ = {name: square for name, square in apart.items() if square is not None}
+    return WeightDifference(tensors=tuple(differ), distance=sqrt(sum(differ.values())))
 
 
-def is_unmoved(before: Path, after: Path) -> bool:
-    """Whether a model is, in every tensor that it shares with the one it was made from, what that was: no step shows.
+def movement(start: Path, end: Path) -> float | None:
+    """Euclidean norm of what a training added to the weights that it was given; 0.0: no step shows in any.
 
-    A tensor that was written in fewer bits is compared in those; models without a common tensor tell nothing.
+    Of an adapter B began at zero, whatever was given (Hu et al. 2021, arXiv:2106.09685, section 4.1). What began at
+    random (its A, a new head) or has grown is not counted: its own norm would hide how little the rest has moved.
+
+    Returns:
+        None: they share no tensor, which tells nothing.
     """
-    left, right = dict(_places(before)), dict(_places(after))
-    shared = left.keys() & right.keys()
-    pairs = (_tensors(name, left[name], right[name]) for name in sorted(shared))
-    return bool(shared) and all(one.shape == other.shape and _equal(one.to(other.dtype), other) for one, other in pairs)
+    left, right = dict(_places(start)), dict(_places(end))
+    moved = [_moved_square(name, left.get(name), place) for name, place in right.items()]
+    known = [square for square in moved if square is not None]
+    return sqrt(sum(known)) if known else None
+
+
+def length(directory: Path) -> float:
+    """Euclidean norm of all weights of a model: how far it moved, if it began at zero."""
+    return sqrt(sum(_finite_square(_tensor(name, place)) for name, place in _places(directory)))
 
 
 def _places(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -50,28 +62,42 @@ def _places(directory: Path) -> Iterator[tuple[str, Path]]:
             yield from ((prefix + name, path) for name in file.keys())  # noqa: SIM118  no mapping
 
 
-def _difference(name: str, first: Path | None, second: Path | None) -> WeightDifference | None:
+def _square(name: str, first: Path | None, second: Path | None) -> float | None:
+    """Of the distance of two tensors; None: they are equal to the bit."""
+    import torch
+
     if first is None or second is None:
-        return WeightDifference(tensor=name, relative=float("inf"))
-    one, other = _tensors(name, first, second)
+        return float("inf")
+    one, other = _tensor(name, first), _tensor(name, second)
     if one.shape != other.shape or one.dtype != other.dtype:
-        return WeightDifference(tensor=name, relative=float("inf"))
-    if _equal(one, other):
+        return float("inf")
+    # What is no number in both is the same in both.
+    same = (one == other) | ((one != one) & (other != other))
+    if bool(same.all()):
         return None
-    one, other = one.double(), other.double()
-    norm, distance = float(one.norm()), float((one - other).norm())
-    relative = distance / norm if norm > 0 else float("inf")
-    return WeightDifference(tensor=name, relative=relative if relative == relative else float("inf"))
+    square = float(torch.where(same, 0.0, one.double() - other.double()).square().sum())
+    return square if isfinite(square) else float("inf")
 
 
-def _tensors(name: str, first: Path, second: Path) -> "tuple[Tensor, Tensor]":
+def _moved_square(name: str, start: Path | None, end: Path) -> float | None:
+    """Of one tensor; None: what it began with is not known."""
+    tensor = _tensor(name, end)
+    if ".lora_B." in name:
+        return _finite_square(tensor)
+    if start is None or ".lora_A." in name:
+        return None
+    given = _tensor(name, start)
+    if given.shape != tensor.shape:
+        return None
+    return _finite_square(tensor.double() - given.to(tensor.dtype).double())  # it may be written in fewer bits
+
+
+def _finite_square(tensor: "Tensor") -> float:
+    return float(tensor.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum())
+
+
+def _tensor(name: str, path: Path) -> "Tensor":
     from safetensors import safe_open
 
-    own = name.rpartition("/")[2]
-    with safe_open(first, framework="pt") as left, safe_open(second, framework="pt") as right:
-        return left.get_tensor(own), right.get_tensor(own)
-
-
-def _equal(one: "Tensor", other: "Tensor") -> bool:
-    """What is no number in both is the same in both."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name.rpartition("/")[2])

@@ -76,3 +76,9 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
+    """Fails after so many seconds, and says who is still there."""
+    _, left = psutil.wait_procs(processes, seconds)
+    assert not alive(left), f"still there after {seconds} s: {alive(left)}"

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 HERE = Path(__file__).parent
 # Of this process and of those that tests start: Prefect's database, and the slots of the machine, for which a test that
@@ -22,6 +23,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup gives us is not for w
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 tempfile.tempdir = None  # looked up again
 atexit.register(shutil.rmtree, OWN, ignore_errors=True)
+settings.register_profile("posttrain", deadline=None)  # other work on the machine makes any example slow
+settings.load_profile("posttrain")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.planning.plan import Plan
-from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.lease import Lease
 from lineage.manifest import InputRecord, Manifest, provenance
 from lineage.store import Entry
+from tests.saved import commit
 
 
 def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) -> None:
@@ -34,18 +34,14 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         manifest = Manifest(
             pipeline=plan.pipeline.name, stage=planned.name, method="m", recipe=dict(planned.stage.method.recipe()),
             fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics=dict(metrics or {}),
-            inputs=inputs, provenance=provenance(start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}),
+            inputs=inputs, provenance=provenance(
+                start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}, hardware={}
+            ),
         )  # fmt: skip
         with lease.holding():
             entry.commit(manifest, lease)
 
 
-def save(entry: Entry, step: int, *, num_workers: int = 1, zero_stage: int = 0, **fields: int) -> Path:
+def save(entry: Entry, step: int, **record: int) -> Path:
     """Commits a checkpoint."""
-    draft = entry.path / "draft"
-    draft.mkdir(parents=True)
-    (draft / "state.txt").write_text(str(step))
-    checkpoint = Checkpoint(
-        step=step, time=1.0, train_seconds=1.0, num_workers=num_workers, zero_stage=zero_stage, metrics={}, **fields
-    )
-    return entry.checkpoints.commit(draft, checkpoint)
+    return commit(entry.checkpoints, step, {"state.txt": str(step)}, **record)

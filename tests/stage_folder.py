@@ -7,6 +7,7 @@ from pathlib import Path
 from lineage.checkpoints import Checkpoints
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Training
+from tasks.steps.alive import Doing
 from tests import tiny, training
 from tests.worker_group import one_thread
 
@@ -31,6 +32,7 @@ class StageFolder:
         self.folder, self.root = folder, root
         self.resources = replace(SAVING, **resources)
         self.reports: list[tuple[int, Metrics]] = []
+        self.marks: list[tuple[int | None, Doing]] = []
         self.store = Checkpoints(folder / "checkpoints")
 
     def __call__(
@@ -40,6 +42,7 @@ class StageFolder:
             output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=self.store.directory,
             resources=self.resources, report=lambda step, metrics: self.reports.append((step, dict(metrics))),
             resume_from=self.store.path(resume) if resume else None, should_stop=should_stop,
+            mark=lambda step, doing: self.marks.append((step, doing)),
         )  # fmt: skip
         with one_thread():
             return stage.run(training.inputs(self.root, stage), ctx)

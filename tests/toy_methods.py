@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lineage.artifact import Kind
-from lineage.checkpoints import Checkpoint
-from lineage.errors import StoppedError
-from tasks.checkpoints.best import kept_steps
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import TABLE_FILE
 from tasks.method import Inputs, Method, Training
 from tasks.row_scores import RowScores, write_scores
-
-STATE_FILE = "state.txt"
+from tests.toy_loop import loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,7 @@ class ToyModel(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyTraining(Training):
-    """Steps without a model; fails, dies or dawdles when told to."""
+    """Steps without a model; fails or dawdles when told to."""
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
@@ -65,35 +61,18 @@ class ToyTraining(Training):
     level: float | None = None  # added to every loss
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        given = (inputs["policy"].path / "model.txt").read_text()
         level = self.level or 0.0
-        done = int((ctx.resume_from / STATE_FILE).read_text()) if ctx.resume_from else 0
-        for step in range(done + 1, self.num_steps + 1):
+
+        def take(step: int) -> None:
             time.sleep(self.step_seconds)
             ctx.report(step, {"loss": level + 1.0 / step, "tokens_per_second": 100.0})
             if self.fail:
                 raise ValueError("told to fail")
-            stops = ctx.should_stop() and step < self.num_steps
-            if stops or (ctx.resources.save_steps and step % ctx.resources.save_steps == 0):
-                _save(step, ctx)
-            if stops:
-                raise StoppedError(f"stopped at step {step} of {self.num_steps}")
-        given = inputs["policy"].path / "model.txt"
-        (ctx.output_dir / "model.txt").write_text(f"{given.read_text()} -> {self.learning_rate}")
+
+        state = loop(ctx, self.num_steps, given, take)
+        (ctx.output_dir / "model.txt").write_text(f"{state} -> {self.learning_rate}")
         return {"loss": level + 1.0 / self.num_steps, "train_seconds": 0.0}
-
-
-def _save(step: int, ctx: TrainContext) -> None:
-    draft = ctx.work_dir / f"draft-{step}"
-    draft.mkdir()
-    (draft / STATE_FILE).write_text(str(step))
-    checkpoint = Checkpoint(
-        step=step, time=time.time(), train_seconds=0.0, num_workers=ctx.world_size, zero_stage=0,
-        metrics={"loss": 1.0 / step},
-    )  # fmt: skip
-    store = ctx.checkpoints
-    assert store
-    store.commit(draft, checkpoint)
-    store.keep(kept_steps(store.records(), ctx.resources.keep_last, ctx.resources.keep_best, None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ LOST_AT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor(Training):
-    """Walks at random, by a generator whose state is part of each checkpoint, where nothing is forgotten."""
+    """Walks on at random from where its policy ended, by a generator that each checkpoint holds too."""
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
@@ -41,9 +41,10 @@ class Survivor(Training):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         generator = np.random.default_rng(self.seed)
-        weights, done = np.ones(4), 0
+        weights, done = _start(inputs["policy"].path), 0
         if ctx.resume_from:
-            weights, done = self._restore(ctx.resume_from, generator)
+            saved, done = self._restore(ctx.resume_from, generator)
+            weights = weights if self.forgets == "weights" else saved
         for step in range(done + 1, self.num_steps + 1):
             time.sleep(STEP_SECONDS)
             weights = weights + self.learning_rate * generator.normal(size=4) + self.per_worker * ctx.world_size
@@ -83,4 +84,11 @@ class Survivor(Training):
         saved = np.load(path / STATE)
         if self.forgets != "generator":
             generator.bit_generator.state = ast.literal_eval(saved["generator"].tobytes().decode())
-        return np.ones(4) if self.forgets == "weights" else saved["weights"], int(saved["step"])
+        return saved["weights"], int(saved["step"])
+
+
+def _start(policy: Path) -> np.ndarray:
+    from safetensors.numpy import load_file
+
+    given = policy / WEIGHTS
+    return load_file(given)["walk"] if given.exists() else np.ones(4)

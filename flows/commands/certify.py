@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: no interruption changes a model beyond the tolerance; 1: one does, or a kill could not be compared."""
+    """0: kills change no bit, other workers nothing beyond the tolerance; 1: one does, or a kill was not compared."""
     from flows.declare.config import load_pipeline
     from flows.rehearsal.certify import certify
     from flows.reports.certificate import certificate_dict, certificate_table

@@ -24,18 +24,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """0, also where nothing is to be freed, nobody is there to agree, or all of it came into use meanwhile.
+
+    Raises:
+        PipelineError: what is needed cannot be told, so that nothing is freed.
+    """
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import store_root
     from flows.needed.look import needed, needed_now
+    from flows.needed.registries import Registries
     from flows.reports.gc import gc_dict, gc_text
     from lineage.freeing import free
     from lineage.garbage import Garbage, find
 
     store = store_root(options.overrides, options.config_dir)
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    registries = Registries(pipeline.tracking, store)
 
     def look() -> tuple[list[Garbage], list[Garbage], dict[str, str], list[str]]:
-        pipeline = load_pipeline(options.overrides, options.config_dir)
-        kept, notes = needed(pipeline, store, options.config_dir, unseen=options.older_than is None)
+        unseen = options.older_than is None
+        kept, notes = needed(pipeline, store, options.config_dir, registries, unseen=unseen)
         garbage, young = find(store, kept, options.older_than)
         return garbage, young, kept, notes
 
@@ -46,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     done: list[Garbage] = []
     if agreed:
         again, _, kept, _ = (garbage, young, kept, notes) if options.yes else look()  # the answer took its time
-        shown = {(each.paths, each.fingerprint) for each in garbage}
-        still = [each for each in again if (each.paths, each.fingerprint) in shown]
-        done = [each for each in still if free(store, each, partial(needed_now, store, kept))]
+        still = {(each.paths, each.fingerprint) for each in again}
+        shown = [each for each in garbage if (each.paths, each.fingerprint) in still]  # `free` knows their use then
+        done = [each for each in shown if free(store, each, partial(needed_now, store, kept, registries))]
     if options.json:
         freed = [each.what for each in done]
         print(json.dumps({**gc_dict(store, garbage, young, kept), "freed": freed}, indent=2))

@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
+    from flows.progress.run_notes import silent_drivers
     from lineage.mlflow.registry import refill
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or state tracking.uri"
         )
-    rebuilt = refill(pipeline.tracking.uri, pipeline.store)
+    rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
     if options.json:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))
         return 0

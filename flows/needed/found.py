@@ -13,6 +13,7 @@ class Needed:
         everything: why all of the store stays.
         planned: names of the pipelines whose needs are known.
         unplanned: names of those that stand only with overrides, which nobody has stated here; and what they lack.
+        lines: for people, of what else stays that would go.
     """
 
     by: dict[str, str] = field(default_factory=dict)
@@ -20,3 +21,4 @@ class Needed:
     everything: list[str] = field(default_factory=list)
     planned: set[str] = field(default_factory=set)
     unplanned: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)

@@ -6,6 +6,7 @@ from pathlib import Path
 from flows.declare.pipeline import Pipeline
 from flows.needed.found import Needed
 from flows.needed.pipelines import add_declared, add_plan, add_unseen
+from flows.needed.registries import Registries
 from flows.progress.run_notes import latest
 from flows.sweep.files import read_best
 from flows.sweep.folder import FOLDER, Ledger
@@ -21,7 +22,7 @@ from lineage.view import VIEWS
 
 
 def needed(
-    pipeline: Pipeline, store: Path, config_dir: Path | None, *, unseen: bool
+    pipeline: Pipeline, store: Path, config_dir: Path | None, registries: Registries, *, unseen: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Key -> who needs it, of all that stays, artifacts with all that they were made from; and lines for people.
 
@@ -38,7 +39,7 @@ def needed(
     add_declared(store, config_dir, found)
     with Index(store) as index:
         _add_promoted(index, found)
-        _add_mlflow_aliases(pipeline, store, found)
+        registries.add_aliased(found)
         _add_sweeps(store, found)
         _add_views(store, found)
         _add_leased(store, found)
@@ -50,21 +51,23 @@ def needed(
             add_unseen(made, found)
         stay = {name: why for name, why in found.pipelines.items() if name in made}
         lines += [f"all of {name} stays: {why}" for name, why in stay.items()]
-        return _with_ancestors(index, found), [*(f"nothing goes: {why}" for why in found.everything), *lines]
+        nothing = [f"nothing goes: {why}" for why in found.everything]
+        return _with_ancestors(index, found), [*nothing, *lines, *found.lines]
 
 
-def needed_now(store: Path, before: Mapping[str, str]) -> Collection[str]:
+def needed_now(store: Path, before: Mapping[str, str], registries: Registries) -> Collection[str]:
     """The keys of all that stays, with what has come to be needed since ``needed`` has looked.
 
     What is being made is not among them: its lease protects it, and ours would protect what we are about to free.
 
     Raises:
-        ArtifactError: a record cannot be read.
+        ConfigError, ArtifactError: a record cannot be read, or MLflow.
     """
     found = Needed(by=dict(before))
     _add_runs(store, found)
     with Index(store) as index:
         _add_promoted(index, found)
+        registries.add_aliased(found)
         _add_views(store, found)
         return _with_ancestors(index, found)
 
@@ -103,22 +106,6 @@ def _lost(event: Event, index: Index, found: Needed) -> str:
         f"{node}, which alias {event.alias} names or has named, has no {MANIFEST}, so that nobody knows what it was "
         f"made from; restore {index.entry(node).path}, run its pipeline again, or state the overrides that make it"
     )
-
-
-def _add_mlflow_aliases(pipeline: Pipeline, store: Path, found: Needed) -> None:
-    """A model to which somebody gave an alias in MLflow alone."""
-    from lineage.mlflow.address import sqlite_file, tracking_uri
-
-    file = sqlite_file(tracking_uri(pipeline.tracking.uri))
-    if not pipeline.tracking.mlflow or (file and not file.exists()):
-        return
-    from lineage.mlflow.registry import links
-
-    names = {manifest.pipeline for _, entry in Store(store).entries() if (manifest := entry.manifest())}
-    for aliases in links(pipeline.tracking.uri, sorted(names)).aliases.values():
-        for alias, key in aliases.items():
-            if key:
-                found.by.setdefault(node_key(key.stage, key.fingerprint), f"alias {alias} of MLflow")
 
 
 def _add_views(store: Path, found: Needed) -> None:

@@ -16,17 +16,17 @@ def require_plan_room(plan: Plan, stages: Sequence[PlannedStage]) -> None:
     """Refuses what does not fit; a stage whose model is not known yet is looked at when it begins.
 
     Args:
-        stages: in the order in which they run: the outputs of those before stay.
+        stages: in the order in which they run: of those before their outputs stay, and their checkpoints go.
 
     Raises:
         ConfigError: names the stage, what it needs, what is free, and what to do.
     """
     before = 0
     for planned in stages:
-        method, model = planned.stage.method, _model(plan, planned)
-        if model and isinstance(method, Training):
+        method, resources = planned.stage.method, planned.stage.resources
+        if isinstance(method, Training):
             before += require_room(
-                planned.name, method, planned.stage.resources, model, plan.entry(planned), before=before
+                planned.name, method, resources, _model(plan, planned), plan.entry(planned), before=before
             )  # fmt: skip
 
 

@@ -14,11 +14,14 @@ def goes_on_with(name: str, stage: Stage, entry: Entry, reason: str) -> str:
     """Why a stage is resumed, and what other machines than those before change about what comes out.
 
     Raises:
-        ConfigError: the workers cannot read what was saved.
+        ConfigError: a run would refuse: it has checkpoints and none is whole, or the workers cannot read the last.
     """
     checkpoint = entry.checkpoints.newest()
     if checkpoint is None:
-        return reason
+        raise ConfigError(
+            f"stages.{name}: of its checkpoints in {entry.checkpoints.directory} each lacks a file, or a record that "
+            f"can be read; restore the files, or lose their steps and begin again with restart=[{name}]"
+        )
     try:
         require_readable(checkpoint, stage.resources)
     except ConfigError as error:

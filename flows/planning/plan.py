@@ -70,10 +70,12 @@ class Plan:
 
     Args:
         notes: what else was decided, a line each.
+        home: the store that it reads, and that its runs are noted in; a rehearsal has another one for its outputs.
     """
 
     pipeline: Pipeline
     stages: list[PlannedStage]
+    home: Path
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -134,7 +136,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
             judged, old rows were split otherwise, a mixture names no slot, ``code_drift=refuse`` and a reused
-            stage's code changed, or the workers cannot go on from a stage's checkpoint.
+            stage's code changed, or a stage cannot go on from its checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -159,7 +161,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         planned = _plan_stage(name, stage, inputs, store, resolved, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
-    return Plan(pipeline=resolved, stages=stages, notes=champions.notes)
+    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=champions.notes)
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:

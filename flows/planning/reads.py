@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flows.planning.plan import Plan
+from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ArtifactError
+from lineage.freeing import guard
 from lineage.graph.places import artifact_at, node_key
 from lineage.store import Entry, Store
 
@@ -16,21 +18,30 @@ def reads(plan: Plan) -> dict[str, Entry]:
     return found | _named(plan)
 
 
-def mark_used(plan: Plan) -> None:
-    """Makes what it finds finished young again for ``gc``."""
-    for entry in _reused(plan):
-        with contextlib.suppress(OSError):  # of a store that may only be read, nothing is freed either
-            os.utime(entry.path)
+def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> None:
+    """Keeps what plans of one store reuse or go on from: ``gc`` frees nothing that was used since it was found.
 
-
-def require_there(plan: Plan) -> None:
-    """For a run whose note says by now what it reads.
+    Args:
+        note: writes down that a run reads it, which keeps it for as long as that run lives.
 
     Raises:
-        ArtifactError: something was freed between the plan and the note.
+        ArtifactError: some of it was freed since its plan was made.
     """
-    reused = (plan.entry(each) for each in plan.stages if each.state == "reuse")
-    gone = [entry.path for entry in reused if not (entry.manifest() and entry.output.is_dir())]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of a store that may only be read, nothing is freed either
+            for store in {plan.home for plan in plans}:
+                stack.enter_context(guard(store))
+        note()
+        used = {entry.path: entry for plan in plans for entry in _used(plan)}
+        for entry in used.values():
+            with contextlib.suppress(OSError):
+                os.utime(entry.output)
+    for plan in plans:
+        _require_there(plan)
+
+
+def _require_there(plan: Plan) -> None:
+    gone = [plan.entry(each).path for each in _taken_up(plan) if not _is_there(each, plan.entry(each))]
     gone += [file for file in _files(plan) if not file.exists()]  # of an unfinished output too, where one names it
     if gone:
         raise ArtifactError(
@@ -38,23 +49,32 @@ def require_there(plan: Plan) -> None:
         )
 
 
-def _reused(plan: Plan) -> list[Entry]:
-    return [*(plan.entry(each) for each in plan.stages if each.state == "reuse"), *_named(plan).values()]
+def _used(plan: Plan) -> list[Entry]:
+    return [*(plan.entry(each) for each in _taken_up(plan)), *_named(plan).values()]
+
+
+def _taken_up(plan: Plan) -> list[PlannedStage]:
+    return [each for each in plan.stages if each.state in ("reuse", "resume")]
+
+
+def _is_there(planned: PlannedStage, entry: Entry) -> bool:
+    """Its checkpoints are looked for first: another run that finishes it removes them when its manifest is there."""
+    can_go_on = planned.state == "resume" and bool(entry.checkpoints.steps())
+    return can_go_on or (entry.manifest() is not None and entry.output.is_dir())
 
 
 def _files(plan: Plan) -> list[Path]:
     """Of the store, that sources name."""
     pinned = [given.pinned for planned in plan.stages for given in planned.inputs.values() if given.pinned]
     files = dict.fromkeys(file for each in pinned for file in each.record.files)
-    return [Path(file) for file in files if artifact_at(plan.pipeline.store, file)]
+    return [Path(file) for file in files if artifact_at(plan.home, file)]
 
 
 def _named(plan: Plan) -> dict[str, Entry]:
-    store = plan.pipeline.store
     paths: set[str] = set()
     for planned in plan.stages:
         for given in planned.inputs.values():
             if given.pinned:
                 paths |= {str(plan.path_of(given)), *map(os.path.dirname, given.pinned.record.files)}
-    places = filter(None, (artifact_at(store, path) for path in paths))
-    return {node_key(*place): Store(store).entry(*place) for place in places}
+    places = filter(None, (artifact_at(plan.home, path) for path in paths))
+    return {node_key(*place): Store(plan.home).entry(*place) for place in places}

@@ -1,7 +1,5 @@
 """Why a stage is reused or runs: what its place in the store says, and the fields that set it apart."""
 
-import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +10,7 @@ from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
 from lineage.lease import living_holder
 from lineage.manifest import InputRecord, Manifest
+from lineage.metrics_file import last_step
 from lineage.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -39,10 +38,7 @@ def judge(
         when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")
         return "resume", f"goes on from step {checkpoint.step}, saved {when}; {_reached(entry)}"
     if entry.checkpoints.steps():
-        return "resume", (
-            f"none of its checkpoints has a record that can be read, and a run refuses: restore the files in "
-            f"{entry.checkpoints.directory}, or begin again with restart=[{name}]"
-        )
+        return "resume", f"none of its checkpoints is whole; {_reached(entry)}"
     if entry.metrics.exists():
         return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
     return "run", _why_stale(recipe, inputs, store.finished(name))
@@ -105,16 +101,7 @@ def _other_code(entry: Entry, code: str) -> bool:
 
 
 def _reached(entry: Entry) -> str:
-    return f"the attempt before ended at step {_last_step(entry)}"
-
-
-def _last_step(entry: Entry) -> int:
-    if not entry.metrics.exists():
-        return 0
-    for line in reversed(entry.metrics.read_text().splitlines()):
-        with contextlib.suppress(ValueError):  # the last line may have been cut by the kill
-            return int(json.loads(line)["step"])
-    return 0
+    return f"the attempt before ended at step {last_step(entry.metrics)}"
 
 
 def _why_stale(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], earlier: Iterator[Manifest]) -> str:

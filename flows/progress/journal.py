@@ -8,24 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
-from flows.planning.reads import reads, require_there
+from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
 from flows.progress.flow_run_link import with_flow_run
-from flows.progress.run_notes import (
-    Links,
-    Outcome,
-    RunNote,
-    StageNote,
-    StageState,
-    SweepNote,
-    end_of,
-    new_id,
-    note_path,
-)
+from flows.progress.run_notes import Links, Outcome, RunNote, StageState, SweepNote, end_of, new_id, note_path
+from flows.progress.stage_notes import blank, expected
 from lineage.errors import PipelineError
-from lineage.freeing import guard
 from lineage.lease import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.tracker import Tracker
@@ -43,17 +32,19 @@ class Journal:
         stages: those that the run is to make, which it shows before they begin, but for those that trials own.
         sweep: None: it is none.
         in_flow: whether Prefect orders them.
+        command: of ``posttrain``.
     """
 
     def __init__(
         self, plan: Plan, words: Sequence[str], tracker: Tracker, stages: Sequence[PlannedStage],
-        sweep: SweepNote | None = None, *, in_flow: bool = True,
+        sweep: SweepNote | None = None, *, in_flow: bool = True, command: str = "run",
     ) -> None:  # fmt: skip
         self._plan = plan
         self._stages = stages
         self._tracker = tracker
-        self._store = plan.pipeline.store
+        self._store = plan.home
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._written: RunNote | None = None
@@ -62,8 +53,8 @@ class Journal:
         now = time.time()
         self._note = RunNote(
             id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Holder.here(), started=now,
-            stages=self._expected(stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
-            sweep=sweep, in_flow=in_flow, reads=list(reads(plan)),
+            stages=expected(plan, stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
+            sweep=sweep, in_flow=in_flow, command=command,
         )  # fmt: skip
 
     @property
@@ -78,14 +69,12 @@ class Journal:
             ArtifactError: what the plan reuses was freed before the note could say so.
         """
         self._link()
-        with contextlib.suppress(OSError), guard(self._store):  # after it, `gc` knows of this run
-            self._write()
         thread = threading.Thread(target=self._keep, daemon=True, name="journal")
         thread.start()
         outcome: Outcome = "done"
         cause = ""
         try:
-            require_there(self._plan)
+            self.claim([self._plan])
             yield
             outcome, cause = self._verdict()
         except BaseException as error:
@@ -97,6 +86,17 @@ class Journal:
             thread.join()
             self._note = replace(self._note, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=time.time())
             self._write()
+
+    def claim(self, plans: Sequence[Plan]) -> None:
+        """Notes what further plans read too, so that ``gc`` leaves it as long as this run lives.
+
+        Raises:
+            ArtifactError: some of it was freed since its plan was made.
+        """
+        with self._lock:
+            noted = [*self._note.reads, *(key for plan in plans for key in reads(plan))]
+            self._note = replace(self._note, reads=list(dict.fromkeys(noted)))
+        claim(plans, self._write)
 
     def waiting(self, title: str, reason: str) -> None:
         known = self._note.stages.get(title)
@@ -123,33 +123,13 @@ class Journal:
             self._note = replace(self._note, said=text.strip()[:_TEXT_LENGTH])
         self._changed.set()
 
-    def _expected(self, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageNote]:
-        names = list(dict.fromkeys(planned.name for planned in stages))
-        shared = [planned for planned in stages if planned.name not in own]
-        before = {planned.name: self._plan.waits(planned) for planned in shared}
-        return {
-            name: replace(self._blank(name, now), after=[other for other in names if other in waits])
-            for name, waits in before.items()
-        }
-
-    def _blank(self, title: str, now: float) -> StageNote:
-        """What the plan says of a stage; of one that only a trial of a sweep has, by the stage's name."""
-        name = title.partition("#")[0]
-        planned = next((each for each in self._plan.stages if each.name == name), None)
-        if planned is None:
-            return StageNote(state="pending", since=now, directory="")
-        cpus, gpus = asks(planned)
-        workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
-        directory = str(self._plan.entry(planned).path) if title == name else ""
-        return StageNote(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)
-
     def _set(
         self, title: str, state: StageState, *, reason: str = "", directory: Path | None = None,
         total: int | None = None, seconds: float = 0.0,
     ) -> None:  # fmt: skip
         now = time.time()
         with self._lock:
-            before = self._note.stages.get(title) or self._blank(title, now)
+            before = self._note.stages.get(title) or blank(self._plan, title, now)
             after = replace(
                 before, state=state, since=now, reason=reason, seconds=seconds, total=total or before.total,
                 directory=str(directory or before.directory),
@@ -175,7 +155,7 @@ class Journal:
         with self._lock:
             links = replace(self._note.links, mlflow_run=self._tracker.execution_id())
             note = self._note = replace(self._note, links=links)
-        with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+        with self._writing, contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
             if note == self._written:
                 os.utime(note_path(self._store, note.id))
             else:

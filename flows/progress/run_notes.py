@@ -15,7 +15,6 @@ Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
 
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
-
 _FOLDER = "runs"
 _LOOKED_AT = 50  # notes that are read beside those that were touched just now
 
@@ -96,6 +95,7 @@ class RunNote:
         in_flow: whether a flow run of Prefect is to order its stages.
         said: what it last told whoever looks on: whom it waits for, a trial that failed.
         reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
+        command: of ``posttrain``; those other than ``run`` begin again where they were cut off.
     """
 
     id: str
@@ -113,6 +113,7 @@ class RunNote:
     in_flow: bool = True
     said: str = ""
     reads: Sequence[str] = field(default_factory=list)
+    command: str = "run"
 
     def write(self, store: Path) -> None:
         path = note_path(store, self.id)
@@ -130,6 +131,7 @@ class RunNote:
         return self.driver.is_dead(silent)
 
     def is_live(self, store: Path) -> bool:
+        """Whether it is under way, as far as is heard: of a driver of another machine, up to five minutes late."""
         return self.outcome is None and not self.is_dead(store)
 
 
@@ -176,6 +178,14 @@ def latest(store: Path) -> Iterator[RunNote]:
             note = read_note(path)
             if note:
                 yield note
+
+
+def silent_drivers(store: Path) -> list[Holder]:
+    """The processes of other machines that run nothing any more, as far as is heard."""
+    elsewhere = [note for note in latest(store) if not note.driver.is_here()]
+    heard = [note.driver for note in elsewhere if not note.is_dead(store)]
+    silent = [note.driver for note in elsewhere if note.is_dead(store)]
+    return [each for each in silent if not any(each.is_process(other) for other in heard)]
 
 
 def dashboard_file(directory: Path) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flows.declare.pipeline import Pipeline
 from flows.promotion.standing import require_verdict
 from lineage.artifact import MODELS
-from lineage.errors import ConfigError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import ancestry
 from lineage.graph.index import Index
@@ -63,6 +63,8 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
         if manifest.produces not in (*MODELS, None):  # None: recorded before manifests said what they are of
             raise ConfigError(f"{ref} is {found.node}, which is {manifest.produces}; an alias names a model")
         with locked(pipeline.store):
+            if not found.entry.is_finished():  # reading every byte took its time; under this lock nothing is freed
+                raise ArtifactError(f"{found.entry.path}: was freed or damaged meanwhile; run its pipeline again")
             events = read_events(pipeline.store)
             commercial = _is_commercial(pipeline, alias, events)
             labels = _permitted(pipeline, index, found.node, alias, commercial=commercial)

@@ -7,19 +7,22 @@ from pathlib import Path
 
 from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
-from flows.open_run import open_run, stoppable
+from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.board import Board
 from flows.rehearsal.compare import TOLERANCES, compare
 from flows.rehearsal.interruptions import kill_and_resume, other_workers
-from flows.rehearsal.scratch import scratch, scratch_plan
+from flows.rehearsal.scratch import free_left, scratch, scratch_plan
 from flows.stages.execute import execute
 from flows.stages.given import job_inputs
 from flows.stages.run import Run
+from flows.stops import stoppable
 from flows.wording import counted
 from lineage.artifact import MODELS
 from lineage.attempts import attempts, last_words
-from lineage.certificate import Certificate, Comparison, basis, key_of, write_certificate
+from lineage.certificates.basis import basis, key_of
+from lineage.certificates.certificate import Certificate, Comparison, Tolerance
+from lineage.certificates.files import write_certificate
 from lineage.errors import ConfigError, StageError
 from lineage.manifest import Manifest
 from lineage.store import Entry
@@ -52,11 +55,13 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
     with scratch(pipeline.store, keep=False) as place:
         plan = scratch_plan(unrecorded, place / "unbroken", num_steps=NUM_STEPS, save_steps=SAVE_STEPS)
         plan = _for_training(plan)
+        check_machine(plan.stages)
+        free_left(place)
         names = [planned.name for planned in plan.stages]
         with (
             stoppable(),
             Board(sys.stderr, names) as board,
-            open_run(plan, words, board, plan.stages, in_flow=False) as run,
+            open_run(plan, words, board, plan.stages, in_flow=False, command="certify") as run,
         ):
             return list(_certificates(run, pipeline.store))
 
@@ -66,7 +71,7 @@ def _certificates(run: Run, store: Path) -> Iterator[Certified]:
         manifest = execute(run, planned).manifest
         if planned.stage.method.trains:
             _require_unbroken(run.plan.entry(planned), planned.name)
-            certificate = _certificate(run, planned, manifest)
+            certificate = _certificate(run, planned, manifest, store)
             yield Certified(path=write_certificate(store, certificate), certificate=certificate)
 
 
@@ -84,35 +89,41 @@ def _require_unbroken(entry: Entry, stage: str) -> None:
         )  # fmt: skip
 
 
-def _certificate(run: Run, planned: PlannedStage, manifest: Manifest) -> Certificate:
+def _certificate(run: Run, planned: PlannedStage, manifest: Manifest, store: Path) -> Certificate:
     tolerance = TOLERANCES[str(manifest.recipe["precision"])]
     parents = _parents(run.plan, planned)
-    kind = basis(manifest, parents, run.plan.pipeline.store)
-    unmoved = _unmoved(run.plan, planned, parents)
+    kind = basis(manifest, parents, run.plan.pipeline.store, store)
+    moved = _moved(run.plan, planned, parents)
+    other = other_workers(planned)
     return Certificate(
         key=key_of(kind), basis=kind, pipeline=run.plan.pipeline.name, stage=planned.name, num_steps=NUM_STEPS,
         save_steps=SAVE_STEPS, tolerance=tolerance, provenance=manifest.provenance,
         comparisons={
-            "killed": _interrupted(run, planned, "killed", unmoved or planned.stage.resources, tolerance),
-            "resharded": _interrupted(run, planned, "resharded", unmoved or other_workers(planned), tolerance),
+            "killed": _interrupted(run, planned, "killed", planned.stage.resources, moved, None),
+            "resharded": _interrupted(run, planned, "resharded", other, moved, tolerance),
         },
     )  # fmt: skip
 
 
-def _unmoved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> str | None:
-    """Why a comparison would prove nothing: what the training had lost would not show in what it ends with."""
-    from tasks.weight_differences import is_unmoved  # imports torch
+def _moved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> float:
+    """Norm of what the unbroken training added to the model that it was given; of one from nothing, of all weights."""
+    from tasks.weight_differences import length, movement  # imports torch
 
+    output = plan.entry(planned).output
     given = [each for each in job_inputs(plan, planned, parents).values() if each.kind in MODELS]
-    if not any(is_unmoved(each.resolve().path, plan.entry(planned).output) for each in given):
-        return None
-    return (
-        f"the weights did not move in {NUM_STEPS} steps, so that one that forgets them ends alike; raise "
-        "learning_rate, or train in precision=fp32"
-    )
+    known = [moved for each in given if (moved := movement(each.resolve().path, output)) is not None]
+    return min(known) if known else length(output)  # of several models the nearest is what it began with
 
 
-def _interrupted(run: Run, planned: PlannedStage, how: str, resources: Resources | str, tolerance: float) -> Comparison:
+def _interrupted(
+    run: Run, planned: PlannedStage, how: str, resources: Resources | str, moved: float, tolerance: Tolerance | None
+) -> Comparison:
+    """What an interruption does, or why that cannot be seen."""
+    if moved == 0:  # what the training had lost would not show in what it ends with
+        resources = (
+            f"the weights did not move in {NUM_STEPS} steps, so that one that forgets them ends alike; raise "
+            "learning_rate, or train in precision=fp32"
+        )
     if isinstance(resources, str):
         before = planned.stage.resources.num_workers
         return Comparison(verdict="not compared", detail=resources, num_workers=(before, before))
@@ -120,7 +131,7 @@ def _interrupted(run: Run, planned: PlannedStage, how: str, resources: Resources
     run.observer.announce(f"{planned.name}  {how}: killed after step {SAVE_STEPS + 1}, {goes_on}")
     beside = replace(run, plan=_beside(run.plan, planned, how))
     entry = kill_and_resume(beside, beside.plan.stage(planned.name), resources, SAVE_STEPS + 1)
-    return compare(run.plan.entry(planned), entry, tolerance)
+    return compare(run.plan.entry(planned), entry, moved, tolerance)
 
 
 def _beside(plan: Plan, planned: PlannedStage, how: str) -> Plan:

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
-from flows.open_run import note_before, open_run, stoppable
+from flows.open_run import check_machine, note_before, open_run
 from flows.planning.plan import Plan
 from flows.progress.board import Board
 from flows.rehearsal.one_stop import OneStop
 from flows.rehearsal.row import Row, row_of
-from flows.rehearsal.scratch import scratch, scratch_plan
+from flows.rehearsal.scratch import free_left, scratch, scratch_plan
 from flows.stages.execute import execute
+from flows.stops import stoppable
+from flows.tracking import make_tracker
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.store import REHEARSALS
 from tasks.method import Training
@@ -55,7 +57,7 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     try:
         with scratch(pipeline.store, keep=keep) as place:
             plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1)
-            _unregister(named)  # what others have left: of the same bytes no second version is made
+            _make_way(named, plan, place)
             _run(pipeline, plan, words, rows)
             _require_recorded(plan)
         _unregister(named)
@@ -68,12 +70,24 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     return Rehearsal(place=place, rows=rows)
 
 
+def _make_way(named: Pipeline, plan: Plan, place: Path) -> None:
+    """Frees what rehearsals before have left, also in the registry: of the same bytes no second version is made.
+
+    Raises:
+        ConfigError: the rehearsal cannot work, and nothing was touched.
+    """
+    check_machine(plan.stages)
+    make_tracker(named.tracking)  # MLflow answers
+    free_left(place)
+    _unregister(named)
+
+
 def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each stage when it is made."""
     note_before(plan)
     with stoppable(), Board(sys.stderr, [planned.name for planned in plan.stages]) as board:
         stop = OneStop(board)
-        with open_run(plan, words, stop, plan.stages, in_flow=False) as run:
+        with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 real = pipeline.stages[planned.name].method

@@ -1,15 +1,19 @@
 """What became of one stage of a rehearsal, read from what it left behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePosixPath
 
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import judgements
+from flows.rehearsal.compare import WEIGHTS
 from flows.rehearsal.reported import reported
 from flows.wording import counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.manifest import Manifest
 from tasks.method import Training
+from tasks.models import ADAPTER_DIR
 
 _DOES = {Kind.REPORT: "evaluate", Kind.VERDICT: "judge", **dict.fromkeys(DATA, "prepare")}
 
@@ -23,7 +27,7 @@ class Row:
         seconds: of the rehearsal.
         memory_gib: the most that a step reported.
         checkpoint_bytes: of one checkpoint.
-        real_seconds: about what the real stage will take: by the pace of the last step; of all but trainings, which
+        real_seconds: about what the real stage will take: by the pace of the fastest step; of all but trainings, which
             did the real work, as long as they took. None: nothing says.
         verdict: ``works``, or what is wrong.
     """
@@ -69,22 +73,28 @@ def row_of(
 
 
 def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
-    """Of the last step, by its tokens and their pace: no save and no start is in it. None: not reported."""
-    if not reports:
-        return None
-    last = reports[-1]
-    tokens = last.get("num_tokens", 0.0) - (reports[-2].get("num_tokens", 0.0) if len(reports) > 1 else 0.0)
-    pace = last.get("tokens_per_second", 0.0)
-    return tokens / pace if tokens > 0 and pace > 0 else None
+    """Of the fastest step, by its tokens and their pace: no save is in it, but each is the first of a process.
+
+    None: not reported.
+    """
+    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
+    tokens = [total - before for before, total in pairwise(totals)]
+    paces = [step.get("tokens_per_second", 0.0) for step in reports]
+    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
 
 
 def _made(plan: Plan, planned: PlannedStage, manifest: Manifest) -> tuple[str, ...]:
     """What was done to its output; whether MLflow has it too is asked at the end, of all at once."""
     method, kind = planned.stage.method, planned.stage.method.produces
-    merges = isinstance(method, Training) and method.adapter is not None and method.save != "adapter"
     registers = kind in MODELS and manifest.mlflow_run_id is not None
     does = () if isinstance(method, Training) else (_DOES.get(kind, "make"),)
-    return (*does, *(("merge",) if merges else ()), *(("register",) if registers else ()))
+    return (*does, *(("merge",) if _is_merged(manifest.files) else ()), *(("register",) if registers else ()))
+
+
+def _is_merged(files: Iterable[str]) -> bool:
+    """Whether an output is a whole model with the adapter beside it that it was merged from."""
+    weights = [path for path in map(PurePosixPath, files) if path.suffix == WEIGHTS]
+    return {PurePosixPath(), PurePosixPath(ADAPTER_DIR)} <= {path.parent for path in weights}
 
 
 def _verdict(plan: Plan, planned: PlannedStage) -> str:

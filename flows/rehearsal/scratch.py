@@ -21,7 +21,7 @@ from tasks.method import Training
 
 @contextlib.contextmanager
 def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
-    """A directory below a store, on its file system, that is gone afterwards; those of killed commands are freed first.
+    """A directory below a store, on its file system, that is gone afterwards.
 
     Args:
         keep: it stays until the next command that needs one; so it does where something failed, for its log.
@@ -32,9 +32,6 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     with FileLock(folder / "guard"):
         lease = Lease(place)
         assert lease.try_acquire()  # nobody else knows its name
-        for other in folder.iterdir():
-            if other.is_dir() and other != place and not living_holder(other):
-                shutil.rmtree(other, ignore_errors=True)
     kept = keep
     try:
         with lease.holding():
@@ -45,6 +42,17 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     finally:
         if not kept:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def free_left(place: Path) -> None:
+    """Frees what commands before have left beside a directory: kept, after a failure, or killed.
+
+    Called where nothing refuses a command any more: one that is refused touches nothing.
+    """
+    with FileLock(place.parent / "guard"):
+        for other in place.parent.iterdir():
+            if other.is_dir() and other != place and not living_holder(other):
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int) -> Plan:

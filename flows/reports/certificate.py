@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from flows.rehearsal.certify import Certified
 from flows.reports.tables import empty_table, plain_text
-from lineage.certificate import Comparison
+from lineage.certificates.certificate import Comparison
 
 
 def certificate_table(found: list[Certified]) -> str:
@@ -27,6 +27,9 @@ def certificate_dict(found: list[Certified]) -> dict[str, object]:
 def _found(comparison: Comparison) -> str:
     steps = ", ".join(str(step) for step in comparison.resumed_at)
     resumed = f"resumed from step {steps}" if steps else ""
-    numbers = {"losses": comparison.loss_difference, "weights": comparison.weight_difference}
-    apart = [f"{name} apart by {number:.2g}" for name, number in numbers.items() if number]
+    numbers = {
+        "losses apart by {:.2g}": comparison.loss_difference,
+        "weights apart by {:.2g} of what the training moved them": comparison.weight_difference,
+    }
+    apart = [words.format(number) for words, number in numbers.items() if number]
     return "; ".join(part for part in (comparison.detail, *apart, resumed) if part)

@@ -6,6 +6,7 @@ from flows.rehearsal.rehearse import Rehearsal
 from flows.reports.tables import empty_table, plain_text
 from flows.wording import clock
 
+_SLOW = ", since the first steps of a process are slow"
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
@@ -29,7 +30,7 @@ def rehearsal_dict(rehearsal: Rehearsal) -> dict[str, object]:
 
 def _end(rehearsal: Rehearsal) -> list[str]:
     known = [row.real_seconds for row in rehearsal.rows if row.real_seconds is not None]
-    lines = [f"the real run, one stage after another: about {clock(sum(known))}"] if known else []
+    lines = [f"the real run, one stage after another: about {clock(sum(known))} or less{_SLOW}"] if known else []
     if rehearsal.place.is_dir():
         lines.append(f"kept until the next rehearsal: {rehearsal.place}")
     return lines

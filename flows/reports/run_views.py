@@ -45,6 +45,7 @@ class RunView:
         state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
         ended: None: it is not over. Of one that died: when it was last heard.
         trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
+        went_on: the next run, of one that is over, which took up what it left.
     """
 
     note: RunNote
@@ -52,10 +53,11 @@ class RunView:
     ended: float | None
     stages: Sequence[StageView]
     trials: Mapping[str, int]
+    went_on: RunNote | None = None
 
     @property
     def command(self) -> str:
-        return shlex.join(["posttrain", "run", *self.note.words])
+        return shlex.join(["posttrain", self.note.command, *self.note.words])
 
     @property
     def seconds(self) -> float:
@@ -75,11 +77,25 @@ def views(store: Path) -> tuple[list[RunView], list[RunView]]:
     live = [note for note in notes if note.is_live(store)]
     over = [note for note in notes if note not in live]
     return [_view(note, store, "waiting" if note.waits_for else "running") for note in reversed(live)], [
-        _view(note, store, note.outcome or "died") for note in islice(over, _LAST)
+        _view(note, store, note.outcome or "died", _next(note, notes)) for note in islice(over, _LAST)
     ]
 
 
-def _view(note: RunNote, store: Path, state: str) -> RunView:
+def _next(note: RunNote, notes: Sequence[RunNote]) -> RunNote | None:
+    """Args: notes: newest first."""
+    later = (each for each in reversed(notes) if each.id > note.id)
+    return next((each for each in later if _takes_up(each, note)), None)
+
+
+def _takes_up(later: RunNote, note: RunNote) -> bool:
+    """Whether all that a run left unfinished is in a later one, or its command was given again."""
+    left = {each.directory for each in note.stages.values() if each.state not in ("done", "reused")} - {""}
+    if left and note.command == "run" and not note.sweep:
+        return left <= {each.directory for each in later.stages.values()}
+    return (later.pipeline, later.command, later.words) == (note.pipeline, note.command, note.words)
+
+
+def _view(note: RunNote, store: Path, state: str, went_on: RunNote | None = None) -> RunView:
     ended = note.ended
     if state == "died":
         path = note_path(store, note.id)
@@ -88,6 +104,7 @@ def _view(note: RunNote, store: Path, state: str) -> RunView:
         note=note, state=state, ended=ended,
         stages=[_stage_view(title, note, ended) for title in note.stages],
         trials=Counter(row.state for row in Ledger(Path(note.sweep.folder)).rows()) if note.sweep else {},
+        went_on=went_on,
     )  # fmt: skip
 
 
@@ -99,12 +116,15 @@ def _stage_view(title: str, run: RunNote, ended: float | None) -> StageView:
     directory = Path(note.directory)
     progress = Progress(path=directory / "metrics.jsonl", total=note.total, started=note.since)
     progress.refresh()
-    if ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS:  # of a later run, which began the stage again
-        progress = Progress(path=progress.path, total=note.total, started=note.since)
+    made = attempts(directory)
+    later = next((each for each in made if ended and each.time > ended), None)
+    if later or (ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS):  # of a run that began the stage again
+        reached = later.reached if later else 0
+        progress = Progress(path=progress.path, total=note.total, started=note.since, step=reached)
     try:
         dashboard = dashboard_file(directory).read_text().strip() or None
     except OSError:
         dashboard = None
     return StageView(
-        title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=attempts(directory),
+        title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
     )  # fmt: skip

@@ -69,7 +69,9 @@ def _live_lines(run: RunView) -> Iterator[str]:
 
 
 def _what(note: RunNote) -> str:
-    return f"{note.pipeline}  sweep {Path(note.sweep.folder).name}" if note.sweep else note.pipeline
+    if note.sweep:
+        return f"{note.pipeline}  sweep {Path(note.sweep.folder).name}"
+    return note.pipeline if note.command == "run" else f"{note.pipeline}  {note.command}"
 
 
 def _trial_rows(run: RunView) -> Iterator[tuple[str, str]]:
@@ -128,10 +130,15 @@ def _last_lines(run: RunView) -> Iterator[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
     yield f"  {note.id}  {_what(note)}  {when}  {run.state} after {clock(run.seconds)}"
     reached = run.reached()
+    again = "go on" if note.command == "run" else "begin again"
     if run.state == "died":
-        yield f"      its process was killed{f' {reached}' if reached else ''}; run the same command again to go on:"
-        yield f"      {run.command}"
+        killed = f"its driver on {note.driver.host} was killed{f' {reached}' if reached else ''}"
+        yield f"      {killed}; {f'{run.went_on.id} went on' if run.went_on else f'run the same command again to {again}:'}"
+        if not run.went_on:
+            yield f"      {run.command}"
+    elif run.state == "stopped" and run.went_on:
+        yield f"      {f'{reached}; ' if reached else ''}{run.went_on.id} went on"
     elif run.state == "stopped":
-        yield f"      {f'{reached}; ' if reached else ''}go on with: {run.command}"
+        yield f"      {f'{reached}; ' if reached else ''}{again} with: {run.command}"
     elif note.cause:
         yield from (f"      {line}" for line in note.cause.splitlines()[:3])

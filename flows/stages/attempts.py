@@ -2,13 +2,17 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+from flows.planning.needs import runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.stages.job import Job
 from lineage.attempts import attempts, last_words, note_attempt
 from lineage.checkpoints import Checkpoint
 from lineage.errors import AskedError, LostError, StageError
+from lineage.hardware import hardware
+from lineage.kind import kind_here
+from lineage.metrics_file import last_step
 from lineage.store import Entry
 from tasks.context import Metrics
 
@@ -39,12 +43,19 @@ def begin(
         ArtifactError: it is another run's.
     """
     require_lease()
+    reached = last_step(entry.metrics)
     entry.begin(checkpoint.step if checkpoint else 0)
-    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause)
+    kind = kind_here(asdict(planned.stage.resources), workers_hardware(planned))
+    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
     words = last_words(attempts(entry.path))
     if words:
         with (entry.logs / "stage.log").open("a") as log:
             log.write(f"--- {words}\n")
+
+
+def workers_hardware(planned: PlannedStage) -> dict[str, str]:
+    """The processors that a stage's workers run on; empty: they are on a cluster's hosts, of which nobody knows."""
+    return {} if runs_elsewhere(planned) else dict(hardware())
 
 
 def run_attempts(
@@ -94,13 +105,17 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
         StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
     """
     found, damaged = entry.checkpoints.newest_intact()
-    for damage in damaged:
-        logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
     if found is None and damaged:
+        log = entry.logs / "stage.log"
+        with log.open("a") as file:
+            file.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)
+        first, more = damaged[0].removeprefix(f"{entry.checkpoints.directory}/"), len(damaged) - 1
         raise StageError(
             planned.name,
-            f"none of its checkpoints is what was committed: {'; '.join(damaged[:3])}; restore the files, or "
-            f"lose their steps and begin again with restart=[{planned.name}]",
-            str(entry.logs),
+            f"none of its checkpoints is what was committed: {first}{f', and {more} more' if more else ''}; restore "
+            f"the files, or lose their steps and begin again with restart=[{planned.name}]",
+            str(log),
         )
+    for damage in damaged:
+        logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
     return found

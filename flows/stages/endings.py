@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flows.stages.job import CheckJob, Job
 from flows.stages.memory_kills import memory_hint, memory_kills
 from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
+from lineage.store import Entry
 from tasks.context import Launcher
 from tasks.steps.alive import Mark, marks
 
@@ -32,7 +33,9 @@ def failed(job: Job, rank: int | None, error: Exception) -> StageError:
         rank: None: it was no worker's.
     """
     cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
-    if rank is not None and _step(job, rank) is not None:
+    if isinstance(job, CheckJob):  # the log and the row on the screen are another stage's
+        cause = f"its rows, looked at before any stage trains: {cause}"
+    elif rank is not None and _step(job, rank) is not None:
         cause = f"{_who(job, [rank])} {_when(job, rank)}: {cause}"
     elif rank is not None and job.resources.on_cluster:
         cause = f"rank {rank}: {cause}"
@@ -59,21 +62,29 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
         exit_code: as multiprocessing says it: the negative of a signal's number.
         memory_kills_before: when it started.
     """
+    here = f"on {socket.gethostname()}"
+    if not job.method.trains or isinstance(job, CheckJob):
+        who, when = f"its process {here}", ""
+    elif job.resources.on_cluster:
+        who, when = f"the process that leads its workers, {here},", f" {_when(job, 0)}"
+    else:
+        who, when = _who(job, [0]), f" {_when(job, 0)}"
     if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
         hint = memory_hint(memory_kills_before, memory_kills()) if -exit_code == signal.SIGKILL else ""
-        if not job.method.trains or isinstance(job, CheckJob):
-            return LostError(job.stage, f"its process was killed by {name}{hint}", str(job.log))
-        if not job.resources.on_cluster:
-            return lost(job, [0], f"was killed by {name}", hint)
-        here = f"the process that leads its workers, on {socket.gethostname()},"
-        return LostError(job.stage, f"{here} was killed by {name} {_when(job, 0)}{hint}", str(job.log))
-    cause = f"its process ended with exit code {exit_code} and no answer"
+        cause = f"{who} was killed by {signal.Signals(-exit_code).name}{when}{hint}"
+        return LostError(job.stage, cause, str(job.log))
+    cause = f"{who} ended{when} with exit code {exit_code} and no answer"
     if exit_code == _UNKNOWN:
         return LostError(job.stage, f"{cause}: so does one whose fork server was killed", str(job.log))
     if not job.resources.on_cluster:
         return StageError(job.stage, cause, str(job.log))  # by its own code, which would do it again
-    return cluster_lost(job, cause)
+    return cluster_lost(job, f"the process that leads its workers ended with exit code {exit_code} and no answer")
+
+
+def left(job: Job) -> str:
+    """What a stage that was stopped goes on from."""
+    steps = Entry(job.directory).checkpoints.steps()
+    return f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} begins again"
 
 
 def cluster_lost(job: Job, cause: str) -> LostError:

@@ -9,14 +9,16 @@ from flows.planning.needs import needs, pool_of
 from flows.planning.plan import PlannedStage
 from flows.stages.admission import admitted
 from flows.stages.attempts import begin, goes_on, last_intact
-from flows.stages.given import given_as_planned
+from flows.stages.ended_before import ended_before
+from flows.stages.given import given_as_planned, require_unchanged
+from flows.stages.job import STOP_FILE
 from flows.stages.make import kept_checkpoints, make, stage_start
+from flows.stages.process_ends import saving_first
 from flows.stages.run import Run
 from flows.stages.session import end_left_session
 from flows.wording import counted
-from lineage.checkpoints import Checkpoint
 from lineage.disk import full_disk_named
-from lineage.errors import ArtifactError, PipelineError, PrunedError, StageError, StoppedError
+from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lease import Lease, acquire_or
 from lineage.manifest import Manifest
 from lineage.store import Entry
@@ -59,23 +61,16 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     finished = partial(planned.is_finished, entry)
     if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
         return _reused(run, planned, entry)
-    with lease.holding(lambda why: run.processes.end(entry.path, ArtifactError(why))):
+    with lease.holding(lambda why: run.processes.end(entry.path, why)), _named_if_lost(lease):
         end_left_session(entry.work)
         entry.fence()
         if finished():  # by a run that ended between the look and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
         entry.open()
-        checkpoint = None if planned.restart else last_intact(planned, entry)
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
-        manifest = _tracked(run, planned, entry, start, checkpoint, lease)
-    seconds = manifest.provenance.end - manifest.provenance.start
-    run.observer.done(run.title(planned), seconds, manifest.metrics)
-    if "diverged_at_step" in manifest.metrics:
-        at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
-        run.observer.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
-    return Result(manifest=manifest, seconds=seconds)
+        return _tracked(run, planned, entry, start, lease)
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
@@ -92,21 +87,47 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     return Result(manifest=manifest, seconds=0.0)
 
 
-def _tracked(
-    run: Run, planned: PlannedStage, entry: Entry, start: StageStart, checkpoint: Checkpoint | None, lease: Lease
-) -> Manifest:
+def _told(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
+    seconds = manifest.provenance.end - manifest.provenance.start
+    run.observer.done(run.title(planned), seconds, manifest.metrics)
+    if "diverged_at_step" in manifest.metrics:
+        at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
+        run.observer.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
+    return Result(manifest=manifest, seconds=seconds)
+
+
+def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lease: Lease) -> Result:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
-        begin(planned, entry, checkpoint, lease.require)
+        require_unchanged(run.plan, planned)  # the wait may have been long
+        checkpoint = None if planned.restart else last_intact(planned, entry)
+        begin(planned, entry, checkpoint, lease.require, ended_before(run.plan.home, entry))
         tracked = run.tracker.stage(start)
-        try:
-            manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)
-            entry.commit(manifest, lease, kept_checkpoints(planned, entry))
-        except BaseException as error:
-            tracked.failed(error)
-            raise
-    tracked.finished(manifest)
-    return manifest
+        with saving_first(planned.stage, entry.work / STOP_FILE):
+            try:
+                with _named_if_lost(lease):
+                    manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)
+                    entry.commit(manifest, lease, kept_checkpoints(planned, entry))
+            except BaseException as error:
+                tracked.failed(error)
+                raise
+            tracked.finished(manifest)
+            return _told(run, planned, manifest)
+
+
+@contextlib.contextmanager
+def _named_if_lost(lease: Lease) -> Iterator[None]:
+    """Whatever fails once another run has the lease fails of that: its files were taken away under it.
+
+    Raises:
+        TakenOverError: instead of what was raised.
+    """
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError):  # the store is away
+            lease.require()
+        raise
 
 
 @contextlib.contextmanager

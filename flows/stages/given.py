@@ -20,8 +20,7 @@ def given_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
         DataError: it would learn nothing new.
     """
     parents = intact_parents(plan, planned)
-    require_unchanged_sources(plan, planned)
-    require_unchanged_code(plan, planned)
+    require_unchanged(plan, planned)
     require_new_rows(plan, planned)
     return parents
 
@@ -41,6 +40,16 @@ def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
         except ArtifactError as error:
             raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
     return parents
+
+
+def require_unchanged(plan: Plan, planned: PlannedStage) -> None:
+    """That the sources which it reads and its code are still what was planned; cheap where they are.
+
+    Raises:
+        StageError: one is not.
+    """
+    require_unchanged_sources(plan, planned)
+    require_unchanged_code(plan, planned)
 
 
 def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:

@@ -13,14 +13,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import cast
 
-from flows.stages.endings import asked, death
+from flows.stages.endings import asked, death, left
 from flows.stages.hang import HangWatch
 from flows.stages.job import Job
 from flows.stages.memory_kills import memory_kills
-from flows.stages.process_ends import FOR_US, ask, end_fork_server, saving_first, signal_group
+from flows.stages.process_ends import FOR_US, ask, end_fork_server, signal_group
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.shared_imports import shares_imports
 from flows.stages.stage_process import Answer, answer, stage_main
+from flows.stages.stopping import ended, hurried
 from lineage.errors import LostError, PipelineError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
 
@@ -28,14 +29,6 @@ _GRACE_SECONDS = 5.0  # for a process that was told to end
 _POLL_SECONDS = 0.1
 _WHOLE_SECONDS = 2.0  # in which it shows that not one stage was asked to end, but the run
 _SAVE_SECONDS = 20.0  # for a training that saves first; whoever stops us gives 30 s in all
-
-
-_hurried = threading.Event()  # of the whole process, as its signals are
-
-
-def hurry() -> None:
-    """Whoever asked for a stop asks again: stages that save are not waited for."""
-    _hurried.set()
 
 
 class StageProcesses:
@@ -88,23 +81,32 @@ class StageProcesses:
         self.raise_if_stopped()
         self.raise_if_unwanted(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
-            with contextlib.redirect_stdout(sys.stderr), saving_first(job):  # stdout is for the result
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
                 return _result(job, answer(job))
         kills = memory_kills()
         process, reader = self._start(job)
         try:
             reply = self._answer(job, process, reader)
+        except KeyboardInterrupt:  # it is waited for in the command's own thread, as by `posttrain stage`
+            self.stop()
+            reply = None
         finally:
             self._end(job.directory, process)
         if reply is None:
-            self.raise_if_stopped()
+            self._raise_if_stopped(job)
             self.raise_if_unwanted(job.directory)
             reply = death(job, process.exitcode, kills)
         if isinstance(reply, StoppedError | LostError):
             if process.exitcode != -signal.SIGKILL:
                 self._stopped.wait(_WHOLE_SECONDS)
-            self.raise_if_stopped()
+            self._raise_if_stopped(job)
         return _result(job, reply)
+
+    def _raise_if_stopped(self, job: Job) -> None:
+        """For one that had begun, and has ended without a result."""
+        if self._stopped.is_set():
+            ended.append(left(job))
+        self.raise_if_stopped()
 
     def _start(self, job: Job) -> tuple[BaseProcess, Connection]:
         reader, writer = multiprocessing.Pipe(duplex=False)
@@ -145,7 +147,7 @@ class StageProcesses:
             ask(job, process)
         deadline = time.monotonic() + _SAVE_SECONDS
         for _, process in running:
-            while process.is_alive() and time.monotonic() < deadline and not _hurried.is_set():
+            while process.is_alive() and time.monotonic() < deadline and not hurried.is_set():
                 process.join(_POLL_SECONDS)
             signal_group(process, signal.SIGKILL)
         end_fork_server()
@@ -191,6 +193,8 @@ def _reads_sources(job: Job) -> bool:
 def _result(job: Job, reply: Answer) -> Metrics:
     if isinstance(reply, StoppedError) and job.resources.launcher != Launcher.FOREGROUND:
         raise asked(job, reply)
+    if isinstance(reply, StoppedError):
+        ended.append(left(job))
     if isinstance(reply, StageError | StoppedError):
         raise reply
     return reply

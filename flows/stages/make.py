@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from flows.planning.plan import Plan, PlannedStage
-from flows.stages.attempts import run_attempts
+from flows.stages.attempts import run_attempts, workers_hardware
 from flows.stages.given import input_records, job_inputs, require_unchanged_sources
 from flows.stages.job import Job
 from flows.stages.run import Run
-from lineage.attempts import attempts, earlier_codes, resumed_at
-from lineage.certificate import certified
+from lineage.attempts import attempts, changed_at, earlier_codes, resumed_at
+from lineage.certificates.files import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.errors import StageError
@@ -64,8 +64,8 @@ def make(
     tried = attempts(entry.path)
     made_by = provenance(
         start=begin, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-        resources=asdict(resources), resumed_at=resumed_at(tried),
-        earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+        resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
+        changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
     )  # fmt: skip
     require_unchanged_sources(run.plan, planned)  # nor while it was read
     files = digest_files(entry.output)

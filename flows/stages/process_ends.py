@@ -5,32 +5,40 @@ import os
 import signal
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from flows.declare.pipeline import Stage
 from flows.stages.job import CheckJob, Job
 from flows.stages.session import kill_session
 from flows.stages.stage_process import ask_to_stop
+from tasks.context import Launcher
 
 FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def saving_first(job: Job) -> Iterator[None]:
+def saving_first(stage: Stage, stop_file: Path) -> Iterator[None]:
     """Around a stage in this very process: the signal that asks us to end asks it first, and is heeded when it ends.
 
-    A second Ctrl-C is heeded at once.
+    One that comes in its last step, after which nothing is saved, is so heeded once its output is committed. A second
+    Ctrl-C is heeded at once.
+
+    Args:
+        stop_file: asks the stage, if it trains.
     """
+    trains_here = stage.method.trains and stage.resources.launcher == Launcher.FOREGROUND
     asked: list[int] = []
 
     def ask_it(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        ask_to_stop(job)
+        ask_to_stop(stop_file)
         if signal.SIGINT in handlers:
             signal.signal(signal.SIGINT, handlers[signal.SIGINT])
 
-    heeded = [number for number in FOR_US if _saves(job) and signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in FOR_US if trains_here and signal.getsignal(number) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, ask_it) for number in heeded}
     try:
         yield
@@ -41,14 +49,10 @@ def saving_first(job: Job) -> Iterator[None]:
             signal.raise_signal(asked[0])
 
 
-def _saves(job: Job) -> bool:
-    return job.method.trains and not isinstance(job, CheckJob)
-
-
 def ask(job: Job, process: BaseProcess) -> None:
     """Asks a stage to end: one that trains finishes its step and saves."""
-    if _saves(job):
-        ask_to_stop(job)
+    if job.method.trains and not isinstance(job, CheckJob):
+        ask_to_stop(job.stop_file)
     else:
         signal_group(process, signal.SIGTERM)
 

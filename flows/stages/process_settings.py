@@ -31,7 +31,10 @@ LIBRARIES = {
     "TRANSFORMERS_VERBOSITY": "warning",
 }
 
-WORKER_ENVIRONMENT = {**MALLOC, **THREADS}
+# Without it cuBLAS adds in an order of its own each time (torch.use_deterministic_algorithms).
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS}
 
 
 @contextlib.contextmanager

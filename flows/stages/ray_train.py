@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
@@ -24,6 +24,8 @@ from lineage.errors import ConfigError
 from tasks.context import Metrics
 
 _PEER_SECONDS = 5.0
+# Torch's own limit of a wait for others comes last: `HangWatch` finds who hangs, and a save takes as long as it takes.
+_WAIT_SECONDS = 7 * 24 * 3600
 
 
 def train(job: Job) -> Metrics:
@@ -46,6 +48,7 @@ def _train_on_cluster(job: Job) -> Metrics:
         trainer = TorchTrainer(
             _worker_loop,
             train_loop_config={"job": job},
+            torch_config=TorchConfig(timeout_s=_WAIT_SECONDS),
             scaling_config=ScalingConfig(
                 num_workers=resources.num_workers,
                 use_gpu=resources.gpus_per_worker > 0,

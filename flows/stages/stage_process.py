@@ -10,10 +10,12 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from flows.stages.endings import failed
 from flows.stages.job import CheckJob, Job
 from flows.stages.session import kill_session, note_session
+from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError
 from tasks.context import Metrics
 
@@ -30,7 +32,7 @@ def stage_main(job: Job, connection: Connection) -> None:
     _log_to(job)
     if job.method.trains and not isinstance(job, CheckJob):
         # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.
-        signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job))
+        signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job.stop_file))
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     if job.visible_gpus:
@@ -42,10 +44,10 @@ def stage_main(job: Job, connection: Connection) -> None:
     connection.close()
 
 
-def ask_to_stop(job: Job) -> None:
+def ask_to_stop(stop_file: Path) -> None:
     """Asks a training stage to save at the end of its step and to end; its workers look for the file."""
     with contextlib.suppress(OSError):  # it is over, or the store is gone
-        job.stop_file.touch()
+        stop_file.touch()
 
 
 def answer(job: Job) -> Answer:
@@ -73,7 +75,8 @@ def run(job: Job) -> Metrics:
     if isinstance(job, CheckJob):
         from flows.stages.worker import run_check
 
-        return run_check(job)
+        with full_disk_named(job.directory):
+            return run_check(job)
     if job.method.trains:
         from flows.stages.ray_train import train
 

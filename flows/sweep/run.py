@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from flows.open_run import Trials, check_machine, note_before, open_run, stoppable
-from flows.planning.reads import mark_used
+from flows.open_run import Trials, check_machine, note_before, open_run
 from flows.prefect_server import embedded_server
 from flows.progress.board import Board
 from flows.progress.observer import Observers
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
+from flows.stops import stoppable
 from flows.sweep.book import Book
 from flows.sweep.engine import Engine, Events
 from flows.sweep.files import SweepFiles
@@ -147,17 +148,18 @@ class _Sweep:
         return Book(run.tracker, run.observer, self.stated.sweep, self.files, self.stated.own)
 
     def _engine(self, run: Run, book: Book, first: Trial | None, events: Events) -> Engine:
+        run.claim([trial.plan for trial in self.stated.known or ()])
         return Engine(
-            run=run, room=self._room, proposer=self._proposer, plan=self._plan_trial, book=book, first=first,
-            limit=self._limit(), events=events,
+            run=run, room=self._room, proposer=self._proposer, plan=partial(self._plan_trial, run), book=book,
+            first=first, limit=self._limit(), events=events,
         )  # fmt: skip
 
-    def _plan_trial(self, trial: Trial) -> PlannedTrial:
-        known = self.stated.known
-        planned = self.stated.planner.plan(trial) if known is None else known[trial.number]
-        if known is None:
-            check_machine(planned.plan.stale)
-        mark_used(planned.plan)
+    def _plan_trial(self, run: Run, trial: Trial) -> PlannedTrial:
+        if self.stated.known is not None:
+            return self.stated.known[trial.number]
+        planned = self.stated.planner.plan(trial)
+        check_machine(planned.plan.stale)
+        run.claim([planned.plan])
         return planned
 
     def _limit(self) -> int:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from flows.declare.pipeline import Pipeline
-from flows.open_run import stoppable
+from flows.stops import stoppable
 from flows.watch.watcher import Watcher
 from lineage.errors import ConfigError
 

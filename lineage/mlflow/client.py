@@ -2,6 +2,8 @@
 
 import logging
 import sqlite3
+from pathlib import Path
+from uuid import uuid4
 
 from filelock import FileLock
 from sqlalchemy import event
@@ -57,7 +59,7 @@ _CALLS = (
     "log_inputs", "log_outputs", "log_artifact", "get_metric_history", "create_logged_model", "finalize_logged_model",
     "search_logged_models", "set_logged_model_tags", "create_registered_model", "search_registered_models",
     "create_model_version", "search_model_versions", "set_registered_model_alias", "delete_registered_model_alias",
-    "delete_model_version", "delete_registered_model",
+    "delete_model_version", "delete_registered_model", "get_model_version_by_alias",
 )  # fmt: skip
 
 
@@ -103,6 +105,17 @@ def connect(uri: str) -> PatientClient:
     # Two processes that migrate one fresh file break it: one makes the first contact at a time.
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock", timeout=MIGRATION_SECONDS):
+        if not file.exists():
+            _make(file)
         client = PatientClient(uri)
         client.search_registered_models(max_results=1)
     return client
+
+
+def _make(file: Path) -> None:
+    """Migrates a fresh database aside: one that a kill left halfway could never be opened again."""
+    for rest in file.parent.glob(f"{file.name}.*.draft*"):  # of one that was killed here, its journal too
+        rest.unlink()
+    draft = file.with_name(f"{file.name}.{uuid4().hex[:8]}.draft")  # MLflow keeps what it opened, by name
+    PatientClient(f"sqlite:///{draft}").search_registered_models(max_results=1)
+    draft.replace(file)

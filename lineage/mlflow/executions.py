@@ -1,11 +1,12 @@
 """The runs that stand for executions: their description, and those that are rebuilt from manifests."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from lineage.fingerprint import short
+from lineage.holder import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import MlflowException, PatientClient, RunTag
 from lineage.mlflow.lookup import ABSENT, Recorded, is_dead, running
@@ -48,10 +49,14 @@ def run_name(pipeline: str, start: float) -> str:
     return f"{pipeline} {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
 
 
-def end_dead_runs(client: PatientClient, experiment_id: str) -> None:
-    """Closes the runs that a killed process of this host left open; a living one's and another host's stay."""
+def end_dead_runs(client: PatientClient, experiment_id: str, silent: Collection[Holder] = ()) -> None:
+    """Closes the runs that a killed process left open; a living one's stay.
+
+    Args:
+        silent: processes of other hosts of which nothing is heard any more.
+    """
     for run in running(client, experiment_id):
-        if is_dead(run):
+        if is_dead(run, silent):
             tags = {CAUSE: "its process was killed"}
             if NOTE in run.data.tags:
                 tags[NOTE] = run.data.tags[NOTE].replace("| running |", "| killed |")

@@ -157,6 +157,11 @@ class LiveRecord:
         self._end(run_id, cause, killed=killed)
         self._set_state(artifact, "stopped" if killed else "failed", run_id)
 
+    def leave_stage(self, artifact: Artifact) -> None:
+        """Another process makes it by now, and has gone on with its run, or ended it."""
+        run_id, _ = self._followers.pop(artifact)
+        self._set_state(artifact, "failed", run_id)
+
     def close(self, cause: str | None, *, stopped: bool) -> None:
         """Ends the execution, and what stages and trials it has left open."""
         for artifact in list(self._followers):

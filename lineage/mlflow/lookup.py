@@ -8,6 +8,7 @@ from lineage.lease import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import LoggedModel, PatientClient, Run
 from lineage.mlflow.names import DIGEST, FINGERPRINT, HOST, PID, STAGE, STARTED, STORE
+from lineage.mlflow.open_records import is_gone
 
 _PAGE = 1000
 _MODELS_PAGE = 100
@@ -92,6 +93,16 @@ def read_links(client: PatientClient, pipelines: Collection[str]) -> Links:
     )  # fmt: skip
 
 
+def aliased(client: PatientClient, pipelines: Collection[str]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Stage and fingerprint of each model of ours that has an alias, and the alias."""
+    for name in pipelines:
+        for registered in client.search_registered_models(f"name = '{name}'"):
+            for alias in registered.aliases:
+                tags = client.get_model_version_by_alias(name, alias).tags
+                if FINGERPRINT in tags:
+                    yield (tags.get(STAGE, ""), tags[FINGERPRINT]), alias
+
+
 def versions_of(client: PatientClient, pipeline: str, fingerprint: str, stage: str | None = None) -> list[str]:
     """Numbers of the versions of a fingerprint, the newest last."""
     found = client.search_model_versions(f"name = '{pipeline}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
@@ -118,13 +129,12 @@ def running(client: PatientClient, experiment_id: str) -> list[Run]:
     return list(_pages(client, [experiment_id], "attributes.status = 'RUNNING'"))
 
 
-def is_dead(run: Run) -> bool:
-    """Whether the process that writes a run is of this host and gone; of other hosts nothing is known."""
+def is_dead(run: Run, silent: Collection[Holder] = ()) -> bool:
+    """Whether the process that writes a run is gone; ``silent``: those of other hosts that are."""
     tags = run.data.tags
     if not {HOST, PID, STARTED} <= tags.keys():
         return False
-    holder = Holder(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token="")
-    return holder.is_dead(silent_seconds=0.0)
+    return is_gone(Holder(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token=""), silent)
 
 
 def recorded_of(run: Run) -> Recorded:

@@ -1,6 +1,7 @@
 """Notes of the executions whose record is not complete, so that the next command completes it. Imports no mlflow."""
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,20 +25,30 @@ class OpenRecord:
         self._path.unlink(missing_ok=True)
 
 
-def left_open(store: Path) -> list[Path]:
-    """The notes of processes of this host that are gone: killed, or without an MLflow that answered."""
-    return [path for path in sorted(_folder(store).glob("*.json")) if _is_left(path)]
+def open_records(store: Path) -> list[Path]:
+    """All notes, also of executions that are under way."""
+    return sorted(_folder(store).glob("*.json"))
 
 
-def _is_left(path: Path) -> bool:
+def is_left(path: Path, silent: Collection[Holder]) -> bool:
+    """Whether a note's process is gone: it was killed, or had no MLflow that answered.
+
+    Args:
+        silent: processes of other hosts of which nothing is heard any more.
+    """
     try:
-        holder = Holder(**json.loads(path.read_text()))
-        # Of a boot before, or a container's: by pid and start alone, as MLflow's own tags tell the runs of the dead.
-        return replace(holder, machine="", booted=None).is_dead(silent_seconds=0.0)
+        return is_gone(Holder(**json.loads(path.read_text())), silent)
     except FileNotFoundError:
         return False
     except (ValueError, TypeError):  # cut by the kill
         return True
+
+
+def is_gone(writer: Holder, silent: Collection[Holder]) -> bool:
+    """Whether a process that writes to MLflow has ended; ``silent`` as above."""
+    # Of a boot before, or a container's: by pid and start alone, which is what MLflow's own tags say of it.
+    ended = replace(writer, machine="", booted=None).is_dead(silent_seconds=0.0)
+    return ended or any(writer.is_process(each) for each in silent)
 
 
 def _folder(store: Path) -> Path:

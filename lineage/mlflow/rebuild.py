@@ -1,11 +1,12 @@
 """Refills MLflow from the manifests of a store."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.errors import ArtifactError
+from lineage.holder import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.client import PatientClient
 from lineage.mlflow.executions import end_dead_runs
@@ -29,15 +30,19 @@ class Rebuilt:
     present: int
 
 
-def rebuild(client: PatientClient, store: Path) -> Rebuilt:
-    """Writes every run, model, version and alias that the store knows and MLflow does not; what is there stays."""
+def rebuild(client: PatientClient, store: Path, silent: Collection[Holder] = ()) -> Rebuilt:
+    """Writes every run, model, version and alias that the store knows and MLflow does not; what is there stays.
+
+    Args:
+        silent: processes of other hosts of which nothing is heard any more: the runs that they left open are closed.
+    """
     manifests = _manifests(store)
     pipelines = {manifest.pipeline for manifest in manifests}
     record = Record(client, store)
     with record.lock:
         experiments = [record.runs.experiment(pipeline) for pipeline in sorted(pipelines)]
         for experiment in experiments:
-            end_dead_runs(client, experiment)
+            end_dead_runs(client, experiment, silent)
         there = read_links(client, pipelines)
         record.known.update(there.runs)
         record.runs.models.expect_versions({key: number for key, (_, number) in there.versions.items()})

@@ -10,6 +10,7 @@ from filelock import FileLock
 
 from lineage.graph.places import artifact_at
 from lineage.manifest import InputRecord, Manifest
+from lineage.mlflow.address import shown
 from lineage.mlflow.client import Param, PatientClient
 from lineage.mlflow.executions import RebuiltExecutions
 from lineage.mlflow.follow import Follower
@@ -82,12 +83,14 @@ class Record:
         return recorded
 
     def _note_version(self, manifest: Manifest, recorded: Recorded) -> None:
-        """Beside the output, where `posttrain impact` finds it without asking MLflow."""
+        """Beside the output: `posttrain impact` need not ask MLflow, and `gc` knows which ones it has to ask."""
         directory, version = self.shelf.entry(manifest).path, self.runs.models.versions.get(Key.of(manifest))
         unknown = RunFile(uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", words=[])
         note = RunFile.read(directory) or unknown
-        if version is not None and note.version != version:
-            replace(note, version=version).write(directory)
+        registries = list(dict.fromkeys([*note.registered_in, shown(self.client.tracking_uri)]))
+        noted = replace(note, version=version, registries=registries)
+        if version is not None and noted != note:
+            noted.write(directory)
 
     def _origins(self, manifest: Manifest) -> str:
         """Markdown: what fills each slot, one click away."""

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
+from lineage.holder import Holder
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 
 if TYPE_CHECKING:
@@ -109,8 +110,28 @@ def links(uri: str | None, pipelines: Collection[str]) -> "Links":
         raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {_first_line(error)}") from error
 
 
-def refill(uri: str | None, store: Path) -> "Rebuilt":
+def aliases(uri: str | None, pipelines: Collection[str]) -> dict[tuple[str, str], str]:
+    """Stage and fingerprint of every model that an alias of these pipelines' registered models names; and that alias.
+
+    Raises:
+        ConfigError: ``uri`` is no address of an MLflow that answers.
+        ArtifactError: MLflow's database cannot be read.
+    """
+    from lineage.mlflow.client import FAILURES
+    from lineage.mlflow.lookup import aliased
+
+    client = _client(uri)
+    try:
+        return dict(aliased(client, pipelines))
+    except FAILURES as error:
+        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {_first_line(error)}") from error
+
+
+def refill(uri: str | None, store: Path, silent: Collection[Holder] = ()) -> "Rebuilt":
     """Writes to MLflow all that the manifests of a store say and it does not know.
+
+    Args:
+        silent: as in ``rebuild``.
 
     Raises:
         ConfigError: ``uri`` is no address of an MLflow that answers.
@@ -124,7 +145,7 @@ def refill(uri: str | None, store: Path) -> "Rebuilt":
         write_without_waiting()
     client = _client(uri)
     try:
-        return rebuild(client, store)
+        return rebuild(client, store, silent)
     except FAILURES as error:
         raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} is not refilled: {_first_line(error)}") from error
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.errors import PrunedError, StoppedError
+from lineage.errors import PrunedError, StoppedError, TakenOverError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.open_records import OpenRecord
@@ -138,4 +138,7 @@ class MlflowStageTracker:
             self._tracker.stopping()
         killed = stopped or isinstance(error, PrunedError)
         artifact = self._start.stage, self._start.fingerprint
-        self._tracker.do(lambda: self._tracker.live().end_stage(artifact, str(error), killed=killed))
+        if isinstance(error, TakenOverError):
+            self._tracker.do(lambda: self._tracker.live().leave_stage(artifact))
+        else:
+            self._tracker.do(lambda: self._tracker.live().end_stage(artifact, str(error), killed=killed))

@@ -1,7 +1,7 @@
 """The base of an output that is an adapter: named by its fingerprint, found in the store or where the source lies."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from lineage.artifact import ALIAS, SOURCE, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import short
+from lineage.manifest import SourceRecord
 from lineage.sources import pin
 from lineage.store import MANIFEST, Entry
 from tasks.fetch_model import fetch_model
@@ -70,14 +71,13 @@ def _base_directory(adapter: Path) -> Path:
     """Where the base of an adapter lies; every byte of it is read, or known from the store's cache of digests."""
     base = Base(**json.loads((adapter / BASE_FILE).read_text()))
     stores = adapter.absolute().parents[2:4]  # of <store>/<stage>/<fingerprint>/output, and of DVC's view of one
-    for store in stores:
-        for record in store.glob(f"*/{short(base.fingerprint)}/{MANIFEST}"):
-            manifest = Entry(record.parent).require_intact(DigestCache(store / "digests.json"))
-            if manifest.fingerprint != base.fingerprint:
-                continue
-            if base.digest not in (None, manifest.output_digest):
-                raise _lost(adapter, base, f"{record.parent} was made again since, with other bytes")
-            return Entry(record.parent).output
+    for entry in _artifacts(adapter, base, stores):
+        manifest = entry.require_intact(DigestCache(entry.path.parents[1] / "digests.json"))
+        if manifest.fingerprint != base.fingerprint:
+            continue
+        if base.digest not in (None, manifest.output_digest):
+            raise _lost(adapter, base, f"{entry.path} was made again since, with other bytes")
+        return entry.output
     for source in _sources(adapter, base):
         try:
             found = pin(base.name.removeprefix(SOURCE), source, DigestCache(stores[0] / "digests.json")).fingerprint
@@ -89,15 +89,36 @@ def _base_directory(adapter: Path) -> Path:
     raise _lost(adapter, base, f"{' and '.join(str(store) for store in stores[:1])} has no such artifact")
 
 
+def _artifacts(adapter: Path, base: Base, stores: Sequence[Path]) -> Iterator[Entry]:
+    """Those that may be the base: beside the adapter, or in the store where an alias was found that named it."""
+    for store in stores:
+        for record in store.glob(f"*/{short(base.fingerprint)}/{MANIFEST}"):
+            yield Entry(record.parent)
+    for source in _recorded(adapter, base):
+        entry = Entry(Path(source.path).absolute().parent)
+        if _is_alias(source) and entry.is_finished():
+            yield entry
+
+
 def _sources(adapter: Path, base: Base) -> Iterator[Source]:
     """The source that the base is, as the record beside the adapter states it, or the adapter itself."""
-    manifest = Entry(adapter.parent).manifest()
-    for record in manifest.inputs.values() if manifest else ():
-        source = record.source
-        if source and record.fingerprint == base.fingerprint and not (source.revision or "").startswith(ALIAS):
+    for source in _recorded(adapter, base):
+        if not _is_alias(source):
             yield Source(path=source.path, kind=Kind(source.kind), revision=source.revision, split=source.split)
     if base.hub_id:
         yield Source(path=base.hub_id, kind=Kind.CHECKPOINT, revision=base.revision)
+
+
+def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
+    """The base as the record beside the adapter has it, where a source was it."""
+    manifest = Entry(adapter.parent).manifest()
+    for record in manifest.inputs.values() if manifest else ():
+        if record.source and record.fingerprint == base.fingerprint:
+            yield record.source
+
+
+def _is_alias(source: SourceRecord) -> bool:
+    return (source.revision or "").startswith(ALIAS)
 
 
 def _lost(adapter: Path, base: Base, cause: str) -> ArtifactError:

@@ -95,7 +95,11 @@ class Best(Ranking):
     every_steps: Annotated[int, Gt(0)]
 
     def competes(self, step: int) -> bool:
-        """Whether a model before the last one competes: checkpoints of other steps were saved for other reasons."""
+        """Whether a model before the last one competes: checkpoints of other steps were saved for other reasons.
+
+        Args:
+            step: optimizer steps that it was trained for; the last one competes whatever their number.
+        """
         return step % self.every_steps == 0
 
 

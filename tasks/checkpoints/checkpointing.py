@@ -14,6 +14,7 @@ from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from tasks.checkpoints.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.context import TrainContext
+from tasks.steps.alive import Doing
 from tasks.steps.reports import step_metrics
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class Checkpointing(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """At the first step: refuses a best by a metric that is not reported. What execution keeps decides nothing."""
+        if control.should_save:  # which is decided by now, and is what comes next
+            self.ctx.mark(state.global_step, Doing.SAVING)
         if "loss" not in logs or self.metrics_known:
             return
         found = set(step_metrics(state, state.global_step))
@@ -92,6 +95,7 @@ class Checkpointing(TrainerCallback):
         if self.ctx.rank == 0:
             self._commit(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state)
         self.trainer.accelerator.wait_for_everyone()
+        self.ctx.mark(state.global_step, Doing.BETWEEN)
         self.last_save = time.monotonic()
 
     def _agreed(self, step: int) -> tuple[bool, bool]:

@@ -24,12 +24,13 @@ class Doing(StrEnum):
 
     FETCHING = "fetching its inputs"  # models from a hub: takes as long as it takes, and notices by itself what hangs
     LOADING = "loading"  # model, rows, checkpoint; meets the other workers
-    BETWEEN = "between steps"  # reports, saves, measures, fetches rows
+    BETWEEN = "between steps"  # reports, measures, fetches rows
     STEPPING = "in a step"
+    SAVING = "saving"  # writes and digests, or waits for who does: takes as long as it takes
     DONE = "after its last step"  # merges, writes the output: takes as long as it takes
 
 
-UNWATCHED = (Doing.FETCHING, Doing.DONE)
+UNWATCHED = (Doing.FETCHING, Doing.SAVING, Doing.DONE)
 
 
 @dataclass(frozen=True, kw_only=True)

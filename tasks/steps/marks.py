@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepMarks(TrainerCallback):
-    """Says on every worker that a step begins, goes on, or is done."""
+    """Says on every worker that a step begins, goes on, or is done; ``Checkpointing`` says that it saves."""
 
     def __init__(self, ctx: "TrainContext") -> None:
         self.mark = ctx.mark
@@ -34,16 +34,6 @@ class StepMarks(TrainerCallback):
         self.mark(state.global_step, Doing.STEPPING)
 
     def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
-        self.mark(state.global_step, Doing.BETWEEN)
-
-    def on_prediction_step(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
-        self.mark(state.global_step, Doing.BETWEEN)
-
-    def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
         self.mark(state.global_step, Doing.BETWEEN)

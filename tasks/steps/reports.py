@@ -2,7 +2,10 @@
 
 import math
 import time
+from bisect import bisect_right
 from collections import deque
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import psutil
@@ -78,8 +81,10 @@ def has_diverged(logs: dict[str, float]) -> bool:
 
 def step_metrics(state: "TrainerState", step: int) -> dict[str, float]:
     """Metrics of a step: the means of the last ones up to it, and its loss on held-out rows where it was measured."""
-    steps = [entry for entry in state.log_history if "loss" in entry and entry["step"] <= step]
-    last = steps[-WINDOW_STEPS:]
+    log = state.log_history  # may be long, and is asked of many steps
+    end = bisect_right(log, step, key=itemgetter("step"))
+    steps = (log[index] for index in reversed(range(end)) if "loss" in log[index])
+    last = list(islice(steps, WINDOW_STEPS))[::-1]
     names = last[-1].keys() - UNREPORTED - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
     means = {name: sum(float(entry[name]) for entry in last) / len(last) for name in sorted(names)}
     held_out = {HELD_OUT_LOSS: float(last[-1][HELD_OUT_LOSS])} if HELD_OUT_LOSS in last[-1] else {}

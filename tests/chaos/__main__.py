@@ -19,7 +19,7 @@ KILLS_OF_A_PIPELINE = 5
 
 
 def main() -> int:
-    """0: all was resumed, all is identical, nothing leaked, and no more was lost than one save interval."""
+    """0: all survived, all is identical, nothing leaked or was made twice, none lost more than one save interval."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,36 +12,9 @@ from pathlib import Path
 import psutil
 
 from tests.command import REPOSITORY
-
-MARK = "POSTTRAIN_CHAOS"  # in the environment of a run, and so of all that it starts
-LEFT_SECONDS = 60.0
+from tests.marked import MARK, marked, told
 
 Kill = Callable[[subprocess.Popen[bytes], str, random.Random], None]
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Every living process of the runs that bear a mark."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def left(mark: str) -> list[str]:
-    """What still runs a minute after the end of a run, by command line; nothing, as soon as there is nothing."""
-    deadline = time.monotonic() + LEFT_SECONDS
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return [" ".join(_command(process)) for process in marked(mark)]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return ["?"]
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
@@ -68,7 +40,7 @@ def _one(words: str) -> Kill:
     """One of the processes whose command line holds these words; where there is none yet, the driver."""
 
     def kill(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
-        found = [each for each in marked(mark) if each.pid != driver.pid and words in " ".join(_command(each))]
+        found = [each for each in marked(mark) if each.pid != driver.pid and words in told(each)]
         if found:
             _signal(chance.choice(found), signal.SIGKILL)
         else:

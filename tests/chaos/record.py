@@ -15,6 +15,18 @@ def digests(store: Path) -> dict[str, str]:
     return {name: manifest.output_digest for name, manifest in manifests.items() if manifest}
 
 
+def made_again(before: dict[str, float], store: Path) -> list[str]:
+    """Stages that were finished and are so no longer, or were made anew."""
+    now = starts(store)
+    return [f"{name}: was finished, and was made again" for name in before if now.get(name) != before[name]]
+
+
+def starts(store: Path) -> dict[str, float]:
+    """Finished stage -> when the making of it began."""
+    manifests = {name: entry.manifest() for name, entry in Store(store).entries()}
+    return {name: manifest.provenance.start for name, manifest in manifests.items() if manifest}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reached:
     """How far an unfinished stage was when it was interrupted: in which attempt, at which step."""
@@ -23,10 +35,14 @@ class Reached:
     attempt: int
     step: int
 
+    def went_on_from(self) -> int:
+        """The step of the checkpoint that the next attempt began at; 0: none, or there was no next one."""
+        return next((after.step for after in attempts(self.directory)[self.attempt :]), 0)
+
     def lost(self) -> int:
         """Steps that the next attempt trained again; none where there was no next one."""
-        after = attempts(self.directory)[self.attempt :]
-        return max(0, self.step - after[0].step) if after else 0
+        has_next = len(attempts(self.directory)) > self.attempt
+        return max(0, self.step - self.went_on_from()) if has_next else 0
 
 
 def reached(store: Path, stages: Collection[str]) -> list[Reached]:

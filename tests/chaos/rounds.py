@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.kills import CLUSTER_WAYS, WAYS, left, start
-from tests.chaos.record import Reached, digests, doubled, misrecorded, reached, untidy
+from tests.chaos.kills import CLUSTER_WAYS, WAYS, start
+from tests.chaos.record import Reached, digests, doubled, made_again, misrecorded, reached, starts, untidy
 from tests.command import CONF
+from tests.marked import left
 from tests.miniature import MODEL, STEPS, write_own_rows
 
 SAVE_STEPS = 3
@@ -33,9 +34,17 @@ TOY = (
 
 @dataclass
 class Score:
-    """What the rounds came to."""
+    """What the rounds came to.
+
+    Args:
+        survived: kills after which the pipeline came to its end.
+        hit: trainings that were under way when their run was interrupted.
+        resumed: those of them that went on from a checkpoint; others had none yet.
+    """
 
     kills: int = 0
+    survived: int = 0
+    hit: int = 0
     resumed: int = 0
     rounds: int = 0
     identical: int = 0
@@ -45,13 +54,14 @@ class Score:
 
     @property
     def is_good(self) -> bool:
-        whole = self.resumed == self.kills and self.identical == self.rounds
+        whole = self.survived == self.kills and self.identical == self.rounds
         return whole and not self.leaked and not self.wrong and self.lost_steps <= SAVE_STEPS
 
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"kills {self.kills}  resumed {self.resumed}  pipelines {self.rounds}  bit-identical {self.identical}  "
+                f"kills {self.kills}  survived {self.survived}  trainings hit {self.hit}  of them gone on with from a "
+                f"checkpoint {self.resumed}  pipelines {self.rounds}  bit-identical {self.identical}  "
                 f"leaked processes {len(self.leaked)}  longest lost work {self.lost_steps} steps "
                 f"(saved every {SAVE_STEPS})",
                 *(f"leaked: {each}" for each in self.leaked),
@@ -104,15 +114,20 @@ class Rounds:
         folder = self._folder / f"pipeline-{self.score.rounds}"
         words = self._command(folder)
         hits: list[Reached] = []
+        finished: dict[str, float] = {}
         count, code = self.score.kills, -signal.SIGKILL
         while code:
             moment = self._chance.uniform(0, seconds) if self.score.kills - count < kills else None
             code, is_expected = self._run(words, folder, moment, hits)
+            self.score.wrong += [f"{folder}: {each}" for each in made_again(finished, folder / "artifacts")]
+            finished = starts(folder / "artifacts")
             if not is_expected:
                 self.score.wrong.append(f"{folder}: a command ended with {code}: see run.log there")
-                self.score.resumed -= 1
+                self.score.survived -= 1
                 break
-        self.score.resumed += self.score.kills - count
+        self.score.survived += self.score.kills - count
+        self.score.hit += len(hits)
+        self.score.resumed += sum(each.went_on_from() > 0 for each in hits)
         self.score.lost_steps = max([self.score.lost_steps, *(each.lost() for each in hits)])
         self._judge(folder, expected)
 

@@ -61,3 +61,14 @@ def migrated(tmp_path_factory):
 def uri(tmp_path, migrated):
     shutil.copy(migrated, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For what trains in this process: tiny matrices, for which more threads only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.planning.verdicts import may_ask
 from lineage.promotions import read_events
-from tests.command import CONF, Command, alive, family, wait_until
+from tests.command import CONF, Command, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
 
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
@@ -158,7 +158,7 @@ def test_the_embedded_server_shows_its_pages_while_it_asks_and_ends_with_the_run
     started = family(asking.process)
     asking.process.send_signal(signal.SIGINT)
     assert asking.end() == 130
-    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    wait_until_gone(started)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(root)
 

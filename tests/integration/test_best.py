@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
+from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, StoppedError
 from tasks.checkpoints.best import Best, KeepBest
 from tasks.held_out_rows import answer_tokens, draw_rows
 from tasks.method import LoRA
 from tasks.models import load_tokenizer
 from tasks.scoring import logps
+from tasks.steps.alive import Doing
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights
@@ -78,6 +80,25 @@ def test_measuring_changes_no_bit_and_measures_the_model_that_is_there(root: Pat
     model = AutoModelForCausalLM.from_pretrained(measured.output, dtype=torch.float32).eval()
     loss = -sum(logps(model, scored, 4)) / sum(row.num_tokens for row in scored)
     assert metrics["held_out_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_every_batch_that_is_measured_shows_that_it_goes_on_and_a_save_that_it_will_take_time(
+    root: Path, tmp_path: Path, monkeypatch
+) -> None:
+    ran, during = StageFolder(tmp_path, root), []
+
+    def told(cls: type, name: str) -> None:
+        does = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *args: (during.append(ran.marks[-1]), does(*args))[1])
+
+    told(Trainer, "_save_checkpoint")
+    told(Checkpoints, "commit")
+    ran(training.method("sft", num_steps=3, best=Best(every_steps=2)))  # 10 rows are held out, 4 of them a batch
+    assert during == [(2, Doing.SAVING)] * 2
+    assert [doing for step, doing in ran.marks if step == 2] == [
+        *[Doing.BETWEEN] * (1 + 3), Doing.SAVING, Doing.BETWEEN, *[Doing.STEPPING] * 2
+    ]  # fmt: skip
+    assert ran.marks[-1] == (3, Doing.DONE)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from tests.chaos.record import digests
 from tests.command import CONF, REPOSITORY, family, wait_until
 from tests.prefect_api import PrefectApi
+from tests.toy_methods import ToyTraining
+from tests.unbroken import unbroken
 
 WORDS = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "tracking=none", "sources.rows.path=rows.txt"]
 NUM_STEPS = 60
@@ -68,5 +71,6 @@ def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, pre
 
     assert api.end(api.start("toy/local", *TRAINS))["type"] == "COMPLETED"
     assert steps() == list(range(1, NUM_STEPS + 1))
+    assert digests(tmp_path / "artifacts")["left"] == unbroken(ToyTraining(num_steps=NUM_STEPS))
     [manifest] = tmp_path.glob("artifacts/left/*/manifest.json")
     assert len(json.loads(manifest.read_text())["provenance"]["resumed_at"]) == 2

@@ -3,15 +3,18 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from lineage.store import Store
+from lineage.store import Entry, Store
 from tests.command import CONF, TOY, wait_until
 from tests.contenders import ARTIFACTS, SLEPT_ON, STEPS, log_lines
+from tests.toy_methods import ToyTraining
+from tests.unbroken import unbroken
 
 pytestmark = pytest.mark.integration
 
@@ -56,6 +59,9 @@ sys.exit(main())
 """
 
 
+SLEPT_STEPS = 150
+
+
 def start(toy, host, *words):
     arguments = [sys.executable, "-c", _ELSEWHERE.format(host=host), "run", "--config-dir", str(CONF), "tracking=none"]
     return subprocess.Popen(
@@ -65,7 +71,12 @@ def start(toy, host, *words):
 
 
 def test_a_driver_that_slept_through_the_expiry_ends_and_its_stage_with_it(toy):
-    words = ("stages.left.method.num_steps=60", "stages.left.method.step_seconds=0.1", "resources.save_steps=5")
+    # It still steps when the other takes over, and what it writes to is taken away under it.
+    words = (
+        f"stages.left.method.num_steps={SLEPT_STEPS}",
+        "stages.left.method.step_seconds=0.1",
+        "resources.save_steps=5",
+    )
     toy.run("stages.left.method.num_steps=1")  # data and model
     [row] = [row for row in json.loads(toy("plan", "--json", *words).stdout)["stages"] if row["stage"] == "left"]
     directory = toy.folder / "artifacts" / "left" / row["fingerprint"][:16]
@@ -78,8 +89,12 @@ def test_a_driver_that_slept_through_the_expiry_ends_and_its_stage_with_it(toy):
     sleeper.send_signal(signal.SIGCONT)
     _, errors = sleeper.communicate(timeout=120)
     assert sleeper.returncode == 1
-    assert "was lost to" in errors
+    assert [line for line in errors.splitlines() if line.startswith("posttrain: ")] == [errors.splitlines()[-1]]
+    assert re.match(r"posttrain: the lock .*left.*lock was lost to ", errors.splitlines()[-1]), errors
+    assert "Traceback" not in errors, errors
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, SLEPT_STEPS + 1))
+    manifest = Entry(directory).manifest()
+    assert manifest and manifest.output_digest == unbroken(ToyTraining(num_steps=SLEPT_STEPS))
     assert toy.states(*words)["left"] == "reuse"
     assert {"lock", "work", "checkpoints"}.isdisjoint(path.name for path in directory.iterdir())

@@ -9,12 +9,17 @@ import pytest
 from flows.__main__ import main
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, PlannedStage, make_plan
+from flows.progress.run_notes import latest
 from flows.promotion.promote import promote
+from lineage.mlflow.registry import refill, set_alias
+from lineage.store import Store
 from lineage.verify.store import Checked, check_outputs, check_promotions, read_store
 from lineage.view import View
 from tests.command import CONF, Command, wait_until
 from tests.finished import finish
 from tests.unit.lineage.test_checkpoints import commit
+from tests.written_store import WrittenStore
+from tests.written_store import node as written_node
 
 pytestmark = pytest.mark.integration
 
@@ -32,6 +37,7 @@ stages:
 """
 SLOW = ("stages.left.method.step_seconds=0.05", "stages.left.method.num_steps=4000", "resources.save_steps=1")
 RATE = "stages.left.method.learning_rate"
+OBJECTIVE = "sweep.objectives.best={metric: left/loss, direction: minimize}"
 
 
 @pytest.fixture
@@ -120,6 +126,49 @@ def test_what_nobody_needs_goes_and_the_record_stays_intact(mine, gc):
     checked = Checked(all=everything, chosen=sorted(everything))
     assert findings == []
     assert [*check_outputs(checked), *check_promotions(declared.pipeline.store, checked)] == []
+
+
+def test_what_an_alias_of_mlflow_names_stays_until_the_alias_goes(mine, gc, uri):
+    written = WrittenStore(mine / "artifacts")
+    old, new = (
+        [corpus, written.stage("left", {"rows": corpus}, pipeline="mine")]
+        for content in "ab"
+        for corpus in [written.stage("corpus", {"rows": written.source("rows", content)}, pipeline="mine")]
+    )
+    View(written.root, "mine").show({"left": Store(written.root).entry("left", new[-1].fingerprint)})
+    refill(uri, written.root)
+    set_alias(uri, "mine", "tried", old[-1].fingerprint, "left")
+    words = ("--json", "--yes", "tracking.mlflow=true", f"tracking.uri={uri}")
+
+    kept = gc(*words)
+    assert kept["freed"] == []
+    assert kept["needed"][written_node(old[-1])] == "alias tried of MLflow"
+    assert entries(mine) == {written_node(each) for each in (*old, *new)}
+
+    set_alias(uri, "mine", "tried", None)
+    assert set(gc(*words)["freed"]) == {written_node(each) for each in old}
+    assert entries(mine) == {written_node(each) for each in new}
+
+
+@pytest.mark.parametrize(
+    "by", [("sweep.parallel=1",), ("sweep=optuna", "sweep.num_trials=2", "sweep.parallel=2", OBJECTIVE)]
+)
+def test_what_the_trials_of_a_sweep_read_of_another_pipeline_stays(mine, gc, prefect_url, by):
+    """Of a grid also what its later trials read, and of a sampler what it proposes."""
+    written = WrittenStore(mine / "artifacts")
+    rows = [written.stage("corpus", {"rows": written.source("rows", content)}) for content in "ab"]
+    paths = [f"artifacts/corpus/{each.fingerprint[:16]}/output/content.txt" for each in rows]
+    command = Command(mine, "--config-dir", str(mine / "conf"), "pipeline=mine", "model=none")
+    command.environment["PREFECT_API_URL"] = prefect_url
+    process = command.start("run", "--multirun", f"sources.rows.path={','.join(paths)}", *by, *SLOW)
+    wait_until(lambda: list((mine / "artifacts" / "left").glob("*/checkpoints/step-*")), "left saves")
+    [note] = latest(mine / "artifacts")
+    read = {f"corpus@{each.fingerprint[:16]}" for each in rows} & set(note.reads)
+    assert len(read) == 2
+    gc("--json", "--yes", "--older-than", "0")
+    assert read <= entries(mine)
+    process.kill()
+    process.communicate(timeout=60)
 
 
 def test_what_a_run_makes_and_reads_stays_while_it_lives(mine, gc, prefect_url):

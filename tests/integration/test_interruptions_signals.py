@@ -5,17 +5,23 @@ On a Ray cluster of its own too: there a worker, the head, and the driver are ki
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import gethostname
 
 import psutil
 import pytest
 
-from tests.command import Command, alive, family, wait_until
-from tests.toy_interrupted import TROUBLE_FILE, state_after
+from lineage.attempts import attempts
+from tests.chaos.record import digests
+from tests.command import Command, family, wait_until
+from tests.marked import MARK, left
+from tests.toy_interrupted import TROUBLE_FILE, ToyInterrupted
+from tests.unbroken import unbroken
 
 STEPS = 60
 WORDS = (
@@ -29,17 +35,21 @@ UNSAVED = ("stages.train.resources.save_steps=1000",)  # but when it is asked to
 class Started:
     """A run under way, as leader of a process group and session of its own."""
 
-    def __init__(self, toy: Command, *words: str) -> None:
+    def __init__(self, toy: Command, *words: str, command: Sequence[str] = ("run",)) -> None:
         self.toy, self.words = toy, words
+        self.mark = secrets.token_hex(8)
         self.said = toy.folder / "said.txt"
         with self.said.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows", "run", *toy._words("run"), *words],
-                cwd=toy.folder, env=toy.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=errors, start_new_session=True,
+                [sys.executable, "-m", "flows", *command, *toy._words("run"), *words],
+                cwd=toy.folder, env={**toy.environment, MARK: self.mark}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
             )  # fmt: skip
         wait_until(lambda: self.steps() > 3 or self.process.poll() is not None, "it steps", 180)
-        self.family = family(self.process)
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        return family(self.process)
 
     @property
     def directory(self) -> Path:
@@ -63,14 +73,14 @@ class Started:
 
     def wait(self) -> int:
         code = self.process.wait(180)
-        wait_until(lambda: not alive(self.family), f"gone: {alive(self.family)}", 60)
+        assert not left(self.mark)
         return code
 
     def resumed_at(self) -> list[int]:
         """Runs it to its end if it has not come there, and checks that it is what an unbroken run makes."""
         if self.toy.states(*self.words)["train"] != "reuse":
             self.toy.run(*self.words)
-        assert (self.directory / "output" / "model.txt").read_text() == state_after(STEPS)
+        assert digests(self.toy.folder / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=STEPS))
         steps = [json.loads(line)["step"] for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
         found = json.loads((self.directory / "manifest.json").read_text())["provenance"]["resumed_at"]
@@ -99,20 +109,29 @@ def to_all(run: Started) -> None:
 
 
 @pytest.mark.parametrize(
-    "interrupt",
-    [to_group(signal.SIGINT), to_driver(signal.SIGHUP), to_all],
-    ids=["ctrl-c", "hang-up", "term-all"],
+    ("interrupt", "by", "command"),
+    [
+        (to_group(signal.SIGINT), "SIGINT", ["run"]),
+        (to_driver(signal.SIGHUP), "SIGHUP", ["run"]),
+        (to_all, "SIGTERM", ["run"]),
+        (to_driver(signal.SIGTERM), "SIGTERM", ["stage", "train"]),
+    ],
+    ids=["ctrl-c", "hang-up", "term-all", "one stage"],
 )
-def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt):
-    run = Started(toy, *UNSAVED)
+def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt, by, command):
+    if command != ["run"]:
+        assert toy("stage", "data", *toy._words("run"), *UNSAVED).returncode == 0
+    run = Started(toy, *UNSAVED, command=command)
     interrupt(run)
     assert run.wait() == 130
-    said = run.said.read_text()
-    assert "posttrain: stopped; run the same command again to go on" in said
-    assert "FAILED" not in said and "Traceback" not in said and "it goes on" not in said
     [saved] = (run.directory / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    said = run.said.read_text()
+    stopped = f"posttrain: stopped by {by} on {gethostname()}: train saved at step {step}; run the same command again"
+    assert [line.startswith(stopped) for line in said.splitlines() if "stopped" in line] == [True]
+    assert "FAILED" not in said and "Traceback" not in said and "it goes on" not in said
     assert toy.states(*UNSAVED)["train"] == "resume"
-    assert run.resumed_at() == [int(saved.name.removeprefix("step-"))]
+    assert run.resumed_at() == [step]
 
 
 @pytest.mark.parametrize("kill", [to_driver(signal.SIGKILL), to_group(signal.SIGKILL)], ids=["driver", "group"])
@@ -122,6 +141,7 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy
     assert run.wait() == -signal.SIGKILL
     assert toy.states()["train"] == "resume"
     assert run.resumed_at()[0] >= 2
+    assert f"its driver on {gethostname()} was killed at step " in attempts(run.directory)[-1].cause
 
 
 def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
@@ -142,6 +162,19 @@ def test_who_asks_twice_does_not_wait_for_a_save(toy):
     run.process.send_signal(signal.SIGINT)
     run.process.wait(15)  # less than a stage is given to save
     assert run.wait() == 130
+
+
+def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
+    trouble = toy.folder / "artifacts" / TROUBLE_FILE
+    trouble.parent.mkdir()
+    trouble.write_text("hang:6:0")  # a step without end, after the checkpoint of step 4
+    run = Started(toy)
+    wait_until(lambda: not trouble.exists(), "it is in that step")
+    run.process.terminate()
+    run.process.wait(40)  # of which 30 are for a run, and the rest for a machine that is busy
+    assert run.wait() == 130
+    assert sorted(path.name for path in (run.directory / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert "Traceback" not in run.said.read_text()
 
 
 @pytest.mark.parametrize(
@@ -181,8 +214,7 @@ def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_no
     assert " at step 4: rows.txt line 7: the answer is empty; delete the row (log: " in result.stderr
     assert "Traceback" not in result.stderr and "it goes on" not in result.stderr
     run = Started(toy, *TWO)  # the steps that it sees may be those of the run before
-    wait_until(lambda: {"gcs_server", "raylet"} <= {each.name() for each in family(run.process)}, "Ray starts")
-    run.family = family(run.process)
+    wait_until(lambda: {"gcs_server", "raylet"} <= {each.name() for each in run.family}, "Ray starts")
     run.process.kill()
     run.wait()
     assert toy.states(*TWO)["train"] == "resume"

@@ -7,7 +7,10 @@ import psutil
 import pytest
 
 from lineage.mlflow.client import connect
+from tests.chaos.record import digests
 from tests.command import Command, family, wait_until
+from tests.toy_methods import ToyTraining
+from tests.unbroken import unbroken
 
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking.dvc=false")
 NUM_STEPS = 60
@@ -69,6 +72,7 @@ def test_one_run_per_stage_whatever_interrupts_it(toy, uri):
 
     last = toy("run", "--json", *SAVING)
     assert last.returncode == 0, last.stderr
+    assert digests(toy.folder / "artifacts")["left"] == unbroken(ToyTraining(num_steps=NUM_STEPS))
     [left] = runs(client, "left")
     executions = runs(client, "toy")
     assert [run.info.status for run in executions] == ["KILLED", "KILLED", "FINISHED"]

@@ -11,6 +11,7 @@ import urllib.request
 import pytest
 
 from lineage.mlflow.client import connect
+from lineage.run_file import RunFile
 from tests.command import Command, wait_until
 from tests.mlflow_walk import walk
 
@@ -62,6 +63,8 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     document = json.loads(result.stdout)
     assert client.get_run(document["mlflow_run_id"]).info.status == "FINISHED"
     assert sorted(path.name for path in toy.folder.iterdir() if "mlruns" in path.name) == []
+    [note] = [RunFile.read(path) for path in (toy.folder / "artifacts" / "left").iterdir()]
+    assert note and note.registries == [f"sqlite:///{toy.folder / 'mlflow.db'}"]
 
     (toy.folder / "mlflow.db").unlink()
     rebuilt = toy("rebuild")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.errors import StoppedError
+from lineage.errors import StoppedError, TakenOverError
 from lineage.lease import Holder
 from lineage.mlflow.client import connect
 from lineage.mlflow.names import HOST, PID, STARTED
@@ -114,6 +114,26 @@ def test_what_fails_or_is_stopped_is_closed_with_its_cause(uri, client, store, s
     assert closed == {"base": (status, str(error)), "p 20": (status, str(error))}
 
 
+def test_who_lost_a_stage_to_another_run_leaves_its_record_to_it(uri, client, store):
+    manifest = store.stage("base", {})
+    start = start_of(store, manifest)
+    lost, winner = MlflowTracker(uri), MlflowTracker(uri)
+    with lost.execution(execution(store)):
+        stage = lost.stage(start)
+        run_id = stage.run_ids().stage
+        with winner.execution(execution(store)):
+            going_on = winner.stage(replace(start, resumes=True))
+            assert going_on.run_ids().stage == run_id
+            report(start, 1, 2)
+            going_on.finished(manifest)
+        report(start, 3)
+        stage.failed(TakenOverError("was lost to process 7"))
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert "posttrain.cause" not in run.data.tags
+    assert steps(client, run_id) == [1, 2]
+
+
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
     experiment = client.create_experiment("p")
     me = Holder.here()
@@ -204,3 +224,19 @@ def test_a_database_that_was_lost_is_begun_anew(uri, client, store):
         stage = tracker.stage(replace(start, resumes=True))
         assert stage.run_ids().stage is not None
         stage.finished(manifest)
+
+
+def test_a_database_whose_migration_was_cut_short_is_made_anew(tmp_path, monkeypatch):
+    from lineage.mlflow import client as module
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    address = f"sqlite:///{tmp_path / 'fresh.db'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(module.PatientClient, "search_registered_models", killed)
+        with pytest.raises(KeyboardInterrupt):
+            connect(address)
+    assert not (tmp_path / "fresh.db").exists()
+    assert connect(address).search_registered_models() == []
+    assert sorted(path.name for path in tmp_path.glob("fresh*")) == ["fresh.db", "fresh.db.lock"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, alive, family, wait_until
+from tests.command import Command, family, wait_until, wait_until_gone
 from tests.miniature import MODEL, STEPS, write_own_rows
 
 STAGES = ["base", "corpus", "cpt", "dpo", "evaluate", "instructions", "preferences", "reward", "sft"]
@@ -120,7 +120,7 @@ def test_a_killed_command_takes_its_ray_cluster_with_it(own):
     assert any("raylet" in each.name() for each in started)
     process.kill()
     process.communicate(timeout=60)
-    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    wait_until_gone(started)
 
 
 def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(own):

@@ -1,5 +1,6 @@
 """Prefect's server dies under a run, goes away, or keeps silent: training goes on, and Prefect hears how it ended."""
 
+import json
 import shutil
 import signal
 import sqlite3
@@ -16,11 +17,15 @@ import pytest
 from flows.open_flows import OpenFlow, left_open, tell_of_killed
 from flows.prefect_server import CLIENT_SETTINGS
 from lineage.holder import Holder
-from tests.command import TOY, Command, alive, family, wait_until
+from tests.chaos.record import digests
+from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
+from tests.toy_methods import ToyTraining
+from tests.unbroken import unbroken
 from tests.users_prefect import UsersPrefect
 
 # Two stages at once, of which one ends while the server is away.
-LONG = ("stages.left.method.num_steps=80", "stages.left.method.step_seconds=0.1")
+NUM_STEPS = 80
+LONG = (f"stages.left.method.num_steps={NUM_STEPS}", "stages.left.method.step_seconds=0.1")
 DONE = dict.fromkeys(["data", "model", "left", "right"], "COMPLETED")
 
 
@@ -52,6 +57,11 @@ def states(database: Path) -> tuple[list[str], dict[str, str]]:
     return [state for (state,) in flows], dict(tasks)
 
 
+def is_unbroken(toy: Command) -> bool:
+    """Whether left is what nothing interrupted makes."""
+    return digests(toy.folder / "artifacts")["left"] == unbroken(ToyTraining(num_steps=NUM_STEPS))
+
+
 def notes(toy: Command) -> list[Path]:
     return list((toy.folder / "artifacts/logs/prefect-open").glob("*.json"))
 
@@ -76,6 +86,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_hears_the_end(tmp_
     assert process.returncode == 0, errors
     assert "does not answer" not in errors
     assert states(database) == (["COMPLETED"], DONE)
+    assert is_unbroken(toy)
     assert not notes(toy)
     assert not alive(started)
 
@@ -92,6 +103,7 @@ def test_a_server_that_is_away_for_a_while_in_mid_stage_hears_of_every_end(toy, 
     assert process.returncode == 0, errors
     assert "does not answer" not in errors
     assert states(tmp_path / "prefect/prefect.db") == (["COMPLETED"], DONE)
+    assert is_unbroken(toy)
     assert not notes(toy)
 
 
@@ -134,6 +146,7 @@ def test_a_killed_run_is_a_crash_and_a_server_that_stays_away_costs_no_training(
     users.start()
     assert "nothing to do" in toy("run", *LONG).stdout
     assert states(database) == (["CRASHED", "COMPLETED"], DONE)
+    assert is_unbroken(toy)
     assert not notes(toy)
 
 
@@ -148,8 +161,21 @@ def test_a_stop_is_130_within_its_grace_though_prefect_does_not_answer(toy, user
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "does not answer" in errors
+    [note] = notes(toy)
+    assert json.loads(note.read_text())["end"] == "CANCELLED"
     assert list(toy.folder.glob("artifacts/left/*/checkpoints/step-*"))
-    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    wait_until_gone(started)
+
+
+def test_a_run_that_was_asked_to_end_is_cancelled_in_prefect(toy, users, tmp_path):
+    process = toy.start("run", "stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
+    wait_until(lambda: step(toy, "left") > 2, "left steps")
+    assert " is stopped; " in toy("cancel", "latest").stdout
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED"]
+    assert not notes(toy)
 
 
 def test_a_prefect_that_is_not_there_keeps_the_note_for_the_next_command(tmp_path, monkeypatch, capsys):

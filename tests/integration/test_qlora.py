@@ -22,20 +22,14 @@ from tasks.method import LoRA, Training
 from tests import training
 from tests.training import same, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QLORA = LoRA(rank=4, alpha=8, dropout=0.1, quantization="nf4")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(stage: Training, root: Path, folder: Path, reports: list[float], **fields: object) -> Path:

@@ -10,8 +10,9 @@ import pytest
 from lineage.errors import ArtifactError
 from lineage.mlflow.names import OUTPUT
 from lineage.mlflow.registry import unregister_gone
+from tasks.row_scores import read_scores
 from tests.command import Command
-from tests.miniature import MODEL, write_own_rows
+from tests.miniature import MODEL, STEPS, write_own_rows
 
 SURVIVOR = "stages.left.method._target_=tests.toy_survivor.Survivor"
 GATED = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt", SURVIVOR)
@@ -56,7 +57,7 @@ def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, ur
     assert left["real_seconds"] == pytest.approx(40 * 0.05)  # the steps of the recipe, at the pace that it reports
     assert rows["right"]["real_seconds"] is None  # which reports no tokens
     assert "left  saved at step 1 and ended; goes on from there" in result.stderr
-    assert in_store(gated.folder) == {"rehearsals"}
+    assert in_store(gated.folder) == {"rehearsals", "runs"}  # with the note of this one
     assert [path.name for path in (gated.folder / "artifacts/rehearsals").iterdir()] == ["guard"]
     assert set(gated.states().values()) == {"run"}
 
@@ -128,14 +129,35 @@ def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: P
     assert not output.exists()
 
 
-def test_a_real_training_is_measured_and_merged(tmp_path: Path) -> None:
-    own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
-    leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
-    words = [*MODEL, *own, *leave, "stages.sft.inputs.policy=base", "adapter=lora", "resources.cpus_per_worker=1"]
-    result = Command(tmp_path, *words)("rehearse", "--json")
+def test_the_real_stages_are_trained_merged_evaluated_judged_and_registered(tmp_path: Path, uri: str) -> None:
+    from mlflow import MlflowClient
+
+    words = [*MODEL, *STEPS, *write_own_rows(tmp_path), f"tracking.uri={uri}", "stages.sft.method.adapter={rank: 4}"]
+    real = Command(tmp_path, "pipeline=cpt-sft-dpo-gated", *words, tracked=True)
+    result = real("rehearse", "--json", "--keep")
     assert result.returncode == 0, result.stderr
-    sft = rows_of(result.stdout)["sft"]
-    assert sft["exercised"] == ["2 steps", "save", "resume", "merge"]
-    assert sft["memory_gib"] > 0.1
-    assert sft["real_seconds"] > 0
-    assert sft["verdict"] == "works"
+    rows = rows_of(result.stdout)
+    prepared, trained = ["prepare"], ["2 steps", "save", "resume", "register"]
+    assert {name: row["exercised"] for name, row in rows.items()} == {
+        "corpus": prepared, "instructions": prepared, "preferences": prepared, "base": ["make", "register"],
+        "cpt": trained, "sft": [*trained[:3], "merge", "register"], "reward": trained, "dpo": trained,
+        "evaluate": ["evaluate"], "gate": ["judge"],
+    }  # fmt: skip
+    assert rows["gate"]["verdict"].startswith("works: ")
+    assert rows["sft"]["memory_gib"] > 0.1
+    assert rows["sft"]["real_seconds"] > 0
+
+    place = Path(json.loads(result.stdout)["store"])
+    [sft], [report] = place.glob("sft/*/output"), place.glob("evaluate/*/output")
+    for written in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        assert (sft / written).stat().st_size > 0
+    assert {policy for scores in read_scores(report).values() for policy in scores.scores} >= {
+        "base",
+        "cpt",
+        "sft",
+        "dpo",
+    }
+    versions = MlflowClient(uri).search_model_versions("name = 'cpt-sft-dpo-gated-rehearsal'")
+    models = [path for name in ("base", "cpt", "sft", "reward", "dpo") for path in place.glob(f"{name}/*/output")]
+    assert sorted(version.tags[OUTPUT] for version in versions) == sorted(path.as_uri() for path in models)
+    assert in_store(real.folder) == {"rehearsals", "runs"}

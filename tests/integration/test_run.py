@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import TOY, Command, alive, family, wait_until
+from tests.command import TOY, Command, family, wait_until, wait_until_gone
 
 HERE = socket.gethostname()
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
@@ -78,7 +78,7 @@ def test_a_stop_leaves_no_process_and_keeps_what_was_finished(toy, number, code)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    wait_until_gone(started)
     assert "Traceback" not in errors
     left = "run" if number == signal.SIGKILL else "resume"  # who is asked to end saves first
     assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": left, "right": "reuse"}
@@ -171,7 +171,7 @@ def test_works_without_a_server_and_leaves_none(tmp_path):
     assert len(servers) == 1, "one embedded server, ours"
     process.kill()
     process.communicate(timeout=60)
-    wait_until(lambda: not alive(started), f"gone: {alive(started)}", seconds=10)
+    wait_until_gone(started)
 
 
 def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):

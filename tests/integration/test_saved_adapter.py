@@ -28,6 +28,8 @@ from tests import tiny, training
 from tests.training import weights
 from tests.written_store import WrittenStore
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LORA = LoRA(rank=4, alpha=8)
 QLORA = replace(LORA, quantization="nf4")
 
@@ -74,14 +76,6 @@ class Made:
 @pytest.fixture
 def made(tmp_path: Path, root: Path) -> Made:
     return Made(tmp_path, root)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("error:Unable to fetch remote file")

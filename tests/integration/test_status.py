@@ -80,7 +80,8 @@ def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(to
     assert run["state"] == "died"
     assert run["command"].startswith("posttrain run --config-dir ")
     shown = toy("status").stdout
-    assert f"its process was killed at step {left(run)['step']} of left; run the same command again" in shown
+    where = f"{run['driver']['host']} was killed at step {left(run)['step']} of left"
+    assert f"its driver on {where}; run the same command again" in shown
     assert run["command"] in shown
     assert toy("cancel", "latest").stdout.startswith(f"{run['id']} died before")
 

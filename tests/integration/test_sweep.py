@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TOY, Command, alive, family, wait_until
+from tests.command import TOY, Command, family, wait_until, wait_until_gone
 
 RATES, TWO_LEVELS = "stages.left.method.learning_rate=0.1,0.2,0.3", "stages.left.method.level=0,10"
 BEST = "sweep.objectives.best={metric: left/loss, direction: minimize}"
@@ -142,7 +142,7 @@ def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(toy, folder)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    wait_until(lambda: not alive(running), f"gone: {alive(running)}", seconds=10)
+    wait_until_gone(running)
     told, errors = sweep(toy, *words)
     assert (states(told), started(errors)) == (["complete"] * 2, ["left#1"])
 

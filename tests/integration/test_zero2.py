@@ -18,6 +18,7 @@ from tasks.checkpoints.best import Best
 from tasks.context import Resources
 from tasks.method import LoRA
 from tests import training
+from tests.chaos.record import digests
 from tests.command import Command, wait_until
 from tests.miniature import MODEL, write_own_rows
 from tests.stage_folder import write_inputs
@@ -132,11 +133,11 @@ def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
         plain_workers.train(replace(asked, resources=PLAIN, resume_step=2))
 
 
-def test_the_command_stops_refuses_other_workers_and_goes_on(tmp_path: Path) -> None:
+def test_the_command_stops_refuses_other_workers_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     graph = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt")
     saving = ("resources=zero2", "resources.cpus_per_worker=1", "resources.save_steps=10")
     command = Command(
-        tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=200",
+        tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=120",
         "stages.sft.method.max_length=64", *write_own_rows(tmp_path),
     )  # fmt: skip
     process = command.start("run", *saving)
@@ -155,5 +156,7 @@ def test_the_command_stops_refuses_other_workers_and_goes_on(tmp_path: Path) -> 
 
     sft = command.run(*saving)["sft"]
     reports = (Path(sft["output"]).parent / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in reports] == list(range(1, 201))
+    assert [json.loads(line)["step"] for line in reports] == list(range(1, 121))
     assert AutoModelForCausalLM.from_pretrained(sft["output"])
+    command.run(*saving, f"store={tmp_path}/unbroken")
+    assert digests(tmp_path / "artifacts")["sft"] == digests(tmp_path / "unbroken")["sft"]

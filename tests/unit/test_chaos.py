@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from lineage.attempts import note_attempt
-from tests.chaos.record import Reached, doubled, reached, untidy
+from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
+from tests.written_store import WrittenStore
 
-GOOD = Score(kills=3, resumed=3, rounds=2, identical=2, lost_steps=SAVE_STEPS)
+GOOD = Score(kills=3, survived=3, rounds=2, identical=2, lost_steps=SAVE_STEPS)
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def report(entry: Path, *steps: int) -> None:
 @pytest.mark.parametrize(
     "flaw",
     [
-        {"resumed": 2}, {"identical": 1}, {"leaked": ["ray"]}, {"wrong": ["a step is told twice"]},
+        {"survived": 2}, {"identical": 1}, {"leaked": ["ray"]}, {"wrong": ["a step is told twice"]},
         {"lost_steps": SAVE_STEPS + 1},
     ],
 )  # fmt: skip
@@ -43,10 +44,10 @@ def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path
     assert reached(tmp_path, ["cpt"]) == []
     [hit] = reached(tmp_path, ["sft"])
     assert hit == Reached(directory=entry, attempt=1, step=5)
-    assert hit.lost() == 0  # nobody went on yet
+    assert (hit.lost(), hit.went_on_from()) == (0, 0)  # nobody went on yet
     note_attempt(entry, 3, "code")
     note_attempt(entry, 5, "code")
-    assert hit.lost() == 2
+    assert (hit.lost(), hit.went_on_from()) == (2, 3)
 
 
 def test_a_step_that_is_told_twice_or_out_of_order_is_found(tmp_path: Path, entry: Path) -> None:
@@ -62,3 +63,15 @@ def test_what_a_finished_store_should_not_hold_is_found(tmp_path: Path, entry: P
     (entry / "checkpoints").mkdir()
     (entry / "lock").touch()
     assert sorted(Path(each).name for each in untidy(tmp_path)) == ["checkpoints", "lock"]
+
+
+def test_a_finished_stage_that_is_made_again_or_is_gone_is_found(tmp_path: Path) -> None:
+    written = WrittenStore(tmp_path)
+    written.stage("data", {})
+    written.stage("model", {})
+    before = starts(tmp_path)
+    assert made_again(before, tmp_path) == []
+    written.stage("model", {})
+    written.stage("left", {})  # meanwhile
+    assert made_again(before, tmp_path) == ["model: was finished, and was made again"]
+    assert made_again({"gone": 1.0}, tmp_path) == ["gone: was finished, and was made again"]

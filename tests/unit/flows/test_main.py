@@ -17,6 +17,17 @@ def test_a_command_that_is_asked_to_end_while_it_imports_ends_with_130(number, m
     assert signal.getsignal(number) == before
 
 
+def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_from_where(monkeypatch, capsys):
+    def stopped(arguments):
+        raise KeyboardInterrupt("by SIGTERM on here: sft saved at step 9")
+
+    monkeypatch.setattr(module, "_end_soon", lambda: None)
+    monkeypatch.setattr(module, "_run", stopped)
+    assert module.main(["run"]) == module.STOPPED
+    said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to go on\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
     class Imported:
         @staticmethod

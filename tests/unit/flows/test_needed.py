@@ -7,13 +7,19 @@ from dataclasses import asdict
 
 import pytest
 
+from flows.declare.operation import Tracking
 from flows.deploy import preset
+from flows.needed import registries
+from flows.needed.found import Needed
 from flows.needed.look import needed, needed_now
+from flows.needed.registries import Registries
 from flows.progress.run_notes import RunNote, new_id
 from flows.sweep.folder import Row
+from lineage.errors import ArtifactError
 from lineage.garbage import TOKENS
 from lineage.lease import Holder, Lease
 from lineage.promotions import Event, append
+from lineage.run_file import RunFile
 from lineage.store import Store
 from tests.written_store import WrittenStore, node
 
@@ -34,9 +40,19 @@ def look(tmp_path, toy, written, monkeypatch):
     def call(unseen=False, **files: str):
         for name, text in files.items():
             (tmp_path / "conf" / "pipeline" / f"{name}.yaml").write_text(text)
-        return needed(stated, written.root, tmp_path / "conf", unseen=unseen)
+        return needed(stated, written.root, tmp_path / "conf", unasked(written), unseen=unseen)
 
     return call
+
+
+def unasked(written, uri=None) -> Registries:
+    """Of a command that states this MLflow, or ``tracking=none``."""
+    return Registries(Tracking(mlflow=uri is not None, uri=uri, dvc=False), written.root)
+
+
+def registered(written, made, *addresses):
+    note = RunFile(uri="", run_id="", execution_id="", words=[], version=1, registries=list(addresses))
+    note.write(Store(written.root).entry(made.stage, made.fingerprint).path)
 
 
 def made_by(kept, *manifests):
@@ -114,7 +130,7 @@ def test_what_comes_to_be_needed_later_is_seen_with_what_it_was_made_from(look, 
     lease.try_acquire()  # as who frees it does
     with lease.holding():
         assert made_by(look()[0], made["corpus"])
-        now = needed_now(written.root, before)
+        now = needed_now(written.root, before, unasked(written))
     assert not made_by(now, made["corpus"]) and TOKENS not in now
     run = RunNote(
         id=new_id(), pipeline="q", words=[], driver=Holder.here(), started=time.time(), stages={},
@@ -122,7 +138,7 @@ def test_what_comes_to_be_needed_later_is_seen_with_what_it_was_made_from(look, 
     )  # fmt: skip
     run.write(written.root)
     append(written.root, event(made["cpt"]))
-    now = needed_now(written.root, before)
+    now = needed_now(written.root, before, unasked(written))
     assert made_by(now, made["pairs"], made["cpt"], made["base"], made["corpus"]) and TOKENS in now
     assert not made_by(now, made["dpo"])
 
@@ -132,7 +148,48 @@ def test_a_view_that_moves_later_is_seen(look, written):
     before, _ = look()
     place = written.root / "pipelines" / "p" / "dpo"
     shutil.copytree(Store(written.root).entry("dpo", made["dpo"].fingerprint).path, place)
-    assert made_by(needed_now(written.root, before), made["dpo"], made["pairs"])
+    assert made_by(needed_now(written.root, before, unasked(written)), made["dpo"], made["pairs"])
+
+
+def test_an_alias_of_any_registry_keeps_its_model_whatever_the_command_states(written, monkeypatch):
+    made = written.chain()
+    stated, other = "http://stated", "http://other"
+    registered(written, made["cpt"], other)
+    registered(written, made["dpo"], stated, other)
+    named = {stated: {}, other: {("cpt", made["cpt"].fingerprint): "mine"}}
+    monkeypatch.setattr(registries, "aliases", lambda address, pipelines: named[address])
+    for uri in (None, stated, other):
+        found = Needed()
+        unasked(written, uri).add_aliased(found)
+        assert found.by == {node(made["cpt"]): "alias mine of MLflow"}
+
+
+def test_an_alias_that_is_given_after_the_look_keeps_its_model(look, written, monkeypatch):
+    made, named = written.chain(), {}
+    monkeypatch.setattr(registries, "aliases", lambda address, pipelines: named)
+    asked = unasked(written, "http://stated")
+    named["cpt", made["cpt"].fingerprint] = "mine"
+    assert made_by(needed_now(written.root, {}, asked), made["cpt"], made["base"], made["corpus"])
+
+
+def test_what_is_registered_where_nobody_answers_stays(written, tmp_path, monkeypatch):
+    made = written.chain()
+    registered(written, made["cpt"], f"sqlite:///{tmp_path}/gone.db")
+    asked, found = unasked(written), Needed()
+    asked.add_aliased(found)
+    assert found.by.keys() == {node(made["cpt"])}
+    [line] = found.lines
+    assert line.startswith(f"1 model registered in MLflow at sqlite:///{tmp_path}/gone.db stay") and "gone for" in line
+
+    def refuse(address, pipelines):
+        raise ArtifactError("no answer")
+
+    monkeypatch.setattr(registries, "aliases", refuse)
+    again = Needed()
+    asked.add_aliased(again)
+    assert again == Needed()  # it is not asked again for each thing that goes
+    with pytest.raises(ArtifactError, match="no answer"):
+        unasked(written, "http://stated").add_aliased(Needed())
 
 
 @pytest.mark.parametrize(

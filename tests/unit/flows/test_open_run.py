@@ -1,15 +1,21 @@
+import contextlib
 import os
-import signal
+import shutil
 from pathlib import Path
 
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.open_run import Trials, open_run, stoppable
+from flows.open_run import Trials, note_before, open_run
 from flows.planning.plan import make_plan
 from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
+from flows.rehearsal.scratch import scratch_plan
+from flows.reports.run_views import views
+from flows.reports.status import status_text
 from flows.stages.launch import StageProcesses
+from lineage.errors import ArtifactError
 from tests.command import CONF
+from tests.finished import finish
 
 
 @pytest.fixture
@@ -55,18 +61,23 @@ def test_the_note_of_a_sweep_says_that_it_is_one(plan):
     assert sweep and (sweep.folder, sweep.own, sweep.trials) == ("s", ["left", "right"], 4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_who_is_asked_to_end_by_any_signal_ends_once(number):
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == signal.SIG_DFL
+def test_a_rehearsal_is_noted_in_the_real_store_with_its_command(plan, tmp_path):
+    short = scratch_plan(plan.pipeline, plan.pipeline.store / "rehearsals" / "1", num_steps=2, save_steps=1)
+    with contextlib.suppress(KeyboardInterrupt), open_run(short, ["x=1"], None, [], in_flow=False, command="rehearse"):
+        shown = status_text(plan.pipeline.store, *views(plan.pipeline.store))
+        assert "  toy  rehearse  runs since" in shown
+        raise KeyboardInterrupt
+    assert the_note(plan).outcome == "stopped"
+    shown = status_text(plan.pipeline.store, *views(plan.pipeline.store))
+    assert "begin again with: posttrain rehearse x=1" in shown
 
 
-def test_a_run_under_nohup_outlives_its_terminal():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stoppable():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def test_what_is_found_finished_is_claimed_before_anything_is_said_of_it(plan):
+    finish(plan)
+    done = make_plan(plan.pipeline)
+    os.utime(done.entry(done.stage("data")).output, (0, 0))
+    note_before(done)
+    assert done.entry(done.stage("data")).output.stat().st_mtime > 0
+    shutil.rmtree(done.entry(done.stage("data")).path)
+    with pytest.raises(ArtifactError, match="run again"):
+        note_before(done)

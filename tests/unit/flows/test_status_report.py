@@ -13,6 +13,7 @@ from flows.reports.status import status_dict, status_text
 from flows.sweep.folder import Ledger, row_of
 from flows.sweep.trial import Trial
 from lineage.attempts import note_attempt
+from lineage.holder import host
 from lineage.lease import Holder
 from tests.command import REPOSITORY
 from tests.sweeps import complete, ended
@@ -124,7 +125,9 @@ def test_a_run_that_waits_as_a_whole_says_for_what(store, live):
     states = {run["id"]: (run["state"], run["waits_for"]) for run in status_dict(store, *views(store))["running"]}
     assert states == {live.id: ("running", ""), waiting.id: ("waiting", "another run of toy: daily")}
     died(waiting).write(store)
-    assert "its process was killed while it waited for another run of toy: daily; run the same" in text(store)
+    assert f"its driver on {host()} was killed while it waited for another run of toy: daily; run the same" in text(
+        store
+    )
     [run] = status_dict(store, *views(store))["last"]
     assert (run["state"], run["waits_for"]) == ("died", "")
 
@@ -134,14 +137,14 @@ def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
     shown = text(store)
     assert shown.startswith("nothing runs in ")
     assert "died after 1:05" in shown
-    assert "its process was killed at step 3 of dpo; run the same command again to go on:" in shown
+    assert f"its driver on {host()} was killed at step 3 of dpo; run the same command again to go on:" in shown
     assert "posttrain run stages.dpo.method.beta=0.2" in shown
 
 
 def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
     died(live).write(store)
     os.utime(note_path(store, live.id), (0, time.time() - 1000))
-    assert "its process was killed in dpo; run" in text(store)
+    assert f"its driver on {host()} was killed in dpo; run" in text(store)
 
 
 def test_the_last_runs_say_how_they_ended(store, live):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import FILE, Attempt, attempts, earlier_codes, note_attempt
+from lineage.attempts import FILE, Attempt, attempts, changed_at, earlier_codes, note_attempt
 
 
 def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:
@@ -36,3 +36,22 @@ def test_whose_code_trained_the_steps(made: str, step: int | None, found: list[s
         Attempt(time=0.0, host="here", pid=1, step=int(each[1:]), code_digest=each[0]) for each in made.split()
     ]  # fmt: skip
     assert earlier_codes(tried, step, "c") == found
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("a0", []),
+        ("a0 a4 a6", []),
+        ("a0 b4 b6 a8", [4, 8]),
+        ("a0 b4 a4", []),  # b saved nothing
+        ("b0 a0 a4", []),  # begun again
+        ("-0 a4", [4]),  # of an earlier version: not known
+    ],
+)
+def test_from_which_step_on_it_ran_elsewhere(made: str, found: list[int]) -> None:
+    tried = [
+        Attempt(time=0.0, host="here", pid=1, step=int(each[1:]), code_digest="c", kind=each[0].strip("-"))
+        for each in made.split()
+    ]
+    assert changed_at(tried) == found

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lineage.certificate import Certificate, Comparison, basis, certified, key_of, read_certificate, write_certificate
+from lineage.certificates.basis import basis, key_of
+from lineage.certificates.certificate import Certificate, Comparison, Tolerance
+from lineage.certificates.files import certified, read_certificate, write_certificate
 from lineage.errors import ArtifactError
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord, provenance
+from lineage.hardware import hardware
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.store import Store
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}
@@ -75,8 +78,8 @@ def test_it_holds_for_nothing_else() -> None:
 
 @pytest.mark.parametrize("source", [True, False], ids=["source", "stage"])
 def test_of_an_adapter_its_own_shape_and_that_of_its_base_count(tmp_path: Path, source: bool) -> None:
-    def trained_on(base: str, rank: str, weights: str) -> str:
-        """The key of a training whose policy is an adapter on a base of some architecture."""
+    def trained_on(base: str, rank: str, weights: str, beside: str = "") -> str:
+        """The key of a training whose policy is an adapter on a base of some architecture, looked for beside too."""
         record = given("base", (base if source else weights) * 64)
         full = manifest(files={"config.json": base, "model.safetensors": weights}, fingerprint=record.fingerprint)
         if source:
@@ -91,9 +94,10 @@ def test_of_an_adapter_its_own_shape_and_that_of_its_base_count(tmp_path: Path, 
             files={"adapter_config.json": base + weights}, recipe={**RECIPE, "adapter": {"rank": rank}},
             inputs={"policy": record, "rows": given("data", "2")},
         )  # fmt: skip
-        return key_of(basis(TRAINED, {**PARENTS, "base": adapter}, tmp_path / base / rank / weights))
+        stores = tmp_path / beside, tmp_path / base / rank / weights
+        return key_of(basis(TRAINED, {**PARENTS, "base": adapter}, *stores))
 
-    assert trained_on("a", "4", "1") == trained_on("a", "4", "2")
+    assert trained_on("a", "4", "1") == trained_on("a", "4", "2") == trained_on("a", "4", "5", beside="other")
     assert len({trained_on("b", "4", "3"), trained_on("a", "4", "3"), trained_on("a", "8", "3")}) == 3
 
 
@@ -101,8 +105,8 @@ def certificate(end: float = 2.0, verdict: str = "bit-identical") -> Certificate
     comparison = Comparison(verdict=verdict, num_workers=(1, 1), resumed_at=(2,))  # type: ignore[arg-type]
     kind = basis(TRAINED, PARENTS, NOWHERE)
     return Certificate(
-        key=key_of(kind), basis=kind, pipeline="p", stage="sft", num_steps=6, save_steps=2, tolerance=1e-4,
-        comparisons={"killed": comparison}, provenance=ran(end=end),
+        key=key_of(kind), basis=kind, pipeline="p", stage="sft", num_steps=6, save_steps=2,
+        tolerance=Tolerance(losses=1e-4, weights=0.1), comparisons={"killed": comparison}, provenance=ran(end=end),
     )  # fmt: skip
 
 
@@ -130,9 +134,26 @@ def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
         read_certificate(tmp_path, digest)
 
 
-def test_a_manifest_says_what_it_was_made_on() -> None:
-    made = provenance(start=0, end=1, code_digest="c", seed=0, resources={})
-    assert made.hardware["cpu"]
+@pytest.mark.parametrize(
+    "ran_as",
+    [{"earlier_code_digests": ["d"]}, {"changed_at": [4]}],
+    ids=["other code", "another machine"],
+)
+def test_what_was_gone_on_with_otherwise_nobody_has_tried(tmp_path: Path, ran_as: dict[str, object]) -> None:
+    write_certificate(tmp_path, certificate())
+    assert certified(TRAINED, PARENTS, tmp_path).certificate
+    assert certified(replace(TRAINED, provenance=ran(**ran_as)), PARENTS, tmp_path).certificate is None
+
+
+def test_of_machines_that_nobody_knows_nothing_is_certified(tmp_path: Path) -> None:
+    unknown = replace(TRAINED, provenance=ran(hardware={}))
+    kind = basis(unknown, PARENTS, NOWHERE)
+    write_certificate(tmp_path, replace(certificate(), key=key_of(kind), basis=kind))
+    assert certified(unknown, PARENTS, tmp_path).certificate is None
+
+
+def test_this_machine_has_a_processor() -> None:
+    assert hardware()["cpu"]
 
 
 def test_a_manifest_from_before_certificates_is_read() -> None:

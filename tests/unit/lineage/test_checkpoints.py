@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lineage.checkpoints import RECORD, Checkpoint, Checkpoints
+from lineage.checkpoints import RECORD, Checkpoints
 from lineage.errors import ArtifactError
+from lineage.store import Entry
+from tests import saved
 
 
 def commit(store: Checkpoints, step: int, metrics: Mapping[str, float] = {"loss": 3.0}) -> Path:
-    draft = store.directory.parent / "draft"
-    (draft / "part").mkdir(parents=True)
-    (draft / "model.safetensors").write_text(f"weights {step}")
-    (draft / "part" / "rank-0").write_text(f"state {step}")
-    checkpoint = Checkpoint(step=step, time=1.0, train_seconds=2.0, num_workers=1, zero_stage=0, metrics=metrics)
-    return store.commit(draft, checkpoint)
+    files = {"model.safetensors": f"weights {step}", "part/rank-0": f"state {step}"}
+    return saved.commit(store, step, files, train_seconds=2.0, metrics=metrics)
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
@@ -127,10 +125,48 @@ def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
     assert store.newest_intact() == (None, [])
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(store: Checkpoints) -> None:
-    (commit(store, 5) / "model.safetensors").write_text("flipped")
+class Asleep:
+    """Lets an heir take over while its holder sleeps, once it has looked at its lease for the last time."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def __call__(self) -> None:
+        self.entry.fence()
+        self.entry.begin()
+        commit(self.entry.checkpoints, 5, metrics={"loss": 1.0})
+        commit(self.entry.checkpoints, 6)
+
+
+def commits_again(mine: Checkpoints) -> None:
+    with pytest.raises(FileNotFoundError):
+        commit(mine, 5)
+
+
+@pytest.mark.parametrize("writes", [commits_again, lambda mine: mine.keep([])], ids=["commit", "keep"])
+def test_who_sleeps_through_a_takeover_harms_no_checkpoint_of_its_heir(tmp_path: Path, writes) -> None:
+    entry = Entry(tmp_path)
+    commit(entry.checkpoints, 4)
+    writes(Checkpoints(entry.checkpoints.directory, Asleep(entry)))
+    assert entry.checkpoints.steps() == [5, 6]
+    assert entry.checkpoints.read(5).metrics == {"loss": 1.0}
+    assert entry.checkpoints.damage(5) == entry.checkpoints.damage(6) == []
+
+
+def test_none_is_put_where_another_is(store: Checkpoints) -> None:
     commit(store, 5)
-    assert store.damage(5) == []
+    with pytest.raises(OSError, match="not empty"):
+        commit(store, 5, metrics={"loss": 9.0})
+    assert store.read(5).metrics == {"loss": 3.0}
+
+
+def test_what_is_discarded_is_found_whole_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
+    draft = store.directory / ".step-5.0123"
+    draft.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.discard_drafts()
+    assert not draft.exists()
 
 
 def test_only_what_is_kept_stays(store: Checkpoints) -> None:

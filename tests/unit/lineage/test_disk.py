@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lineage.checkpoints import Checkpoint
 from lineage.disk import free_bytes, full_disk_named, gigabytes
 from lineage.errors import ConfigError, PipelineError
 from lineage.store import Entry
+from tests.saved import commit
 
 
 def torch_save(cause: str) -> Callable[[], None]:
@@ -45,10 +45,7 @@ def test_each_is_one_line_that_names_the_disk_and_what_is_kept(tmp_path: Path, f
     told = rf"^the disk of {tmp_path} is full \(.*it has no checkpoint; free space .*"
     with pytest.raises(PipelineError, match=told), full_disk_named(tmp_path):
         fail()
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    checkpoint = Checkpoint(step=7, time=0, train_seconds=0, num_workers=1, zero_stage=0, metrics={})
-    Entry(tmp_path).checkpoints.commit(draft, checkpoint)
+    commit(Entry(tmp_path).checkpoints, 7, {})
     with pytest.raises(PipelineError, match=r"checkpoint of step 7 is kept") as caught, full_disk_named(tmp_path):
         fail()
     assert "\n" not in str(caught.value)

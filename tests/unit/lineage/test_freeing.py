@@ -1,16 +1,19 @@
 """How garbage goes: alone with each thing, after a last look, and a kill in the middle leaves nothing half."""
 
 import json
+import os
 import shutil
 import threading
+import time
 
 import pytest
 
 from lineage import freeing
 from lineage.digest import digest_files
+from lineage.errors import ArtifactError
 from lineage.freeing import free, freed, guard
 from lineage.lease import LOCK, Holder, Lease
-from lineage.store import Store
+from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.unit.lineage.test_garbage import entry_of, found, nobody
 from tests.written_store import WrittenStore, node
@@ -99,6 +102,31 @@ def test_what_came_to_be_needed_after_it_was_found_stays(written, made):
     assert entry_of(written, made).is_finished() and not freed(written.root)
 
 
+def test_what_was_used_after_it_was_found_stays(written, made):
+    """Also where only the command that used it is over by now."""
+    entry, cache, left = entry_of(written, made), written.root / "cache" / "tokens" / ("1" * 16), written.root
+    for each in (cache, left / "rehearsals" / "dead"):
+        each.mkdir(parents=True)
+    garbage = {each.path.name: each for each in found(written, older_than=0.0)[0]}
+    used = {entry.path.name: entry.output, cache.name: cache, "dead": left / "rehearsals" / "dead"}
+    for path in used.values():
+        os.utime(path, (time.time() + 1, time.time() + 1))  # no matter how coarse the clock is
+    assert not any(free(written.root, garbage[name], nobody) for name in used)
+    assert all(path.exists() for path in used.values())
+    assert all(free(written.root, each, nobody) for each in found(written, older_than=-2.0)[0])
+
+
+def test_while_a_record_cannot_be_read_it_says_so(written, made):
+    [garbage], _ = found(written)
+
+    def look():
+        raise ArtifactError("cannot be read")
+
+    with pytest.raises(ArtifactError, match=r"cannot be read"):
+        free(written.root, garbage, look)
+    assert entry_of(written, made).is_finished() and not list(entry_of(written, made).path.glob("*.gone"))
+
+
 def test_between_the_last_look_and_the_end_no_run_notes_what_it_reads(written, made):
     entry, order = entry_of(written, made), []
     [garbage], _ = found(written)
@@ -148,3 +176,18 @@ def test_who_comes_second_leaves_no_empty_place(written, made):
     assert free(written.root, garbage, nobody)
     assert not free(written.root, garbage, nobody)
     assert not Store(written.root).entry(made.stage, made.fingerprint).path.parent.exists()
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_another_one_frees_during_the_search_is_not_found(written, made, monkeypatch, is_last):
+    other, entry, read = written.stage("dpo", {"policy": made}), entry_of(written, made), Entry.manifest
+
+    def slow(at):
+        if is_last:
+            shutil.rmtree(entry.path.parent, ignore_errors=True)  # before this stage is looked into
+        elif at.path == entry.path:
+            shutil.rmtree(entry.path)
+        return read(at)
+
+    monkeypatch.setattr(Entry, "manifest", slow)
+    assert [each.what for each in found(written)[0]] == [node(other)]

@@ -201,7 +201,7 @@ def test_who_lost_the_lease_hears_of_it_and_leaves_the_winner_alone(tmp_path, mo
         assert winner.try_acquire()
         assert heard.wait(10)
     [why] = told
-    assert f"was lost to process {os.getpid()} on {socket.gethostname()}" in why
+    assert f"was lost to process {os.getpid()} on {socket.gethostname()}" in str(why)
     winner.require()
     with pytest.raises(ArtifactError, match="was lost"):
         lost.require()

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,33 @@ def test_a_kill_between_output_and_manifest_leaves_it_unfinished(entry, monkeypa
     with pytest.raises(KeyboardInterrupt):
         entry.commit(manifest(), lease)
     assert not entry.is_finished()
+
+
+def test_an_output_is_on_the_disk_before_it_has_its_manifest_and_that_before_its_checkpoints_go(entry, monkeypatch):
+    save(entry, 2)
+    (entry.output / "adapter").mkdir()
+    (entry.output / "adapter" / "weights").write_text("more")
+    entry.metrics.write_text("")
+    done, flush, move = [], os.fsync, Path.replace
+
+    def told_flush(descriptor):
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        flush(descriptor)
+
+    def told_move(path, target):
+        done.append(("moved", path))
+        return move(path, target)
+
+    monkeypatch.setattr(os, "fsync", told_flush)
+    monkeypatch.setattr(Path, "replace", told_move)
+    lease = Lease(entry.path)
+    assert lease.try_acquire()
+    entry.commit(manifest(), lease)
+    at = done.index(("moved", entry.work / "manifest.json"))
+    names = ("output", "output/model.txt", "output/adapter", "output/adapter/weights")
+    names += ("work/manifest.json", "metrics.json", "plots.json", "metrics.jsonl")
+    assert {entry.path / name for name in names} <= set(done[:at])
+    assert at < done.index(entry.path) < done.index(("moved", entry.checkpoints.directory))
 
 
 def test_a_missing_output_file_is_not_finished(entry):

@@ -2,18 +2,21 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lineage.disk import gigabytes
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.checkpoints.best import Best, KeepBest
-from tasks.checkpoints.disk_need import disk_need, model_shapes, require_room
+from tasks.checkpoints.disk_need import disk_need, require_room
 from tasks.context import Resources
 from tasks.method import LoRA
+from tasks.model_shapes import model_shapes
 from tasks.sft import SFT
 
 SHAPES = {
@@ -31,8 +34,14 @@ def need(num_steps: int = 100, adapter: LoRA | None = None, *, best: Best | None
 def test_a_checkpoint_is_weights_and_two_moments_and_the_output_weights() -> None:
     found = need(save_steps=10)
     assert (found.checkpoint, found.output) == (12 * WEIGHTS, 4 * WEIGHTS)
-    assert found.total == 3 * found.checkpoint + found.output
-    assert found.least == 3 * found.checkpoint  # one of them is gone when the output is written
+    assert found.least.bytes == found.total.bytes == 3 * found.checkpoint  # one is gone when the output is written
+
+
+def test_the_output_counts_beside_the_checkpoints_that_are_left_when_it_is_written() -> None:
+    found = need(adapter=LoRA(rank=1), save_steps=10)
+    assert found.output > found.checkpoint
+    assert found.least.bytes == 2 * found.checkpoint + found.output
+    assert str(found.least) == f"at one time 2 checkpoints of {gigabytes(found.checkpoint)} and its output of 9.4 kB"
 
 
 def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
@@ -76,6 +85,23 @@ def test_so_many_checkpoints_there_are_at_one_time(num_steps, fields, fewest, mo
 
 
 @pytest.fixture
+def entry(tmp_path: Path) -> Entry:
+    return Entry(tmp_path / "artifacts" / "sft" / "1")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes are free."""
+    return lambda count: monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: count)
+
+
+def written(entry: Entry, count: int) -> None:
+    """A checkpoint of so many bytes."""
+    (entry.checkpoints.directory / "step-10").mkdir(parents=True)
+    (entry.checkpoints.directory / "step-10" / "optimizer.pt").write_bytes(b"0" * count)
+
+
+@pytest.fixture
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
@@ -99,44 +125,68 @@ def test_shapes_are_those_of_all_parts_of_the_whole_model(model: Path) -> None:
     assert model_shapes(model) == dict(list(SHAPES.items())[2:])
 
 
-def test_a_stage_without_room_is_refused_with_what_to_do(model: Path, tmp_path: Path, monkeypatch) -> None:
-    entry, resources = Entry(tmp_path / "artifacts" / "sft" / "1"), Resources(save_steps=10, save_minutes=None)
-    method = SFT(num_steps=100)
+def test_a_stage_without_room_is_refused_with_what_to_do(model: Path, entry: Entry, free) -> None:
+    resources = Resources(save_steps=10, save_minutes=None)
     least = 3 * 12 * WEIGHTS
-    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: least)
-    assert require_room("sft", method, resources, model, entry) == 4 * WEIGHTS
+    free(least)
+    assert require_room("sft", SFT(num_steps=100), resources, model, entry) == 4 * WEIGHTS
     with pytest.raises(ConfigError) as caught:
-        require_room("sft", method, resources, model, entry, before=1)
+        require_room("sft", SFT(num_steps=100), resources, model, entry, before=1000)
     assert str(caught.value) == (
-        f"store {tmp_path / 'artifacts'} has 83.2 kB free; sft needs about 83.2 kB: 3 checkpoints at one time, of "
-        "27.7 kB, and its output of 9.2 kB, beside 0.0 kB of the stages before it; set "
-        "stages.sft.resources.keep_last=1, a larger store (store=...), or free space (posttrain gc shows what may go)"
+        f"store {entry.path.parents[1]} has 83.2 kB free (less 1.0 kB for the stages before it); sft needs about "
+        "83.2 kB: at one time 3 checkpoints of 27.7 kB; set stages.sft.resources.keep_last=1, free 1.0 kB more "
+        "(posttrain gc shows what may go), or state a larger store (store=...)"
     )
-    assert require_room("sft", method, resources, tmp_path, entry, before=least) == 0  # nothing is known
+    assert require_room("sft", SFT(num_steps=100), resources, None, entry, before=least) == 0  # nothing is known
 
 
-def test_what_may_not_fit_is_only_warned_of(model: Path, tmp_path: Path, monkeypatch, caplog) -> None:
-    entry, method = Entry(tmp_path / "artifacts" / "sft" / "1"), SFT(num_steps=100)
-    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: 2 * 12 * WEIGHTS)
+def test_only_what_suffices_is_named_as_a_remedy(model: Path, entry: Entry, free) -> None:
+    resources = Resources(save_steps=10)  # and every 10 minutes
+    free(2 * 12 * WEIGHTS)
+    with pytest.raises(ConfigError, match=r"; set stages.sft.resources.keep_last=1, free 27.7 kB more"):
+        require_room("sft", SFT(num_steps=100), resources, model, entry)
+    free(12 * WEIGHTS)
+    with pytest.raises(ConfigError, match=r"27.7 kB; free 55.4 kB more"):
+        require_room("sft", SFT(num_steps=100), resources, model, entry)
+    with pytest.raises(ConfigError, match=r"; set stages.sft.resources.save_minutes=null, free"):
+        require_room("sft", SFT(num_steps=100), Resources(keep_last=1), model, entry)
+
+
+def test_what_may_not_fit_is_only_warned_of(model: Path, entry: Entry, free, caplog) -> None:
+    free(2 * 12 * WEIGHTS)
     with caplog.at_level(logging.WARNING):
-        require_room("sft", method, Resources(), model, entry)
+        require_room("sft", SFT(num_steps=100), Resources(), model, entry)
     [record] = caplog.records
-    assert "sft may need 92.4 kB: 3 checkpoints at one time, of 27.7 kB, and its output" in record.getMessage()
-    assert "set stages.sft.resources.keep_last=1, stages.sft.resources.save_minutes=null, a l" in record.getMessage()
-    with pytest.raises(ConfigError, match=r"needs about 55.4 kB: 2 checkpoints .*; set stages.sft.resources.save_min"):
-        require_room("sft", method, Resources(), model, entry, before=1)
-    require_room("sft", method, Resources(save_minutes=None), model, entry, before=12 * WEIGHTS)
+    assert "sft may need about 83.2 kB: at one time 3 checkpoints of 27.7 kB; set stages.sft" in record.getMessage()
+    with pytest.raises(
+        ConfigError, match=r"needs about 55.4 kB: at one time 2 checkpoints .*; set stages.sft.*save_min"
+    ):
+        require_room("sft", SFT(num_steps=100), Resources(), model, entry, before=1)
+    require_room("sft", SFT(num_steps=100), Resources(save_minutes=None), model, entry, before=12 * WEIGHTS)
 
 
-def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, tmp_path: Path) -> None:
-    entry, method = Entry(tmp_path / "artifacts" / "sft" / "1"), SFT(num_steps=100)
+def test_what_the_stages_before_give_back_is_room(model: Path, entry: Entry, free) -> None:
+    free(2 * 12 * WEIGHTS)
+    resources = Resources(save_steps=10, save_minutes=None)
+    require_room("sft", SFT(num_steps=100), resources, model, entry, before=-12 * WEIGHTS)
+    with pytest.raises(ConfigError, match=r"free \(and 9.2 kB once the stages before it are finished\); sft needs"):
+        require_room("sft", SFT(num_steps=100), resources, model, entry, before=-4 * WEIGHTS)
+    written(entry, 10 * 12 * WEIGHTS)
+    assert require_room("sft", SFT(num_steps=100), resources, model, entry) == (4 - 10 * 12) * WEIGHTS
+    assert (
+        require_room("sft", SFT(num_steps=100), resources, None, entry) == -10 * 12 * WEIGHTS
+    )  # whatever its model is
+
+
+def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
     keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
-    assert require_room("sft", method, keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
+    assert require_room("sft", SFT(num_steps=100), keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
 
 
-def test_what_an_attempt_before_left_is_room(model: Path, tmp_path: Path, monkeypatch) -> None:
-    entry = Entry(tmp_path / "artifacts" / "sft" / "1")
-    (entry.checkpoints.directory / "step-10").mkdir(parents=True)
-    (entry.checkpoints.directory / "step-10" / "optimizer.pt").write_bytes(b"0" * 12 * WEIGHTS)
-    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: 2 * 12 * WEIGHTS + 4 * WEIGHTS)
+def test_what_an_attempt_before_left_is_room(model: Path, entry: Entry, free) -> None:
+    written(entry, 12 * WEIGHTS)
+    free(2 * 12 * WEIGHTS)
     require_room("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)
+    free(12 * WEIGHTS)
+    with pytest.raises(ConfigError, match=r"27.7 kB free \(and 27.7 kB that sft has written already\); sft needs"):
+        require_room("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)

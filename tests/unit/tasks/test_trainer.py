@@ -1,9 +1,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tasks import trainer as module
-from tasks.context import TrainContext
+from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
 
 
@@ -21,3 +22,21 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
     with pytest.raises(OSError, match="connection"):
         module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context)
     assert draft.exists() == (rank == 1)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_training_adds_in_one_order_unless_it_is_told_otherwise(tmp_path, monkeypatch, deterministic):
+    found = []
+
+    def train(*_):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "_train", train)
+    monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
+    state, args = SimpleNamespace(global_step=0), SimpleNamespace(max_steps=8, deepspeed=None)
+    resources = Resources(deterministic=deterministic)
+    context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, resources=resources)
+    with pytest.raises(InterruptedError):
+        module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context)
+    assert found == [deterministic]

@@ -7,12 +7,13 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.planning.reads import mark_used, reads, require_there
+from flows.planning.reads import claim, reads
+from flows.rehearsal.scratch import scratch_plan
 from lineage.errors import ArtifactError
 from lineage.graph.places import node_key
 from lineage.store import Store
 from tests.command import CONF
-from tests.finished import finish
+from tests.finished import finish, save
 from tests.written_store import WrittenStore, node
 
 
@@ -41,32 +42,55 @@ def test_a_source_that_names_an_output_by_its_path_keeps_it(plan, rows):
 
 def test_a_run_says_that_something_is_gone_before_it_begins(plan):
     made = plan()
-    require_there(made)
+    claim([made])
     shutil.rmtree(made.entry(made.stage("data")).path)
     with pytest.raises(ArtifactError, match=r"data/\w+: was there when the plan was made, .*; run again"):
-        require_there(made)
+        claim([made])
 
 
 def test_it_says_so_too_of_an_output_that_a_source_names(plan):
     made = plan()
     shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
     with pytest.raises(ArtifactError, match=r"corpus/.*content.txt: was there"):
-        require_there(made)
+        claim([made])
 
 
 def test_an_unfinished_output_may_be_named_too(plan):
     made = plan()
     (Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).path / "manifest.json").unlink()
-    require_there(made)  # raises where it takes it for gone
+    claim([made])  # raises where it takes it for gone
     assert node(plan.made) in reads(made)
 
 
-def test_what_a_run_reuses_was_used_now(plan):
+@pytest.fixture
+def begun(plan):
+    """The plan of a run that reuses its data, and goes on with another stage."""
     made = plan()
-    found = reads(made)
-    used = [node_key("data", made.stage("data").fingerprint), node(plan.made)]
+    left = made.entry(made.stage("left"))
+    left.begin()
+    save(left, 3)
+    return make_plan(made.pipeline)
+
+
+def test_what_a_run_reuses_or_goes_on_from_was_used_now(plan, begun):
+    found = reads(begun)
+    used = [node(plan.made), *(node_key(name, begun.stage(name).fingerprint) for name in ("data", "left"))]
     for each in used:
-        os.utime(found[each].path, (0, 0))
-    mark_used(made)
-    assert all(found[each].path.stat().st_mtime > 0 for each in used)
-    assert not found[node_key("left", made.stage("left").fingerprint)].path.exists()
+        os.utime(found[each].output, (0, 0))
+    claim([begun])
+    assert all(found[each].output.stat().st_mtime > 0 for each in used)
+    assert not found[node_key("right", begun.stage("right").fingerprint)].path.exists()
+
+
+def test_a_run_that_would_go_on_does_not_begin_again_where_its_checkpoints_are_gone(begun):
+    left = begun.entry(begun.stage("left"))
+    left.checkpoints.clear()
+    with pytest.raises(ArtifactError, match=r"left/\w+: was there when the plan was made, .*; run again"):
+        claim([begun])
+    finish(begun, "left")  # another run has
+    claim([begun])
+
+
+def test_a_rehearsal_reads_the_real_store(plan, tmp_path):
+    short = scratch_plan(plan().pipeline, tmp_path / "scratch", num_steps=2, save_steps=1)
+    assert node(plan.made) in reads(short)

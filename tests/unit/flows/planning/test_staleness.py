@@ -59,13 +59,16 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
     assert "hunter2" not in said and "ROWS_USER" not in said
 
 
-def test_checkpoints_without_a_readable_record_are_said(toy):
+@pytest.mark.parametrize("lost", ["checkpoint.json", "state.txt"])
+def test_the_plan_goes_on_from_what_a_run_would_and_refuses_what_it_would_refuse(toy, lost):
     entry = toy().entry(toy().stage("left"))
-    (save(entry, 4) / "checkpoint.json").unlink()
-    planned = toy().stage("left")
-    assert planned.state == "resume"
-    assert planned.reason.startswith("none of its checkpoints has a record that can be read, and a run refuses: ")
-    assert planned.reason.endswith("or begin again with restart=[left]")
+    older, newer = save(entry, 4), save(entry, 6)
+    assert toy().stage("left").reason.startswith("goes on from step 6, ")
+    (newer / lost).unlink()
+    assert toy().stage("left").reason.startswith("goes on from step 4, ")
+    (older / lost).unlink()
+    with pytest.raises(ConfigError, match=r"stages.left: of its checkpoints .* begin again with restart=\[left\]"):
+        toy()
     again = toy("restart=[left]").stage("left")
     assert (again.state, again.restart) == ("run", True)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.planning import reads
 from flows.planning.plan import make_plan
 from flows.progress import journal as journal_module
 from flows.progress import run_notes
@@ -21,6 +22,7 @@ from lineage.lease import Holder
 from lineage.tracker import NoTracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
+from tests.written_store import WrittenStore, node
 
 
 class Recorded(NoTracker):
@@ -219,6 +221,31 @@ def test_what_is_freed_before_a_run_has_noted_it_ends_the_run_at_its_begin(plan)
     with pytest.raises(ArtifactError, match="run again"), Journal(again, [], Recorded(), again.stale).open():
         pytest.fail("it began")
     assert the_note(plan).outcome == "failed" and "run again" in the_note(plan).cause
+
+
+def test_where_gc_cannot_be_kept_out_the_note_is_written_all_the_same(plan, journal, monkeypatch):
+    def refuse(store):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(reads, "guard", refuse)
+    with journal.open():
+        assert the_note(plan).reads
+
+
+def test_what_a_further_plan_reads_is_noted_too(plan, journal, tmp_path):
+    """As that of a trial, which may read what another pipeline has made."""
+    named = WrittenStore(plan.pipeline.store)
+    rows = named.stage("corpus", {"rows": named.source("rows")})
+    path = f"sources.rows.path={plan.pipeline.store}/corpus/{rows.fingerprint[:16]}/output/content.txt"
+    words = ["pipeline=toy", "model=none", path, f"store={plan.pipeline.store}"]
+    trial = make_plan(load_pipeline(words, CONF))
+    with journal.open():
+        before = the_note(plan).reads
+        journal.claim([trial])
+        assert set(the_note(plan).reads) - set(before) >= {node(rows)}
+        shutil.rmtree(plan.pipeline.store / "corpus")
+        with pytest.raises(ArtifactError, match="run again"):
+            journal.claim([trial])
 
 
 def test_a_run_that_begins_waits_until_gc_has_freed_what_it_is_at(plan, journal):

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from flows.planning.plan import Plan
+from flows.rehearsal import rehearse as rehearse_module
+from flows.rehearsal.certify import certify
 from flows.rehearsal.interruptions import other_workers
-from flows.rehearsal.scratch import scratch, scratch_plan
+from flows.rehearsal.rehearse import rehearse
+from flows.rehearsal.scratch import free_left, scratch, scratch_plan
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lease import Lease
 from tasks.context import Launcher, Resources
@@ -49,6 +52,8 @@ def test_its_place_is_gone_afterwards_and_so_is_that_of_a_dead_command(tmp_path:
     assert living.try_acquire()
     with living.holding():
         with scratch(tmp_path, keep=False) as place:
+            assert (folder / "dead").is_dir()
+            free_left(place)
             assert {path.name for path in folder.iterdir() if path.is_dir()} == {"living", place.name}
         assert not place.exists()
         with pytest.raises(KeyboardInterrupt), scratch(tmp_path, keep=False) as place:
@@ -63,10 +68,25 @@ def test_it_stays_for_who_asks_and_for_the_log_of_a_failure_until_the_next(tmp_p
     for error in (StageError("sft", "it failed", "log"), ArtifactError("no record")):
         with pytest.raises(type(error)), scratch(tmp_path, keep=False) as failed:
             raise error
-        assert failed.is_dir() and not asked.exists()
+        assert failed.is_dir() and asked.is_dir()
     with pytest.raises(ConfigError), scratch(tmp_path, keep=False) as wrong:
         raise ConfigError("wrong")
-    assert not wrong.exists() and not failed.exists()
+    assert not wrong.exists() and failed.is_dir()
+    with scratch(tmp_path, keep=False) as last:
+        free_left(last)
+        assert not asked.exists() and not failed.exists()
+
+
+@pytest.mark.parametrize("command", ["rehearse", "certify"])
+def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pipeline = toy("stages.left.resources.gpus_per_worker=1").pipeline
+    kept = pipeline.store / "rehearsals" / "kept"
+    kept.mkdir(parents=True)
+    monkeypatch.setattr(rehearse_module, "_unregister", lambda _: pytest.fail("it was not refused before"))
+    with pytest.raises(ConfigError, match="asks for 1 GPU"):
+        certify(pipeline, []) if command == "certify" else rehearse(pipeline, [], keep=False)
+    assert [path.name for path in kept.parent.iterdir() if path.is_dir()] == ["kept"]
 
 
 @pytest.mark.parametrize(

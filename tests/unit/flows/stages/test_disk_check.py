@@ -1,12 +1,14 @@
-"""What a worker looks at before it trains: room for the stage, also where its model is an adapter on another."""
+"""What is looked at before a stage trains: room for it, also where its model is an adapter; a disk that is full."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.stages.job import Job, JobInput
+from flows.stages.job import CheckJob, Job, JobInput
+from flows.stages.stage_process import answer
 from flows.stages.worker import run_worker
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -36,5 +38,20 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
     )  # fmt: skip
     monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: 0)
     monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
-    with pytest.raises(ConfigError, match=r"left needs about .* checkpoints at one time, of 12.0 kB"):
+    with pytest.raises(ConfigError, match=r"left needs about .* checkpoints of 12.0 kB"):
         run_worker(job)
+
+
+def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp_path: Path, monkeypatch) -> None:
+    def full(job: Job) -> None:
+        raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+
+    job = CheckJob(
+        stage="sft", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path / "cpt",
+        chat_template=None, held_out={}, previous_percent=None,
+    )  # fmt: skip
+    monkeypatch.setattr("flows.stages.worker.run_check", full)
+    said = str(answer(job))
+    assert said.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")
+    assert f"{tmp_path / 'cpt'} is full (OSError: [Errno {errno.ENOSPC}] Error writing bytes" in said
+    assert "; free space (posttrain gc shows what may go) and run again" in said

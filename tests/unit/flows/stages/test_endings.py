@@ -7,13 +7,15 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
-from flows.stages.endings import asked, death, failed
+from flows.stages.endings import asked, death, failed, left
 from flows.stages.job import Job
 from flows.stages.memory_kills import memory_hint, memory_kills
 from flows.stages.ray_endings import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
+from lineage.store import Entry
 from tasks.context import Resources
 from tasks.steps.alive import Alive, Doing
+from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()
@@ -90,10 +92,29 @@ def test_a_process_that_a_signal_killed_is_lost_and_one_that_ended_by_itself_is_
     assert "at step 12; out of memory?" in death(job, -signal.SIGKILL, 3).cause
     assert death(job, -signal.SIGKILL, 2).cause.endswith("at step 12: the kernel ran out of memory for it")
     assert death(job, -signal.SIGSEGV, 2).cause.endswith("was killed by SIGSEGV at step 12")
-    assert isinstance(killed, LostError) and isinstance(death(job, 255, None), LostError)
+    assert isinstance(killed, LostError)
     assert type(death(job, 3, None)) is StageError
+    assert death(job, 3, None).cause == f"rank 0 on {HERE} ended at step 12 with exit code 3 and no answer"
     reads = replace(job, method=ToyModel())
-    assert death(reads, -signal.SIGTERM, None).cause == "its process was killed by SIGTERM"
+    assert death(reads, -signal.SIGTERM, None).cause == f"its process on {HERE} was killed by SIGTERM"
+
+
+def test_a_process_that_lost_its_fork_server_is_lost_and_says_where_it_was(job, cluster_job):
+    how = "with exit code 255 and no answer: so does one whose fork server was killed"
+    found = [death(each, 255, None) for each in (job, cluster_job, replace(job, method=ToyModel()))]
+    assert [type(each) for each in found] == [LostError] * 3
+    assert [each.cause for each in found] == [
+        f"rank 0 on {HERE} ended at step 12 {how}",
+        f"the process that leads its workers, on {HERE}, ended at step 12 {how}",
+        f"its process on {HERE} ended {how}",
+    ]
+
+
+def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
+    assert left(job) == "sft begins again"
+    for step in (3, 12):
+        save(Entry(job.directory), step)
+    assert left(job) == "sft saved at step 12"
 
 
 def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):

@@ -1,45 +1,26 @@
 """One stage, with processes that do as they are told."""
 
 import contextlib
-import subprocess
-import sys
-import time
+import os
+import signal
 
-import psutil
 import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
+from flows.stages import attempts as attempts_module
 from flows.stages import execute as execute_module
+from flows.stages.attempts import begin, workers_hardware
 from flows.stages.execute import execute
 from flows.stages.run import Run
-from flows.stages.session import end_left_session
+from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt
-from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
-from lineage.tracker import NoTracker
+from lineage.errors import LostError, PipelineError, PrunedError, StageError, StoppedError, TakenOverError
+from lineage.lease import Lease
+from lineage.store import Entry
+from lineage.tracker import NoStageTracker, NoTracker
 from tests.command import CONF
 from tests.finished import finish, save
-
-LEADER = """
-import subprocess, sys, time
-from pathlib import Path
-from flows.stages.session import note_session
-note_session(Path(sys.argv[1]))
-left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
-print(left.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def leader(work):
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEADER, str(work)], start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
-    return process, psutil.Process(int(process.stdout.readline()))
-
-
-def gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 class Heard:
@@ -84,6 +65,45 @@ def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, heard):
         execute(run, plan.stage("data"))
     assert observer.calls[-1] == heard
     assert [call[0] for call in observer.calls if call[0] in ("pruned", "failed")] == [heard[0]]
+
+
+class TakenOver(Ending):
+    """Processes whose stage fails because another run has taken its directory over."""
+
+    def run(self, job):
+        (job.directory / "lock").unlink()
+        assert Lease(job.directory).try_acquire()
+        Entry(job.directory).fence()
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StageError("data", "FileNotFoundError: work/alive/.rank-0.tmp", "x"), LostError("data", "died", "x"),
+     FileNotFoundError("work/stop"), StoppedError("stopped at step 3 of 9")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_whatever_fails_once_another_run_has_its_lease_fails_of_that(plan, error):
+    observer, tracker = Heard(), Recording()
+    run = Run(plan=plan, processes=TakenOver(error), observer=observer, tracker=tracker)
+    with pytest.raises(TakenOverError, match=f"was lost to process {os.getpid()} on ") as raised:
+        execute(run, plan.stage("data"))
+    assert observer.calls[-1] == ("failed", "data", str(raised.value))
+    [told] = tracker.failures
+    assert isinstance(told, TakenOverError)
+
+
+class Recording(NoTracker, NoStageTracker):
+    """What a tracker was told of stages that failed."""
+
+    def __init__(self):
+        self.failures = []
+
+    def stage(self, start):
+        return self
+
+    def failed(self, error):
+        self.failures.append(error)
 
 
 class Writing:
@@ -133,18 +153,77 @@ def test_the_manifest_names_all_code_that_trained_it(half_done):
     assert made_by.code_digests == ["other code", half_done.stage("left").code_digest]
 
 
-def test_what_a_killed_process_has_left_is_ended_by_the_next_attempt(plan):
-    planned = plan.stage("data")
+def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_done, monkeypatch):
+    planned = half_done.stage("left")
+    entry = half_done.entry(planned)
+    (entry.path / "attempts.jsonl").unlink()
+    begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
+    save(entry, 4)
+    monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker())
+    made_by = execute(run, planned).manifest.provenance
+    assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
+    assert made_by.hardware == {"cpu": "another"}
+
+
+def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_said(toy, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    plan = toy("stages.left.resources.launcher=cluster")
+    assert workers_hardware(plan.stage("left")) == {}
+    assert workers_hardware(plan.stage("data"))["cpu"]
+
+
+class AskedInItsLastStep(Writing):
+    """Processes that are asked to end when nothing is left to save."""
+
+    def run(self, job):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().run(job)
+
+
+def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_output(toy):
+    plan, observer = toy("stages.left.resources.launcher=foreground"), Heard()
+    finish(plan, "data", "model")
+    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=NoTracker())
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        execute(run, plan.stage("left"))
+    assert plan.entry(plan.stage("left")).is_finished()
+    assert observer.calls[-1][:2] == ("done", "left")
+
+
+def test_what_an_attempt_before_has_left_is_ended_while_its_note_is_there(plan, monkeypatch):
+    planned, ended = plan.stage("data"), []
     entry = plan.entry(planned)
     entry.open()
-    process, left = leader(entry.work)
-    end_left_session(entry.work)
-    assert process.poll() is None  # a living one is let be, with all that is its own
-    process.kill()
-    process.wait()
-    assert not gone(left)
+    monkeypatch.setattr(execute_module, "end_left_session", lambda work: ended.append((work, work.is_dir())))
     processes = Ending(StageError("data", "no rows", "log"))
     with pytest.raises(StageError):
         execute(Run(plan=plan, processes=processes, observer=Heard(), tracker=NoTracker()), planned)
-    while not gone(left):
-        time.sleep(0.01)
+    assert ended == [(entry.work, True)]
+
+
+def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monkeypatch):
+    planned = half_done.stage("left")
+    entry = half_done.entry(planned)
+    newest = save(entry, 6)
+
+    @contextlib.contextmanager
+    def admitted(*args):
+        (newest / "state.txt").write_text("flipped")
+        yield ()
+
+    monkeypatch.setattr(execute_module, "admitted", admitted)
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker())
+    assert execute(run, planned).manifest.provenance.resumed_at == [4]
+
+
+def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def admitted(*args):
+        (tmp_path / "rows.txt").write_text("other rows")
+        yield ()
+
+    monkeypatch.setattr(execute_module, "admitted", admitted)
+    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=NoTracker())
+    with pytest.raises(StageError, match="has changed since the plan was made"):
+        execute(run, plan.stage("data"))

@@ -58,7 +58,8 @@ def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
     path.write_text(STACK.format(thread=thread, file=file))
 
 
-def test_a_worker_that_goes_on_is_not_hung_and_one_that_is_done_may_take_its_time(job, clock):
+@pytest.mark.parametrize("doing", [Doing.SAVING, Doing.DONE])
+def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, doing):
     watch, rank = HangWatch(alone(job)), alive(job, 0)
     rank.mark(None, Doing.FETCHING)
     assert watch.hung() is None
@@ -67,7 +68,7 @@ def test_a_worker_that_goes_on_is_not_hung_and_one_that_is_done_may_take_its_tim
         rank.mark(step, Doing.BETWEEN)
         assert watch.hung() is None
         clock.now += 50
-    rank.mark(3, Doing.DONE)
+    rank.mark(3, doing)
     assert watch.hung() is None
     clock.now += 600
     assert watch.hung() is None

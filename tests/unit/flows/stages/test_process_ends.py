@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from flows.open_run import stoppable
+from flows.declare.pipeline import Stage
 from flows.stages.job import Job
 from flows.stages.process_ends import saving_first
 from flows.stages.worker import _context
-from tasks.context import Resources
+from flows.stops import stoppable
+from tasks.context import Launcher, Resources
 from tasks.method import Method
 from tests.toy_methods import ToyModel, ToyTraining
+
+HERE = Resources(launcher=Launcher.FOREGROUND)
 
 
 def job_of(method: Method, folder: Path) -> Job:
     (folder / "work").mkdir()
-    return Job(stage="left", method=method, inputs={}, resources=Resources(), directory=folder)
+    return Job(stage="left", method=method, inputs={}, resources=HERE, directory=folder)
 
 
 def interrupted(job: Job, *numbers: int) -> list[bool]:
@@ -23,7 +26,7 @@ def interrupted(job: Job, *numbers: int) -> list[bool]:
     seen: list[bool] = []
 
     def stage() -> None:
-        with stoppable(), saving_first(job):
+        with stoppable(), saving_first(Stage(method=job.method, inputs={}, resources=job.resources), job.stop_file):
             for number in numbers:
                 os.kill(os.getpid(), number)
                 seen.append(job.is_asked_to_stop())

@@ -33,7 +33,7 @@ def test_what_two_texts_begin_with_is_the_prompt(chosen: str, rejected: str, pro
     }  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     begin=st.text("ab ", max_size=4), chosen=st.text("ab ", min_size=1, max_size=4),
     rejected=st.text("ab ", min_size=1, max_size=4),

@@ -21,7 +21,7 @@ from tasks.data.reading import delimited, json_array, lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import read, rows_of, write
 
-_settings = settings(max_examples=40, deadline=None, derandomize=True)
+_settings = settings(max_examples=40, derandomize=True)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 names = st.text(st.characters(categories=["L"]), min_size=1, max_size=8)

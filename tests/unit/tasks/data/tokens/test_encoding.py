@@ -55,7 +55,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(parts=st.lists(texts, min_size=1, max_size=4))
 def test_tokens_and_places_are_those_of_the_tokenizer(name: str, parts: list[str]) -> None:
     tokenizer, text = TOKENIZERS[name], "".join(parts)

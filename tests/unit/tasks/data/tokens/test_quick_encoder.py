@@ -54,7 +54,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize("name", BUILT)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(text=TEXTS)
 def test_its_tokens_are_those_of_the_library(name: str, text: str) -> None:
     quick = quick_encoder(BUILT[name])

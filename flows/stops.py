@@ -1,0 +1,114 @@
+"""Who asks a command to end: by Ctrl-C, by SIGTERM, by closing its terminal."""
+
+import contextlib
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from flows.stages import stopping
+from lineage.holder import host
+
+# An exception there leaves a lock behind that nobody gives back, and every import waits for it from then on.
+_NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")
+_AGAIN_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Makes a first Ctrl-C, SIGTERM or closed terminal a ``KeyboardInterrupt``, whatever libraries make of it.
+
+    It is raised at once, but not inside of an import; and again where it was swallowed, as by a finalizer. A second
+    Ctrl-C only ends the wait for stages that save.
+
+    Raises:
+        KeyboardInterrupt: says by which signal, where, and what the stages that it ended go on from.
+    """
+    stop = _Stop()
+    stopping.ended.clear()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, stop.asked) for number in numbers}
+    sys.unraisablehook = stop.swallowed
+    try:
+        with stop.repeating():
+            yield
+    except BaseException as error:
+        if stop.error or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(stop.words()) from error
+        raise
+    finally:
+        sys.unraisablehook = stop.hook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Stop:
+    """One wish to end, from the signal that says it to the exception that does it.
+
+    Attributes:
+        error: what was raised for it; None: nothing yet.
+        hook: for all other errors that are raised to nobody.
+    """
+
+    def __init__(self) -> None:
+        self.error: KeyboardInterrupt | None = None
+        self.hook = sys.unraisablehook
+        self._number: int = signal.SIGTERM  # which Prefect hears in our place, during a flow run
+        # Its put may be called where a signal interrupted another one; a lock or a new thread may not.
+        self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_over = False
+
+    def asked(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signals."""
+        if self.error:
+            if number == signal.SIGINT:
+                stopping.hurried.set()
+        elif not self._is_over:
+            self._number = number
+            if _may_be_left(frame):
+                self.error = KeyboardInterrupt()
+                raise self.error
+            self._again.put(True)
+
+    def words(self) -> str:
+        """``by SIGTERM on gpu-07: sft saved at step 9``"""
+        stages = f": {', '.join(stopping.ended)}" if stopping.ended else ""
+        return f"by {signal.Signals(self._number).name} on {host()}{stages}"
+
+    def swallowed(self, found: "sys.UnraisableHookArgs") -> None:
+        """For ``sys.unraisablehook``: what Python runs by itself, between any two lines, raises to nobody."""
+        if self.error and found.exc_value is self.error:
+            self.error = None
+            self._again.put(True)
+        else:
+            self.hook(found)
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Has the signal come again, where it came at a wrong moment."""
+        thread = threading.Thread(target=self._repeat, args=(threading.get_ident(),), daemon=True, name="stops")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over = True
+            self._again.put(False)
+            thread.join()
+
+    def _repeat(self, main: int) -> None:
+        while self._again.get():
+            time.sleep(_AGAIN_SECONDS)
+            signal.pthread_kill(main, self._number)
+
+
+def _may_be_left(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if any(place in frame.f_code.co_filename for place in _NOT_TO_BE_LEFT):
+            return False
+        frame = frame.f_back
+    return True

@@ -1,0 +1,87 @@
+"""Whoever asks a command to end ends it once, whatever it is at."""
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flows.stages import stopping
+from flows.stops import stoppable
+from lineage.holder import host
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_asked_to_end_by_any_signal_ends_once(number):
+    with pytest.raises(KeyboardInterrupt, match=f"^by {number.name} on {host()}$"), stoppable():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_who_is_asked_to_end_says_what_each_stage_goes_on_from():
+    def stop() -> None:
+        with stoppable():
+            stopping.ended.extend(["sft saved at step 9", "corpus begins again"])
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopping.ended.append("of a run before")
+    with pytest.raises(KeyboardInterrupt, match=f"^by SIGINT on {host()}: sft saved at step 9, corpus begins again$"):
+        stop()
+
+
+def test_a_stop_that_prefect_hears_in_our_place_is_told_as_one_that_we_hear():
+    with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"), stoppable():
+        raise KeyboardInterrupt
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def then_wait(work: Callable[[], object]) -> None:
+    work()
+    for _ in range(100):
+        time.sleep(0.05)
+
+
+def test_an_import_is_finished_first_as_it_would_keep_its_lock(tmp_path, monkeypatch):
+    (tmp_path / "asked_in_here.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        then_wait(lambda: importlib.import_module("asked_in_here"))
+    assert sys.modules.pop("asked_in_here").whole
+
+
+class Finalized:
+    """Is asked to end where Python swallows every exception."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+
+def test_a_wish_that_a_finalizer_swallowed_comes_again():
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        then_wait(Finalized)
+
+
+def test_an_error_that_is_raised_to_nobody_is_still_shown_to_who_showed_it_before(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+
+    class Faulty:
+        def __del__(self) -> None:
+            raise ValueError("faulty")
+
+    with stoppable():
+        Faulty()
+    assert [str(each.exc_value) for each in shown] == ["faulty"]
