@@ -7,7 +7,8 @@ from pathlib import Path
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """What states a pipeline: overrides, and a folder of further groups."""
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. stages.dpo.method.beta=0.2")
+    # The default is argparse's own, stated so that what else is lacking is not said of overrides too.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. stages.dpo.method.beta=0.2")
     parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
 
 

@@ -4,8 +4,10 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -16,7 +18,6 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from flows.declare.pipeline import nearest
 from lineage.errors import ConfigError, MissingValueError
@@ -79,7 +80,7 @@ def _told() -> Iterator[None]:
     """What Hydra and its parts find wrong, as the user's error."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(_first_lines(error)) from error
 
 
@@ -87,6 +88,13 @@ def _plain(config: DictConfig) -> dict[str, object]:
     tree = OmegaConf.to_container(config, resolve=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+@cache
+def groups() -> list[str]:
+    """What a configuration is chosen from: ``pipeline``, ``model`` ..."""
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    return [name for each in defaults if isinstance(each, dict) for name in each]
 
 
 def field_of(word: str) -> str:

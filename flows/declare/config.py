@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from flows.declare.compose import compose_tree
+from flows.declare.compose import compose_tree, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
 from flows.declare.sweep import Sweep
@@ -90,7 +90,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     Raises:
         ConfigError: names what was found, what is accepted, what to do.
     """
-    root = typed(Root, tree, "")
+    root = typed(Root, tree, "", groups())
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
     pipeline = Pipeline(

@@ -1,5 +1,6 @@
 """An observer that has each training stopped after its first step: it saves, and goes on from what it saved."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from flows.progress.observer import Observer, Observers
@@ -11,15 +12,19 @@ from lineage.store import Entry
 class OneStop(Observers):
     """Passes on what it hears; the driver takes the stop for a machine that is taken away, and starts the stage again.
 
+    Args:
+        names: of all stages, which are shown in a column.
+
     Attributes:
         saved: name of a stage -> bytes of the checkpoint that it goes on from.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, names: Sequence[str]) -> None:
         super().__init__(observer)
         self.saved: dict[str, int] = {}
         self._entry: Entry | None = None  # of the training that runs; stages run one after another
         self._name = ""
+        self._width = max(map(len, names), default=0)
 
     def running(self, title: str, metrics: Path, total: int | None) -> None:
         super().running(title, metrics, total)
@@ -35,7 +40,7 @@ class OneStop(Observers):
             super().announce(text)
             return
         self.saved[self._name] = _size(self._entry.checkpoints.path(checkpoint.step), checkpoint)
-        super().announce(f"{self._name}  saved at step {checkpoint.step} and ended; goes on from there")
+        super().announce(f"{self._name:<{self._width}}  saved at step {checkpoint.step} and ended; goes on from there")
 
 
 def _size(path: Path, checkpoint: Checkpoint) -> int:

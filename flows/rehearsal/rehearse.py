@@ -85,8 +85,9 @@ def _make_way(named: Pipeline, plan: Plan, place: Path) -> None:
 def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each stage when it is made."""
     note_before(plan)
-    with stoppable(), Board(sys.stderr, [planned.name for planned in plan.stages]) as board:
-        stop = OneStop(board)
+    names = [planned.name for planned in plan.stages]
+    with stoppable(), Board(sys.stderr, names) as board:
+        stop = OneStop(board, names)
         with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds

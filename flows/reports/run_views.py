@@ -83,7 +83,7 @@ def views(store: Path) -> tuple[list[RunView], list[RunView]]:
 
 def _next(note: RunNote, notes: Sequence[RunNote]) -> RunNote | None:
     """Args: notes: newest first."""
-    later = (each for each in reversed(notes) if each.id > note.id)
+    later = (each for each in reversed(notes) if each.started > note.started)
     return next((each for each in later if _takes_up(each, note)), None)
 
 

@@ -131,14 +131,14 @@ def _last_lines(run: RunView) -> Iterator[str]:
     yield f"  {note.id}  {_what(note)}  {when}  {run.state} after {clock(run.seconds)}"
     reached = run.reached()
     again = "go on" if note.command == "run" else "begin again"
+    took_up = "went on" if note.command == "run" else "began again"
+    by = f"{run.went_on.id} {took_up}" if run.went_on else None
     if run.state == "died":
         killed = f"its driver on {note.driver.host} was killed{f' {reached}' if reached else ''}"
-        yield f"      {killed}; {f'{run.went_on.id} went on' if run.went_on else f'run the same command again to {again}:'}"
-        if not run.went_on:
+        yield f"      {killed}; {by or f'run the same command again to {again}:'}"
+        if not by:
             yield f"      {run.command}"
-    elif run.state == "stopped" and run.went_on:
-        yield f"      {f'{reached}; ' if reached else ''}{run.went_on.id} went on"
     elif run.state == "stopped":
-        yield f"      {f'{reached}; ' if reached else ''}{again} with: {run.command}"
+        yield f"      {f'{reached}; ' if reached else ''}{by or f'{again} with: {run.command}'}"
     elif note.cause:
         yield from (f"      {line}" for line in note.cause.splitlines()[:3])

@@ -186,3 +186,9 @@ def test_a_pid_of_another_boot_is_not_touched(tmp_path, sleeper):
     os.utime(note_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
     assert "died before" in cancel(asked, tmp_path)
     assert psutil.Process(sleeper.pid).is_running()
+
+
+def test_a_command_without_its_run_says_that_the_run_alone_is_lacking(capsys):
+    with pytest.raises(SystemExit):
+        main(["cancel"])
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: RUN\n")

@@ -147,6 +147,37 @@ def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
     assert f"its driver on {host()} was killed in dpo; run" in text(store)
 
 
+def stopped(live):
+    """A run that began before."""
+    ended = time.time()
+    return replace(live, id="20260101-000000-0000", started=live.started - 9, outcome="stopped", ended=ended)
+
+
+def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
+    stopped(live).write(store)
+    note_attempt(store / "dpo" / "0123456789abcdef", 2, "code", reached=3)
+    (store / "dpo" / "0123456789abcdef" / "metrics.jsonl").write_text("")
+    note_path(store, live.id).unlink()
+    assert "      at step 3 of dpo; go on with: posttrain run" in text(store)
+
+
+@pytest.mark.parametrize("words", [["stages.dpo.method.beta=0.2", "x='a b'"], ["resources.save_steps=4"]])
+def test_what_a_later_run_has_taken_up_is_not_offered(store, live, words):
+    stopped(live).write(store)
+    replace(live, words=words).write(store)
+    assert f"      at step 3 of dpo; {live.id} went on" in text(store)
+    assert "go on with" not in text(store)
+    replace(live, words=words, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
+    assert "      at step 3 of dpo; go on with: posttrain run" in text(store)
+
+
+def test_a_rehearsal_that_died_is_taken_up_by_the_same_command_alone(store, live):
+    replace(died(stopped(live)), outcome=None, command="rehearse").write(store)
+    assert "run the same command again to begin again" in text(store)
+    replace(live, command="rehearse").write(store)
+    assert f"was killed at step 3 of dpo; {live.id} began again" in text(store)
+
+
 def test_the_last_runs_say_how_they_ended(store, live):
     note_path(store, live.id).unlink()
     ends = {

@@ -106,6 +106,12 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("sources.row.path=x", "sources.row: no stage reads this source.*did you mean rows"),
         ("sources.rows.pth=x", "sources.rows.pth: unknown key.*did you mean path"),
         ("stor=x", "stor: unknown key.*did you mean store"),
+        ("modle=tiny", "modle: unknown key; accepted: name, store, .*pipeline, model; did you mean model"),
+        ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
+        (
+            "resources.keep_best=loss",
+            r'resources.keep_best="loss": input should be an object; write resources.keep_best={metric: ..., .*n: ',
+        ),
         ("hydra.job.name=x", "hydra.job.name=x: unknown key"),
         ("+hydra.verbose=true", "unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),

@@ -81,11 +81,22 @@ def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
     assert stage.began == [2, 2]
 
 
-def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy):
+def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):
     stage = Stage(toy)
-    (save(stage.entry, 2) / "checkpoint.json").unlink()
-    with pytest.raises(StageError, match=r"none of its checkpoints .* is missing; .* restart=\[left\]"):
+    for step in (2, 4):
+        (save(stage.entry, step) / "checkpoint.json").unlink()
+    stage.entry.open()
+    with pytest.raises(StageError) as caught:
         last_intact(stage.planned, stage.entry)
+    log = stage.entry.logs / "stage.log"
+    assert str(caught.value) == (
+        "stage left failed: none of its checkpoints is what was committed: step-4/checkpoint.json is missing, and 1 "
+        f"more; restore the files, or lose their steps and begin again with restart=[left] (log: {log})"
+    )
+    assert caplog.text == ""  # it is said once
+    assert [line.partition("checkpoints/")[2] for line in log.read_text().splitlines()] == [
+        "step-4/checkpoint.json is missing", "step-2/checkpoint.json is missing",
+    ]  # fmt: skip
     assert attempts(stage.entry.path) == []
 
 
@@ -119,3 +130,11 @@ def test_what_a_restart_threw_away_was_not_resumed():
     assert resumed_at(made) == [20, 30]
     assert resumed_at([*made, replace(made[0], step=0)]) == []
     assert resumed_at([*made, replace(made[0], step=20)]) == [20]
+
+
+def test_an_attempt_notes_how_far_the_one_before_came(toy):
+    stage = Stage(toy)
+    begin(stage.planned, stage.entry, None, lambda: None)
+    stage.entry.metrics.write_text('{"step": 7, "time": 0.0, "metrics": {}}\n{"step": 8, "ti')
+    begin(stage.planned, stage.entry, None, lambda: None)
+    assert [each.reached for each in attempts(stage.entry.path)] == [0, 7]
