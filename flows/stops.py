@@ -15,6 +15,8 @@ from lineage.holder import host
 # An exception there leaves a lock behind that nobody gives back, and every import waits for it from then on.
 _NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")
 _AGAIN_SECONDS = 0.05
+_PATIENCE_SECONDS = 10.0  # an import that takes longer is left: whoever stops us gives 30 s
+_REPEATED = signal.SIGURG  # told from what people send, and ignored by whoever does not know it
 
 
 @contextlib.contextmanager
@@ -29,10 +31,12 @@ def stoppable() -> Iterator[None]:
     """
     stop = _Stop()
     stopping.ended.clear()
+    stopping.hurried.clear()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, stop.asked) for number in numbers}
+    handlers[_REPEATED] = signal.signal(_REPEATED, stop.again)
     sys.unraisablehook = stop.swallowed
     try:
         with stop.repeating():
@@ -59,21 +63,28 @@ class _Stop:
         self.error: KeyboardInterrupt | None = None
         self.hook = sys.unraisablehook
         self._number: int = signal.SIGTERM  # which Prefect hears in our place, during a flow run
+        self._asked_at: float | None = None
         # Its put may be called where a signal interrupted another one; a lock or a new thread may not.
         self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_over = False
 
     def asked(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals."""
-        if self.error:
-            if number == signal.SIGINT:
-                stopping.hurried.set()
-        elif not self._is_over:
+        if not self.error:
             self._number = number
-            if _may_be_left(frame):
-                self.error = KeyboardInterrupt()
-                raise self.error
-            self._again.put(True)
+            self._asked_at = self._asked_at or time.monotonic()
+            self.again(number, frame)
+        elif number == signal.SIGINT:
+            stopping.hurried.set()
+
+    def again(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signal that repeats them."""
+        if self.error or self._is_over or self._asked_at is None:
+            return
+        if _may_be_left(frame) or time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
+            self.error = KeyboardInterrupt()
+            raise self.error
+        self._again.put(True)
 
     def words(self) -> str:
         """``by SIGTERM on gpu-07: sft saved at step 9``"""
@@ -102,8 +113,9 @@ class _Stop:
 
     def _repeat(self, main: int) -> None:
         while self._again.get():
-            time.sleep(_AGAIN_SECONDS)
-            signal.pthread_kill(main, self._number)
+            while not (self.error or self._is_over):  # one that a library ignores for a moment is no answer
+                time.sleep(_AGAIN_SECONDS)
+                signal.pthread_kill(main, _REPEATED)
 
 
 def _may_be_left(frame: FrameType | None) -> bool:

@@ -19,11 +19,11 @@ def adding_in_one_order(wanted: bool) -> Iterator[None]:
     Raises:
         PipelineError: an operation has no such kernel.
     """
-    before, fills = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # takes time, for memory that is written before it is read
-    )
+    # It takes time, for memory that is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     except RuntimeError as error:
@@ -35,5 +35,5 @@ def adding_in_one_order(wanted: bool) -> Iterator[None]:
             "one that was not; resources.deterministic=false trains with it all the same"
         ) from error
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills

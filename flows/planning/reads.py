@@ -9,6 +9,7 @@ from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ArtifactError
 from lineage.freeing import guard
 from lineage.graph.places import artifact_at, node_key
+from lineage.lease import living_holder
 from lineage.store import Entry, Store
 
 
@@ -19,7 +20,7 @@ def reads(plan: Plan) -> dict[str, Entry]:
 
 
 def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> None:
-    """Keeps what plans of one store reuse or go on from: ``gc`` frees nothing that was used since it was found.
+    """Keeps what plans reuse or go on from: ``gc`` frees nothing that was used since it was found.
 
     Args:
         note: writes down that a run reads it, which keeps it for as long as that run lives.
@@ -29,7 +30,7 @@ def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> Non
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of a store that may only be read, nothing is freed either
-            for store in {plan.home for plan in plans}:
+            for store in sorted({plan.home for plan in plans}):
                 stack.enter_context(guard(store))
         note()
         used = {entry.path: entry for plan in plans for entry in _used(plan)}
@@ -60,7 +61,12 @@ def _taken_up(plan: Plan) -> list[PlannedStage]:
 def _is_there(planned: PlannedStage, entry: Entry) -> bool:
     """Its checkpoints are looked for first: another run that finishes it removes them when its manifest is there."""
     can_go_on = planned.state == "resume" and bool(entry.checkpoints.steps())
-    return can_go_on or (entry.manifest() is not None and entry.output.is_dir())
+    return can_go_on or (entry.manifest() is not None and entry.output.is_dir()) or _is_made_now(planned, entry)
+
+
+def _is_made_now(planned: PlannedStage, entry: Entry) -> bool:
+    """By a run that began it again, and will be waited for."""
+    return planned.state == "resume" and living_holder(entry.path) is not None
 
 
 def _files(plan: Plan) -> list[Path]:

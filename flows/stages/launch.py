@@ -81,7 +81,7 @@ class StageProcesses:
         self.raise_if_stopped()
         self.raise_if_unwanted(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            with contextlib.redirect_stdout(sys.stderr), in_stage_environment():  # stdout is for the result
                 return _result(job, answer(job))
         kills = memory_kills()
         process, reader = self._start(job)

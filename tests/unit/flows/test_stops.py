@@ -61,6 +61,29 @@ def test_an_import_is_finished_first_as_it_would_keep_its_lock(tmp_path, monkeyp
     assert sys.modules.pop("asked_in_here").whole
 
 
+def test_a_repeated_wish_that_a_library_ignores_for_a_moment_comes_again(tmp_path, monkeypatch):
+    (tmp_path / "ignores_it.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\n"
+        "ours = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGURG)}\n"
+        "time.sleep(0.2)\n"
+        "for number, handler in ours.items():\n    signal.signal(number, handler)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        then_wait(lambda: importlib.import_module("ignores_it"))
+    del sys.modules["ignores_it"]
+
+
+def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("flows.stops._PATIENCE_SECONDS", 0.2)
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        importlib.import_module("endless")
+
+
 class Finalized:
     """Is asked to end where Python swallows every exception."""
 

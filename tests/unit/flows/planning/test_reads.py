@@ -11,6 +11,7 @@ from flows.planning.reads import claim, reads
 from flows.rehearsal.scratch import scratch_plan
 from lineage.errors import ArtifactError
 from lineage.graph.places import node_key
+from lineage.lease import Lease
 from lineage.store import Store
 from tests.command import CONF
 from tests.finished import finish, save
@@ -89,6 +90,15 @@ def test_a_run_that_would_go_on_does_not_begin_again_where_its_checkpoints_are_g
         claim([begun])
     finish(begun, "left")  # another run has
     claim([begun])
+
+
+def test_a_run_that_would_go_on_waits_for_one_that_began_it_again(begun):
+    left = begun.entry(begun.stage("left"))
+    lease = Lease(left.path)
+    assert lease.try_acquire()
+    left.begin()
+    with lease.holding():
+        claim([begun])  # raises where it takes it for gone
 
 
 def test_a_rehearsal_reads_the_real_store(plan, tmp_path):

@@ -1,11 +1,12 @@
 import multiprocessing.context
+import os
 
 import pytest
 
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses
 from lineage.errors import PrunedError, StoppedError
-from tasks.context import Resources
+from tasks.context import Launcher, Resources
 from tests.toy_methods import ToyModel, ToyTraining
 
 
@@ -44,3 +45,15 @@ def test_a_stage_that_nobody_needs_any_more_never_starts_its_work(when, tmp_path
         processes.run(job)
     assert not (tmp_path / "output" / "model.txt").exists()
     assert [process.is_alive() for process in started] == [False] * (when == "between")
+
+
+def test_a_stage_in_the_commands_own_process_has_the_environment_of_one(tmp_path, monkeypatch):
+    def answer(job):
+        return {"has": float(os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8")}
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("flows.stages.launch.answer", answer)
+    resources = Resources(launcher=Launcher.FOREGROUND)
+    job = Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path)
+    assert StageProcesses().run(job) == {"has": 1.0}
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
