@@ -37,7 +37,7 @@ def free(store: Path, garbage: Garbage, needed: Callable[[], Collection[str]]) -
     Of an output the manifest goes first, so that a kill leaves an unfinished one, which the next time finds.
 
     Args:
-        needed: looks again, at the keys of all that must stay.
+        needed: looks again, at the keys of all that must stay; asks nobody over a network, since runs wait for it.
 
     Returns:
         Whether it was there and is gone.

@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import sys
-from functools import partial
 
 from flows.commands.arguments import add_json, add_overrides
 
@@ -31,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import store_root
-    from flows.needed.look import needed, needed_now
+    from flows.needed.look import last_look, needed
     from flows.needed.registries import Registries
     from flows.reports.gc import gc_dict, gc_text
     from lineage.freeing import free
@@ -42,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
     registries = Registries(pipeline.tracking, store)
 
     def look() -> tuple[list[Garbage], list[Garbage], dict[str, str], list[str]]:
-        unseen = options.older_than is None
-        kept, notes = needed(pipeline, store, options.config_dir, registries, unseen=unseen)
+        kept, notes = needed(pipeline, store, options.config_dir, registries, unseen=options.older_than is None)
         garbage, young = find(store, kept, options.older_than)
         return garbage, young, kept, notes
 
@@ -56,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         again, _, kept, _ = (garbage, young, kept, notes) if options.yes else look()  # the answer took its time
         still = {(each.paths, each.fingerprint) for each in again}
         shown = [each for each in garbage if (each.paths, each.fingerprint) in still]  # `free` knows their use then
-        done = [each for each in shown if free(store, each, partial(needed_now, store, kept, registries))]
+        done = [each for each in shown if free(store, each, last_look(store, kept, registries))]
     if options.json:
         freed = [each.what for each in done]
         print(json.dumps({**gc_dict(store, garbage, young, kept), "freed": freed}, indent=2))

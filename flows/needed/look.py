@@ -1,6 +1,7 @@
 """Looks at who needs what: a model with an alias, a view, a run, a sweep's best trial, a pipeline."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
@@ -55,19 +56,25 @@ def needed(
         return _with_ancestors(index, found), [*nothing, *lines, *found.lines]
 
 
-def needed_now(store: Path, before: Mapping[str, str], registries: Registries) -> Collection[str]:
-    """The keys of all that stays, with what has come to be needed since ``needed`` has looked.
+def last_look(store: Path, before: Mapping[str, str], registries: Registries) -> Callable[[], Collection[str]]:
+    """Asks the registries now, over the network; what it gives looks at the store alone, for who keeps others waiting.
 
-    What is being made is not among them: its lease protects it, and ours would protect what we are about to free.
+    That gives the keys of all that stays, with what has come to be needed since ``needed`` has looked. What is being
+    made is not among them: its lease protects it, and ours would protect what we are about to free.
 
     Raises:
-        ConfigError, ArtifactError: a record cannot be read, or MLflow.
+        ConfigError, ArtifactError: MLflow cannot be asked; or, from what it gives, a record cannot be read.
     """
+    found = Needed(by=dict(before))
+    registries.add_aliased(found)
+    return partial(_needed_now, store, found.by)
+
+
+def _needed_now(store: Path, before: Mapping[str, str]) -> Collection[str]:
     found = Needed(by=dict(before))
     _add_runs(store, found)
     with Index(store) as index:
         _add_promoted(index, found)
-        registries.add_aliased(found)
         _add_views(store, found)
         return _with_ancestors(index, found)
 

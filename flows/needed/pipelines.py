@@ -1,5 +1,6 @@
 """What pipelines need: those that are declared, and the one that a command states."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -17,9 +18,10 @@ _NAME_IT = "state its --config-dir or its overrides, or --older-than, which free
 
 
 def add_plan(pipeline: Pipeline, who: str, found: Needed) -> None:
-    """What a pipeline would make or reuse."""
+    """What a pipeline would make or reuse, also where a run of it refuses to go on from what is unfinished."""
+    begins_again = tuple(name for name, stage in pipeline.stages.items() if stage.method.trains)
     try:
-        plan = make_plan(pipeline)
+        plan = make_plan(replace(pipeline, restart=begins_again, code_drift="warn"))
     except (PipelineError, OSError) as error:
         found.pipelines[pipeline.name] = f"{who} cannot be planned: {error}"
         return

@@ -27,6 +27,7 @@ class Registries:
     def __init__(self, tracking: Tracking, store: Path) -> None:
         self._stated = tracking_uri(tracking.uri) if tracking.mlflow else None
         self._models: dict[str, dict[str, str]] = {}  # address -> node -> pipeline
+        self._silent: dict[str, str] = {}  # node -> why it stays, of registries that could not be asked once
         for stage, entry in Store(store).entries():
             manifest, note = entry.manifest(), RunFile.read(entry.path)
             registered = note.registered_in if note else []
@@ -36,6 +37,8 @@ class Registries:
 
     def add_aliased(self, found: Needed) -> None:
         """Adds the models that an alias names; of a registry that is not the stated one and cannot be asked, all.
+
+        Such a one is asked once, however often this is called.
 
         Raises:
             ConfigError, ArtifactError: the stated one cannot be asked.
@@ -47,12 +50,13 @@ class Registries:
             except PipelineError as error:
                 if address == self._stated:
                     raise
-                del self._models[address]  # they stay, whatever it would say later
-                found.by.update(dict.fromkeys(models, f"registered in MLflow at {address}, which cannot be asked"))
+                del self._models[address]
+                self._silent |= dict.fromkeys(models, f"registered in MLflow at {address}, which cannot be asked")
                 found.lines.append(
                     f"{counted(len(models), 'model')} registered in MLflow at {address} stay, since it cannot be asked "
                     f"what it calls by an alias ({error}); if it is gone for good, delete mlflow.json beside them"
                 )
+        found.by.update(self._silent)
 
     def _with_stated(self, addresses: Sequence[str]) -> list[str]:
         """The stated one is known with its password, which no note has."""

@@ -152,15 +152,16 @@ class Journal:
             self._ended.wait(_BURST_SECONDS)
 
     def _write(self) -> None:
-        with self._lock:
-            links = replace(self._note.links, mlflow_run=self._tracker.execution_id())
-            note = self._note = replace(self._note, links=links)
-        with self._writing, contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
-            if note == self._written:
-                os.utime(note_path(self._store, note.id))
-            else:
-                note.write(self._store)
-                self._written = note
+        with self._writing:  # around the look at what is to be written: no older note comes after a newer one
+            with self._lock:
+                links = replace(self._note.links, mlflow_run=self._tracker.execution_id())
+                note = self._note = replace(self._note, links=links)
+            with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+                if note == self._written:
+                    os.utime(note_path(self._store, note.id))
+                else:
+                    note.write(self._store)
+                    self._written = note
 
     def _verdict(self) -> tuple[Outcome, str]:
         """A run that came to its end may hold trials that failed, or a model that its gate refused."""

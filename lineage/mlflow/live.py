@@ -34,6 +34,7 @@ class LiveRecord:
         self._uri = uri
         self._execution = execution
         self._record = Record(client, execution.store)
+        self._me = process_tags()
         self._followers: dict[Artifact, tuple[str, Follower]] = {}  # of the open runs
         self._titles: dict[Artifact, str] = {}
         self._rows: dict[str, Row] = {}  # by title
@@ -45,7 +46,7 @@ class LiveRecord:
         pipeline, words = self._execution.pipeline, self._execution.words
         end_dead_runs(self._client, self._record.runs.experiment(pipeline))
         now = time.time()
-        tags = {WORDS: shlex.join(words), **process_tags()}
+        tags = {WORDS: shlex.join(words), **self._me}
         self.run_id = self._earlier(tags) or self._record.runs.create_run(pipeline, self._name(now), tags, now)
         if self._execution.folder:
             note = RunFile(uri=self._uri, run_id=self.run_id, execution_id=self.run_id, words=words)
@@ -87,7 +88,7 @@ class LiveRecord:
     def open_trial(self, number: int, params: Mapping[str, str]) -> None:
         """Begins a trial of this sweep."""
         assert self._trials
-        self._trials.open(number, params, process_tags())
+        self._trials.open(number, params, self._me)
 
     def close_trial(self, number: int, end: TrialEnd) -> None:
         """Ends a trial of this sweep."""
@@ -107,9 +108,13 @@ class LiveRecord:
             artifact = stage, start.parents[stage].fingerprint
             if artifact not in self._titles:  # another execution made it meanwhile
                 self._reuse(stage, artifact, parent)
-        resumed = self._reopen(start)
+        before = RunFile.read(start.directory)
+        resumed = self._reopen(start, before.run_id) if before and before.uri == self._uri else None
         run_id, logged = resumed or (self._open_new(start), {})
-        note = RunFile(uri=self._uri, run_id=run_id, execution_id=self.run_id, words=self._execution.words)
+        note = RunFile(
+            uri=self._uri, run_id=run_id, execution_id=self.run_id, words=self._execution.words,
+            registries=before.registered_in if before else [],  # an alias there still names this fingerprint
+        )  # fmt: skip
         note.write(start.directory)
         self._record.rebuilt.close()
         artifact = start.stage, start.fingerprint
@@ -119,23 +124,20 @@ class LiveRecord:
         return RunIds(stage=run_id, execution=self.run_id, parents=tuple(parent.run_id for parent in parents.values()))
 
     def _open_new(self, start: StageStart) -> str:
-        return self._record.open_stage(start, self._execution.pipeline, self.run_id, time.time(), process_tags())
+        return self._record.open_stage(start, self._execution.pipeline, self.run_id, time.time(), self._me)
 
-    def _reopen(self, start: StageStart) -> tuple[str, Mapping[str, int]] | None:
+    def _reopen(self, start: StageStart, run_id: str) -> tuple[str, Mapping[str, int]] | None:
         """The run of the attempt before, and the last step of each metric there; it is ended if it is not gone on."""
-        note = RunFile.read(start.directory)
-        if note is None or note.uri != self._uri:
-            return None
-        run = find_run(self._client, note.run_id)
+        run = find_run(self._client, run_id)
         if run is None:  # the database was lost, and is another one now
             return None
         if not start.resumes or run.info.status == "FINISHED" or run.info.lifecycle_stage != "active":
             if run.info.status == "RUNNING":
-                self._client.set_terminated(note.run_id, "KILLED")
+                self._client.set_terminated(run_id, "KILLED")
             return None
         steps = json.dumps(resumed_at(attempts(start.directory)))
-        tags = {**process_tags(), PARENT_RUN: self.run_id, RESUMED_AT: steps}
-        return note.run_id, reopen(self._client, run, tags)
+        tags = {**self._me, PARENT_RUN: self.run_id, RESUMED_AT: steps}
+        return run_id, reopen(self._client, run, tags)
 
     def follow(self) -> None:
         """Writes what the running stages have reported."""
@@ -157,9 +159,12 @@ class LiveRecord:
         self._end(run_id, cause, killed=killed)
         self._set_state(artifact, "stopped" if killed else "failed", run_id)
 
-    def leave_stage(self, artifact: Artifact) -> None:
-        """Another process makes it by now, and has gone on with its run, or ended it."""
+    def leave_stage(self, artifact: Artifact, cause: str) -> None:
+        """Another process has taken it over; its run too, unless it is `gc`, or tells this MLflow nothing."""
         run_id, _ = self._followers.pop(artifact)
+        run = self._client.get_run(run_id)
+        if run.info.status == "RUNNING" and self._me.items() <= run.data.tags.items():
+            self._end(run_id, cause, killed=True)
         self._set_state(artifact, "failed", run_id)
 
     def close(self, cause: str | None, *, stopped: bool) -> None:

@@ -159,8 +159,12 @@ def _client(uri: str | None) -> "PatientClient":
         return connect(address)
     except FAILURES as error:
         raise ArtifactError(
-            f"MLflow at {address} cannot be opened: {_first_line(error)}; move a damaged database file away, and "
-            "`posttrain rebuild` makes a new one"
+            f"MLflow at {shown(address)} cannot be opened: {_first_line(error)}; move a damaged database file away, "
+            "and `posttrain rebuild` makes a new one"
+        ) from error
+    except ImportError as error:
+        raise ArtifactError(
+            f"MLflow at {shown(address)} cannot be opened: {_first_line(error)}; install the driver of its database"
         ) from error
 
 

@@ -139,6 +139,6 @@ class MlflowStageTracker:
         killed = stopped or isinstance(error, PrunedError)
         artifact = self._start.stage, self._start.fingerprint
         if isinstance(error, TakenOverError):
-            self._tracker.do(lambda: self._tracker.live().leave_stage(artifact))
+            self._tracker.do(lambda: self._tracker.live().leave_stage(artifact, str(error)))
         else:
             self._tracker.do(lambda: self._tracker.live().end_stage(artifact, str(error), killed=killed))

@@ -1,16 +1,17 @@
 """The tracker against a real SQLite database: resumes, kills, failures, parents that MLflow does not know."""
 
 import socket
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
-from lineage.errors import StoppedError, TakenOverError
+from lineage.errors import ArtifactError, StoppedError, TakenOverError
 from lineage.lease import Holder
 from lineage.mlflow.client import connect
 from lineage.mlflow.names import HOST, PID, STARTED
-from lineage.mlflow.registry import refill
+from lineage.mlflow.registry import aliases, refill
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.run_file import RunFile
 from tests.tracked_stage import attempt, execution, record, report, start_of
@@ -132,6 +133,36 @@ def test_who_lost_a_stage_to_another_run_leaves_its_record_to_it(uri, client, st
     assert run.info.status == "FINISHED"
     assert "posttrain.cause" not in run.data.tags
     assert steps(client, run_id) == [1, 2]
+
+
+@pytest.mark.parametrize(("heir", "status"), [(None, "KILLED"), ("7", "RUNNING")])
+def test_a_run_that_no_heir_goes_on_with_is_ended_by_who_lost_it(uri, client, store, heir, status):
+    start, lost = start_of(store, store.stage("base", {})), MlflowTracker(uri)
+    with lost.execution(execution(store)):
+        stage = lost.stage(start)
+        run_id = stage.run_ids().stage
+        if heir:
+            client.set_tag(run_id, PID, heir)
+        stage.failed(TakenOverError("was lost to process 7"))
+    run = client.get_run(run_id)
+    cause = None if heir else "was lost to process 7"
+    assert (run.info.status, run.data.tags.get("posttrain.cause")) == (status, cause)
+
+
+@pytest.mark.parametrize("fields", [{"version": None, "registries": ["http://other"]}, {"version": 3}])
+def test_a_stage_that_begins_again_stays_registered_where_it_was(uri, store, fields):
+    start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
+    RunFile(uri="http://other", run_id="1", execution_id="2", words=[], **fields).write(start.directory)
+    with tracker.execution(execution(store)):
+        run_id = tracker.stage(start).run_ids().stage
+    note = RunFile.read(start.directory)
+    assert note and (note.run_id, note.registered_in) == (run_id, ["http://other"])
+
+
+def test_a_database_whose_driver_is_not_installed_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg2", None)
+    with pytest.raises(ArtifactError, match=r"postgresql://127.0.0.1:1/x cannot be opened: .*install the driver"):
+        aliases("postgresql://me:secret@127.0.0.1:1/x", ["p"])
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):

@@ -11,11 +11,14 @@ from flows.declare.operation import Tracking
 from flows.deploy import preset
 from flows.needed import registries
 from flows.needed.found import Needed
-from flows.needed.look import needed, needed_now
+from flows.needed.look import last_look, needed
+from flows.needed.pipelines import add_plan
 from flows.needed.registries import Registries
+from flows.planning.plan import make_plan
+from flows.planning.reads import reads
 from flows.progress.run_notes import RunNote, new_id
 from flows.sweep.folder import Row
-from lineage.errors import ArtifactError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.garbage import TOKENS
 from lineage.lease import Holder, Lease
 from lineage.promotions import Event, append
@@ -103,6 +106,19 @@ def test_what_lacks_a_value_stays_unless_an_age_is_stated(look, written):
     assert "it keeps nothing" in line
 
 
+def test_a_stage_that_no_run_can_go_on_with_keeps_no_more_than_its_plan(toy, written):
+    """None of its checkpoints is whole, and other code trained them."""
+    shown = toy("code_drift=refuse", f"store={written.root}")
+    left = shown.entry(shown.stage("left"))
+    left.begin()
+    (left.checkpoints.directory / "step-3").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="each lacks a file"):
+        make_plan(shown.pipeline)
+    found = Needed()
+    add_plan(shown.pipeline, "mine", found)
+    assert found.pipelines == {} and found.by == dict.fromkeys(reads(shown), "mine")
+
+
 def test_while_a_promoted_model_has_no_record_nothing_goes(look, written):
     made = written.chain()
     append(written.root, event(made["dpo"]))
@@ -130,7 +146,7 @@ def test_what_comes_to_be_needed_later_is_seen_with_what_it_was_made_from(look, 
     lease.try_acquire()  # as who frees it does
     with lease.holding():
         assert made_by(look()[0], made["corpus"])
-        now = needed_now(written.root, before, unasked(written))
+        now = last_look(written.root, before, unasked(written))()
     assert not made_by(now, made["corpus"]) and TOKENS not in now
     run = RunNote(
         id=new_id(), pipeline="q", words=[], driver=Holder.here(), started=time.time(), stages={},
@@ -138,7 +154,7 @@ def test_what_comes_to_be_needed_later_is_seen_with_what_it_was_made_from(look, 
     )  # fmt: skip
     run.write(written.root)
     append(written.root, event(made["cpt"]))
-    now = needed_now(written.root, before, unasked(written))
+    now = last_look(written.root, before, unasked(written))()
     assert made_by(now, made["pairs"], made["cpt"], made["base"], made["corpus"]) and TOKENS in now
     assert not made_by(now, made["dpo"])
 
@@ -148,7 +164,7 @@ def test_a_view_that_moves_later_is_seen(look, written):
     before, _ = look()
     place = written.root / "pipelines" / "p" / "dpo"
     shutil.copytree(Store(written.root).entry("dpo", made["dpo"].fingerprint).path, place)
-    assert made_by(needed_now(written.root, before, unasked(written)), made["dpo"], made["pairs"])
+    assert made_by(last_look(written.root, before, unasked(written))(), made["dpo"], made["pairs"])
 
 
 def test_an_alias_of_any_registry_keeps_its_model_whatever_the_command_states(written, monkeypatch):
@@ -169,7 +185,15 @@ def test_an_alias_that_is_given_after_the_look_keeps_its_model(look, written, mo
     monkeypatch.setattr(registries, "aliases", lambda address, pipelines: named)
     asked = unasked(written, "http://stated")
     named["cpt", made["cpt"].fingerprint] = "mine"
-    assert made_by(needed_now(written.root, {}, asked), made["cpt"], made["base"], made["corpus"])
+    assert made_by(last_look(written.root, {}, asked)(), made["cpt"], made["base"], made["corpus"])
+
+
+def test_no_registry_is_asked_while_runs_wait_for_the_last_look(written, monkeypatch):
+    made, asked = written.chain(), []
+    monkeypatch.setattr(registries, "aliases", lambda address, pipelines: asked.append(address) or {})
+    looks = last_look(written.root, {node(made["dpo"]): "mine"}, unasked(written, "http://stated"))
+    assert asked == ["http://stated"]
+    assert made_by(looks(), made["dpo"], made["cpt"]) and asked == ["http://stated"]
 
 
 def test_what_is_registered_where_nobody_answers_stays(written, tmp_path, monkeypatch):
@@ -187,7 +211,8 @@ def test_what_is_registered_where_nobody_answers_stays(written, tmp_path, monkey
     monkeypatch.setattr(registries, "aliases", refuse)
     again = Needed()
     asked.add_aliased(again)
-    assert again == Needed()  # it is not asked again for each thing that goes
+    assert (again.by, again.lines) == (found.by, [])  # it is not asked again for each thing that goes
+    assert made_by(last_look(written.root, {}, asked)(), made["cpt"], made["corpus"])
     with pytest.raises(ArtifactError, match="no answer"):
         unasked(written, "http://stated").add_aliased(Needed())
 

@@ -165,6 +165,26 @@ def test_a_trial_of_a_sweep_goes_by_its_title(plan, journal):
     assert (note.state, note.cpus, note.directory) == ("waiting", 1, "")
 
 
+def test_no_older_note_is_written_over_a_newer_one(plan, journal, monkeypatch):
+    writing = journal._writing
+
+    class Overtaken:
+        """The lock of the writers, before which another one was faster."""
+
+        def __enter__(self):
+            monkeypatch.setattr(journal, "_writing", writing)
+            journal.reused("data")
+            journal._write()
+            writing.acquire()
+
+        def __exit__(self, *_):
+            writing.release()
+
+    monkeypatch.setattr(journal, "_writing", Overtaken())
+    journal._write()
+    assert the_note(plan).stages["data"].state == "reused"
+
+
 def test_a_store_that_cannot_be_written_stops_no_run(plan, journal):
     store = plan.pipeline.store
     store.mkdir()
