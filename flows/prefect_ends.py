@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, State
 
 from flows.open_flows import End, OpenFlow
-from flows.prefect_server import answers, configured_api_url
+from flows.prefect_server import EmbeddedServer, answers, configured_api_url
 from flows.prefect_told import tell, unheard
 from flows.progress.run_notes import end_of
 from lineage.errors import StoppedError
@@ -57,13 +57,13 @@ class Ending:
     """The end of one flow run of a command, kept in a note of the store until Prefect knows of it.
 
     Args:
-        is_ours: whether the server was started for this run alone.
+        server: that was started for this run alone; None: it is the user's.
         finished: names of the task runs whose stages are committed, as they come to be.
     """
 
-    def __init__(self, store: Path, *, is_ours: bool, finished: Collection[str]) -> None:
-        self._store, self._finished = store, finished
-        self._api = None if is_ours else configured_api_url()
+    def __init__(self, store: Path, server: EmbeddedServer | None, finished: Collection[str]) -> None:
+        self._store, self._server, self._finished = store, server, finished
+        self._api = None if server else configured_api_url()
         self._flow_run: FlowRun | None = None
         self._note: OpenFlow | None = None
         self._error: BaseException | None = None
@@ -137,7 +137,8 @@ class Ending:
         """Prefect's task runs are told by events, of which an outage may have lost some."""
         if self._note is None:
             return
-        if self._has_heard() and not self._was_away:
+        was_away = self._was_away or (self._server is not None and self._server.was_replaced)
+        if self._has_heard() and not was_away:
             self._note.remove(self._store)
         elif self._has_heard():
             emit_event("posttrain.told-again", {"prefect.resource.id": f"prefect.flow-run.{self._note.flow_run}"})

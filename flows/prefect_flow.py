@@ -12,6 +12,7 @@ from flows.planning.needs import pool_of
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import judgements, record_decision, require_passed
 from flows.prefect_ends import Ending
+from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell_left
 from flows.promotion.prefect_approval import ask
 from flows.stages.execute import Result, execute
@@ -21,14 +22,17 @@ from lineage.errors import GateError, PipelineError
 from tasks.context import Launcher
 
 
-def run_flow(run: Run, *, server_is_ours: bool) -> dict[str, Result]:
+def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
     """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
+
+    Args:
+        server: that was started for this run alone; None: it is the user's.
 
     Raises:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     results: dict[str, Result] = {}
-    ending = Ending(run.plan.pipeline.store, is_ours=server_is_ours, finished=results.keys())
+    ending = Ending(run.plan.pipeline.store, server, results.keys())
 
     def run_all() -> State[None] | None:
         run_stages(run, results)
@@ -38,7 +42,7 @@ def run_flow(run: Run, *, server_is_ours: bool) -> dict[str, Result]:
     def pipeline_flow() -> State[None] | None:
         return ending.follow(run_all)
 
-    if server_is_ours:  # on a database that has the runs of all such servers
+    if server:  # on a database that has the runs of all such servers
         tell_left(run.plan.pipeline.store, None)
     with ending.told():
         pipeline_flow()

@@ -35,6 +35,9 @@ class EmbeddedServer:
 
     Args:
         ui: whether its pages are served too, for a person who is asked something.
+
+    Attributes:
+        was_replaced: whether one has died, and with it what it had been told and not yet written down.
     """
 
     def __init__(self, log: Path, ui: bool = False) -> None:
@@ -46,6 +49,7 @@ class EmbeddedServer:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.url = ""
+        self.was_replaced = False
 
     def start(self) -> None:
         """Begins the start, without waiting for it; ``url`` is known at once."""
@@ -106,6 +110,7 @@ class EmbeddedServer:
             with self._lock:
                 if self._stopped.is_set():
                     return
+                self.was_replaced = True
                 self._start()
                 assert self._process is not None
                 process = self._process

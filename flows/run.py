@@ -89,7 +89,7 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
         from flows.promotion.notify import require_block
 
         require_block(plan.pipeline.operation.notify)
-    return run_flow(run, server_is_ours=server is not None)
+    return run_flow(run, server)
 
 
 def _board(stages: Sequence[PlannedStage]) -> Board:

@@ -8,18 +8,20 @@ from prefect.states import Failed, State
 
 from flows.prefect_ends import Ending
 from flows.prefect_flow import task_runner
+from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell_left
 from flows.stages.run import Run
 from flows.sweep.engine import Engine
 
 
 def run_sweep_flow(
-    run: Run, engine: Engine, name: str, verdict: Callable[[], str | None], *, server_is_ours: bool
+    run: Run, engine: Engine, name: str, verdict: Callable[[], str | None], server: EmbeddedServer | None
 ) -> None:
     """Runs a sweep to its end.
 
     Args:
         verdict: asked at the end: what failed; None: nothing.
+        server: that was started for this run alone; None: it is the user's.
     """
 
     finished: set[str] = set()
@@ -33,7 +35,7 @@ def run_sweep_flow(
     def submit(title: str) -> None:
         run_stage.submit(title).add_done_callback(lambda _: engine.ended(title))
 
-    ending = Ending(run.plan.pipeline.store, is_ours=server_is_ours, finished=finished)
+    ending = Ending(run.plan.pipeline.store, server, finished)
 
     @flow(name=f"{run.plan.pipeline.name}-sweep", flow_run_name=name, persist_result=False, task_runner=task_runner())
     def sweep_flow() -> State[None] | None:
@@ -48,7 +50,7 @@ def run_sweep_flow(
         failure = verdict()
         return Failed(message=failure) if failure else None
 
-    if server_is_ours:
+    if server:
         tell_left(run.plan.pipeline.store, None)
     with ending.told():  # each trial has said why when it failed
         sweep_flow()

@@ -136,13 +136,7 @@ class _Sweep:
                 run = replace(run, observer=Observers(run.observer, watcher))
             if server:
                 server.wait_until_ready()
-            run_sweep_flow(
-                run,
-                self._engine(run, book, first, events),
-                self.folder.name,
-                book.failure,
-                server_is_ours=server is not None,
-            )
+            run_sweep_flow(run, self._engine(run, book, first, events), self.folder.name, book.failure, server)
 
     def _book(self, run: Run) -> Book:
         return Book(run.tracker, run.observer, self.stated.sweep, self.files, self.stated.own)
