@@ -62,7 +62,7 @@ class EmbeddedServer:
         }  # fmt: skip
         self._start()
 
-    def _start(self) -> None:
+    def _start(self) -> "subprocess.Popen[bytes]":
         descriptor = self._listener.fileno()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -74,6 +74,7 @@ class EmbeddedServer:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
             )
+        return self._process
 
     def _pages(self) -> dict[str, str]:
         """An ephemeral server has no pages; one with pages must tell them its address."""
@@ -85,11 +86,11 @@ class EmbeddedServer:
         """Waits for the server to answer; from then on it is started again when it dies.
 
         Raises:
-            PipelineError: it ended, or did not answer in time.
+            PipelineError: it ended by itself, or did not answer in time.
         """
-        assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and self._is_starting():
+            assert self._process is not None
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 threading.Thread(target=self._keep, args=(self._process,), daemon=True, name="prefect-server").start()
                 return
@@ -98,6 +99,14 @@ class EmbeddedServer:
             f"Prefect's embedded server did not start; its log is {self._log}. "
             "Start one yourself with `prefect server start` and set PREFECT_API_URL, or look at the log"
         )
+
+    def _is_starting(self) -> bool:
+        """One that was killed meanwhile is started again; one that ended by itself would do so again."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None and code < 0:
+            self._start()
+        return code is None or code < 0
 
     def _keep(self, process: "subprocess.Popen[bytes]") -> None:
         pause = 0.0
@@ -111,9 +120,7 @@ class EmbeddedServer:
                 if self._stopped.is_set():
                     return
                 self.was_replaced = True
-                self._start()
-                assert self._process is not None
-                process = self._process
+                process = self._start()
 
     def stop(self) -> None:
         with self._lock:
