@@ -1,5 +1,6 @@
 """The record of the default pipeline in miniature, as its reader finds it: from an alias back to the base model."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.miniature import MODEL, STEPS, write_own_rows
 
 PIPELINE = "cpt-sft-dpo"
 LICENCE = "sources.corpus.labels=[cc-by-sa-4.0]"
+
+_looks = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,15 @@ def champion(ours, stages) -> dict:
     return stages["dpo"]
 
 
+def address(folder: Path) -> str:
+    """Of the database as it is now, spelled anew: MLflow keeps a connection by spelling, also to a file that is gone."""
+    return f"sqlite:///{folder}/{'./' * next(_looks)}mlflow.db"
+
+
 def registered_versions(folder: Path) -> dict[str, int]:
     from mlflow import MlflowClient
 
-    versions = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_model_versions(f"name = '{PIPELINE}'")
+    versions = MlflowClient(address(folder)).search_model_versions(f"name = '{PIPELINE}'")
     return {version.tags["posttrain.stage"]: int(version.version) for version in versions}
 
 
@@ -43,7 +51,7 @@ def walk(folder: Path) -> dict:
     """What MLflow's own client finds from the alias on: each run with its recipe, data and parent models."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    client = MlflowClient(address(folder))
 
     def visit(run_id: str) -> dict:
         run = client.get_run(run_id)
