@@ -36,7 +36,7 @@ def champion(ours, stages) -> dict:
 
 
 def address(folder: Path) -> str:
-    """Of the database as it is now, spelled anew: MLflow keeps a connection by spelling, also to a file that is gone."""
+    """Of the database of now, spelled anew: MLflow keeps a connection by spelling, also to a file that is gone."""
     return f"sqlite:///{folder}/{'./' * next(_looks)}mlflow.db"
 
 
