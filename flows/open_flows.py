@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flows.prefect_server import configured_api_url
+from flows.prefect_address import configured_api_url
 from flows.progress.run_notes import latest
 from lineage.holder import Holder
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -17,7 +18,8 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, State
 
 from flows.open_flows import End, OpenFlow
-from flows.prefect_server import EmbeddedServer, answers, configured_api_url
+from flows.prefect_address import answers, configured_api_url
+from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell, unheard
 from flows.progress.run_notes import end_of
 from lineage.errors import StoppedError
@@ -25,6 +27,7 @@ from lineage.holder import Holder
 
 _PATIENCE_SECONDS = 150.0
 _STOP_SECONDS = 3.0  # of the 30 that whoever stops us gives; stages that save have had most of them
+_EVENTS_SECONDS = 30.0
 _AGAIN_SECONDS = 1.0  # where Prefect, once interrupted, makes another call to tell of that
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
@@ -140,12 +143,19 @@ class Ending:
         was_away = self._was_away or (self._server is not None and self._server.was_replaced)
         if self._has_heard() and not was_away:
             self._note.remove(self._store)
-        elif self._has_heard():
-            emit_event("posttrain.told-again", {"prefect.resource.id": f"prefect.flow-run.{self._note.flow_run}"})
-            EventsWorker.instance().wait_until_empty()  # with it goes what was held back
+        elif self._has_heard() and self._are_events_sent(self._note):
             tell(self._note, self._store)
         else:
             unheard(self._note)
+
+    def _are_events_sent(self, note: OpenFlow) -> bool:
+        """Those that were held back go with the next one. Their client tries for minutes, and its wait has no end."""
+        emit_event("posttrain.told-again", {"prefect.resource.id": f"prefect.flow-run.{note.flow_run}"})
+        wait = threading.Thread(target=EventsWorker.instance().wait_until_empty, daemon=True)
+        wait.start()
+        is_stop = self._error is not None and end_of(self._error)[0] == "stopped"
+        wait.join(_STOP_SECONDS if is_stop else _EVENTS_SECONDS)
+        return not wait.is_alive()
 
 
 def _bound() -> None:

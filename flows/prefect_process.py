@@ -7,7 +7,7 @@ import threading
 
 from filelock import FileLock
 
-from flows.prefect_server import prefect_home
+from flows.prefect_address import prefect_home
 
 
 def _serve(descriptor: int) -> None:

@@ -2,20 +2,22 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from lineage.errors import ConfigError, PipelineError
+from flows.prefect_address import configured_api_url, require_reachable
+from lineage.errors import PipelineError
 
 START_TIMEOUT_SECONDS = 180.0
 _LONGEST_PAUSE_SECONDS = 60.0  # between two starts of a server that dies again and again
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody, or for want of memory
 _SETTLED_SECONDS = 60.0  # one that lived so long is started again at once
 
 CLIENT_SETTINGS = {
@@ -104,22 +106,22 @@ class EmbeddedServer:
         """One that was killed meanwhile is started again; one that ended by itself would do so again."""
         assert self._process is not None
         code = self._process.poll()
-        if code is not None and code < 0:
+        if code in _KILLED:
             self._start()
-        return code is None or code < 0
+        return code is None or code in _KILLED
 
     def _keep(self, process: "subprocess.Popen[bytes]") -> None:
         pause = 0.0
         while True:
             started = time.monotonic()
             process.wait()
+            self.was_replaced |= not self._stopped.is_set()
             lived = time.monotonic() - started
             pause = 0.0 if lived > _SETTLED_SECONDS else min(_LONGEST_PAUSE_SECONDS, 2 * pause + 1)
             self._stopped.wait(pause)
             with self._lock:
                 if self._stopped.is_set():
                     return
-                self.was_replaced = True
                 process = self._start()
 
     def stop(self) -> None:
@@ -129,52 +131,6 @@ class EmbeddedServer:
             if self._process is not None:
                 self._process.kill()  # it holds nothing that its database does not
                 self._process.wait()
-
-
-def configured_api_url() -> str | None:
-    """The Prefect API that the user has set, by variable or by profile."""
-    if os.environ.get("PREFECT_API_URL"):
-        return os.environ["PREFECT_API_URL"]
-    profiles = prefect_home() / "profiles.toml"
-    if "PREFECT_API_URL" not in (profiles.read_text() if profiles.exists() else ""):
-        return None  # prefect itself need not be asked, which takes seconds to import
-    from prefect.settings import PREFECT_API_URL
-
-    url = PREFECT_API_URL.value()
-    return str(url) if url else None
-
-
-def _require_reachable(url: str) -> None:
-    """Asks once, instead of leaving it to the client's long retries.
-
-    Raises:
-        ConfigError: nothing answers there.
-    """
-    try:
-        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10).close()
-    except urllib.error.HTTPError:
-        return  # it answers; whether it lets us in is the client's affair
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, mend the URL, "
-            "or unset it for an embedded server"
-        ) from error
-
-
-def answers(url: str, timeout_seconds: float) -> bool:
-    """Whether a Prefect server is there, also one that does not let us in."""
-    try:
-        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_seconds).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def prefect_home() -> Path:
-    """Where Prefect keeps what is the user's: profiles, the database."""
-    return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
 
 @contextlib.contextmanager
@@ -187,7 +143,7 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
     url = configured_api_url()
     if url:
-        _require_reachable(url)
+        require_reachable(url)
         yield None
         return
     server = EmbeddedServer(log, ui)

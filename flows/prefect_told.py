@@ -13,7 +13,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.open_flows import End, OpenFlow, left_open
-from flows.prefect_server import answers, configured_api_url
+from flows.prefect_address import answers, configured_api_url
 
 _STATES: dict[End, Callable[..., State[None]]] = {
     "COMPLETED": Completed, "FAILED": Failed, "CANCELLED": Cancelled, "CRASHED": Crashed,

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flows.prefect_server import CLIENT_SETTINGS, answers
+from flows.prefect_address import answers
+from flows.prefect_server import CLIENT_SETTINGS
 from tests.command import REPOSITORY, wait_until
 
 

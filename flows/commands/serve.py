@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
     from flows.declare.store_root import store_root
     from flows.deploy.pipelines import deployable
     from flows.deploy.preset import Preset
-    from flows.prefect_server import configured_api_url, embedded_server
+    from flows.prefect_address import configured_api_url
+    from flows.prefect_server import embedded_server
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()

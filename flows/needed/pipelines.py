@@ -13,13 +13,14 @@ from flows.needed.found import Needed
 from flows.planning.plan import make_plan
 from flows.planning.reads import reads
 from lineage.errors import ConfigError, MissingValueError, PipelineError
+from tasks.method import Training
 
 _NAME_IT = "state its --config-dir or its overrides, or --older-than, which frees what was not used for so long"
 
 
 def add_plan(pipeline: Pipeline, who: str, found: Needed) -> None:
     """What a pipeline would make or reuse, also where a run of it refuses to go on from what is unfinished."""
-    begins_again = tuple(name for name, stage in pipeline.stages.items() if stage.method.trains)
+    begins_again = tuple(name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training))
     try:
         plan = make_plan(replace(pipeline, restart=begins_again, code_drift="warn"))
     except (PipelineError, OSError) as error:

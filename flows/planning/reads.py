@@ -61,12 +61,12 @@ def _taken_up(plan: Plan) -> list[PlannedStage]:
 def _is_there(planned: PlannedStage, entry: Entry) -> bool:
     """Its checkpoints are looked for first: another run that finishes it removes them when its manifest is there."""
     can_go_on = planned.state == "resume" and bool(entry.checkpoints.steps())
-    return can_go_on or (entry.manifest() is not None and entry.output.is_dir()) or _is_made_now(planned, entry)
+    return can_go_on or _is_made_now(planned, entry) or (entry.manifest() is not None and entry.output.is_dir())
 
 
 def _is_made_now(planned: PlannedStage, entry: Entry) -> bool:
-    """By a run that began it again, and will be waited for."""
-    return planned.state == "resume" and living_holder(entry.path) is not None
+    """By a run that began it again, and will be waited for; `gc` has moved away what it still holds."""
+    return planned.state == "resume" and entry.work.is_dir() and living_holder(entry.path) is not None
 
 
 def _files(plan: Plan) -> list[Path]:

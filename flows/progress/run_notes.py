@@ -137,7 +137,7 @@ class RunNote:
 
 def end_of(error: BaseException) -> tuple[Outcome, str]:
     """How a run ended that an error has left, and the cause."""
-    if not isinstance(error, Exception | SystemExit) or isinstance(error, StoppedError):
+    if not isinstance(error, Exception) or isinstance(error, StoppedError):
         return "stopped", ""
     return "failed", str(error) or type(error).__name__
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
 from flows.planning.verdicts import judgements, standing
-from flows.prefect_server import configured_api_url
+from flows.prefect_address import configured_api_url
 from flows.promotion.alias_mirror import mirror
 from flows.promotion.outcome import outcome
 from flows.promotion.promote import promote

@@ -26,7 +26,7 @@ def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError
     return LostError(job.stage, f"{_who(job, ranks)} {what} {_when(job, ranks[0])}{more}", str(job.log))
 
 
-def failed(job: Job, rank: int | None, error: Exception) -> StageError:
+def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageError:
     """What a worker's code raised, and would raise again; says where, of one that had begun to train.
 
     Args:

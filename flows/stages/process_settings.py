@@ -3,6 +3,8 @@
 import contextlib
 import os
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,16 +39,25 @@ CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS}
 
 
+_changing = threading.Lock()
+_needed: Counter[str] = Counter()  # variable that we have set -> how many are in need of it
+
+
 @contextlib.contextmanager
 def in_stage_environment() -> Iterator[None]:
-    """For a process about to start; what the user has set wins."""
-    added = {name: value for name, value in stage_environment().items() if name not in os.environ}
-    os.environ.update(added)
+    """For a process about to start, or a stage in this one; the last of several at once takes it away again."""
+    with _changing:
+        added = {name: value for name, value in stage_environment().items() if _needed[name] or name not in os.environ}
+        os.environ.update(added)
+        _needed.update(added.keys())
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        with _changing:
+            _needed.subtract(added.keys())
+            for name in added:
+                if not _needed[name]:
+                    os.environ.pop(name, None)
 
 
 def stage_environment() -> dict[str, str]:

@@ -60,7 +60,7 @@ def answer(job: Job) -> Answer:
     except StageError as error:  # it says already which worker's it is
         _log_error()
         return error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a method's `sys.exit()` ends it, not us
         _log_error()
         return failed(job, None if job.resources.on_cluster else 0, error)
 

@@ -19,8 +19,8 @@ def reopen(client: PatientClient, run: Run, tags: Mapping[str, str]) -> dict[str
         Metric -> the last step that it holds.
     """
     run_id = str(run.info.run_id)
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])  # first: whose it is now
     client.update_run(run_id, status="RUNNING")
-    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     if CAUSE in run.data.tags:  # of the end before
         client.delete_tag(run_id, CAUSE)
     histories = {name: client.get_metric_history(run_id, name) for name in run.data.metrics}

@@ -18,7 +18,7 @@ from tests.miniature import MODEL, STEPS, write_own_rows
 SAVE_STEPS = 3
 TRAINING = ("cpt", "sft", "reward", "dpo", "left", "right")
 MINIATURE = (
-    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=12" for stage in TRAINING[:4]),
+    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=120" for stage in TRAINING[:4]),
     f"resources.save_steps={SAVE_STEPS}",
 )  # fmt: skip
 # Two workers that step together: a stage that takes half a minute to start.

@@ -24,6 +24,7 @@ from lineage.lease import Holder, Lease
 from lineage.promotions import Event, append
 from lineage.run_file import RunFile
 from lineage.store import Store
+from tests.toy_methods import ToyModel
 from tests.written_store import WrittenStore, node
 
 
@@ -117,6 +118,13 @@ def test_a_stage_that_no_run_can_go_on_with_keeps_no_more_than_its_plan(toy, wri
     found = Needed()
     add_plan(shown.pipeline, "mine", found)
     assert found.pipelines == {} and found.by == dict.fromkeys(reads(shown), "mine")
+
+
+def test_a_method_that_trains_in_a_way_of_its_own_is_planned_too(toy, written, monkeypatch):
+    monkeypatch.setattr(ToyModel, "trains", True)
+    found = Needed()
+    add_plan(toy(f"store={written.root}").pipeline, "mine", found)
+    assert found.pipelines == {} and found.by
 
 
 def test_while_a_promoted_model_has_no_record_nothing_goes(look, written):

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import subprocess
+import threading
 import urllib.request
 from types import SimpleNamespace
 
@@ -46,6 +47,18 @@ def test_one_that_is_killed_while_it_starts_is_started_again(start):
     assert start(-signal.SIGKILL, -signal.SIGKILL, None) == []
 
 
-def test_one_that_ends_by_itself_would_do_so_again(start):
+@pytest.mark.parametrize("code", [1, -signal.SIGSEGV])
+def test_one_that_ends_by_itself_would_do_so_again(start, code):
     with pytest.raises(PipelineError, match="did not start"):
-        start(1, None)
+        start(code, None)
+
+
+def test_what_a_dead_one_was_told_may_be_lost_before_another_is_started(tmp_path, monkeypatch):
+    server, ended, paused = EmbeddedServer(tmp_path / "log"), threading.Event(), threading.Event()
+    monkeypatch.setattr(server._stopped, "wait", lambda seconds: paused.set() or ended.wait(60))
+    keeper = threading.Thread(target=server._keep, args=(SimpleNamespace(wait=lambda: None),))
+    keeper.start()
+    assert paused.wait(60) and server.was_replaced
+    server.stop()
+    ended.set()
+    keeper.join()

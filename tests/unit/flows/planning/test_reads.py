@@ -101,6 +101,16 @@ def test_a_run_that_would_go_on_waits_for_one_that_began_it_again(begun):
         claim([begun])  # raises where it takes it for gone
 
 
+def test_a_run_that_would_go_on_does_not_wait_for_gc_which_deletes_its_checkpoints(begun):
+    left = begun.entry(begun.stage("left"))
+    lease = Lease(left.path)
+    assert lease.try_acquire()
+    left.checkpoints.clear()
+    shutil.rmtree(left.work, ignore_errors=True)
+    with lease.holding(), pytest.raises(ArtifactError, match="run again"):
+        claim([begun])
+
+
 def test_a_rehearsal_reads_the_real_store(plan, tmp_path):
     short = scratch_plan(plan().pipeline, tmp_path / "scratch", num_steps=2, save_steps=1)
     assert node(plan.made) in reads(short)

@@ -1,11 +1,12 @@
 import multiprocessing.context
 import os
+import sys
 
 import pytest
 
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses
-from lineage.errors import PrunedError, StoppedError
+from lineage.errors import PrunedError, StageError, StoppedError
 from tasks.context import Launcher, Resources
 from tests.toy_methods import ToyModel, ToyTraining
 
@@ -57,3 +58,11 @@ def test_a_stage_in_the_commands_own_process_has_the_environment_of_one(tmp_path
     job = Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path)
     assert StageProcesses().run(job) == {"has": 1.0}
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_method_that_exits_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ToyModel, "run", lambda method, inputs, ctx: sys.exit(0))
+    resources = Resources(launcher=Launcher.FOREGROUND)
+    job = Job(stage="model", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path)
+    with pytest.raises(StageError, match="SystemExit: 0"):
+        StageProcesses().run(job)

@@ -1,6 +1,8 @@
+import os
+
 import pytest
 
-from flows.stages.process_settings import stage_environment
+from flows.stages.process_settings import in_stage_environment, stage_environment
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +29,16 @@ def test_a_cluster_that_is_joined_is_given_the_token_that_the_user_has(monkeypat
     assert "RAY_AUTH_MODE" not in stage_environment()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
     assert stage_environment()["RAY_AUTH_MODE"] == "token"
+
+
+def test_it_stays_until_the_last_of_several_has_no_need_of_it(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    starting, in_foreground = in_stage_environment(), in_stage_environment()
+    starting.__enter__()
+    in_foreground.__enter__()
+    starting.__exit__(None, None, None)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    in_foreground.__exit__(None, None, None)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
