@@ -22,6 +22,7 @@ from flows.prefect_address import answers, configured_api_url
 from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell, unheard
 from flows.progress.run_notes import end_of
+from flows.stops import hearing_sigterm
 from lineage.errors import StoppedError
 from lineage.holder import Holder
 
@@ -79,7 +80,8 @@ class Ending:
         self._flow_run = context.flow_run
         self._write(OpenFlow(flow_run=str(context.flow_run.id), driver=Holder.here(), api=self._api))
         try:
-            state = body()
+            with hearing_sigterm():
+                state = body()
         except BaseException as error:
             if end_of(error)[0] == "stopped":  # somebody asked for it, and what is asked for is no crash
                 self._end("CANCELLED", _STOPPED, error if isinstance(error, StoppedError) else KeyboardInterrupt())

@@ -51,6 +51,16 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def hearing_sigterm() -> Iterator[None]:
+    """Inside a flow run, where Prefect has put a handler in the place of ours that raises wherever it is: as Ctrl-C."""
+    prefects = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, prefects)
+
+
 class _Stop:
     """One wish to end, from the signal that says it to the exception that does it.
 
@@ -62,7 +72,7 @@ class _Stop:
     def __init__(self) -> None:
         self.error: KeyboardInterrupt | None = None
         self.hook = sys.unraisablehook
-        self._number: int = signal.SIGTERM  # which Prefect hears in our place, during a flow run
+        self._number: int = signal.SIGTERM  # which Prefect hears in our place, where a flow run begins and ends
         self._asked_at: float | None = None
         # Its put may be called where a signal interrupted another one; a lock or a new thread may not.
         self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from flows.stages import stopping
-from flows.stops import stoppable
+from flows.stops import hearing_sigterm, stoppable
 from lineage.holder import host
 
 
@@ -59,6 +59,29 @@ def test_an_import_is_finished_first_as_it_would_keep_its_lock(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt), stoppable():
         then_wait(lambda: importlib.import_module("asked_in_here"))
     assert sys.modules.pop("asked_in_here").whole
+
+
+def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, monkeypatch):
+    def prefects(number, frame):
+        raise RuntimeError
+
+    (tmp_path / "asked_by_sigterm.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def flow_run() -> None:
+        with stoppable():
+            signal.signal(signal.SIGTERM, prefects)
+            try:
+                with hearing_sigterm():
+                    then_wait(lambda: importlib.import_module("asked_by_sigterm"))
+            finally:
+                assert signal.getsignal(signal.SIGTERM) == prefects
+
+    with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"):
+        flow_run()
+    assert sys.modules.pop("asked_by_sigterm").whole
 
 
 def test_a_repeated_wish_that_a_library_ignores_for_a_moment_comes_again(tmp_path, monkeypatch):
