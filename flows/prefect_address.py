@@ -1,11 +1,12 @@
-"""Where the user's Prefect is, and whether it answers: found without prefect's import where it can be, of seconds."""
+"""Where the user's Prefect is: found without prefect's import where it can be, which takes seconds."""
 
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from lineage.errors import ConfigError
+from lineage.reach import why_silent
+
+_REACH_SECONDS = 10.0
 
 
 def configured_api_url() -> str | None:
@@ -22,31 +23,17 @@ def configured_api_url() -> str | None:
 
 
 def require_reachable(url: str) -> None:
-    """Asks once, instead of leaving it to the client's long retries.
+    """Sees to it that a Prefect server is there.
 
     Raises:
         ConfigError: nothing answers there.
     """
-    try:
-        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10).close()
-    except urllib.error.HTTPError:
-        return  # it answers; whether it lets us in is the client's affair
-    except (OSError, ValueError) as error:
+    error = why_silent(url, _REACH_SECONDS)
+    if error:
         raise ConfigError(
             f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, mend the URL, "
             "or unset it for an embedded server"
         ) from error
-
-
-def answers(url: str, timeout_seconds: float) -> bool:
-    """Whether a Prefect server is there, also one that does not let us in."""
-    try:
-        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_seconds).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def prefect_home() -> Path:

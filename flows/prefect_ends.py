@@ -18,13 +18,14 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, State
 
 from flows.open_flows import End, OpenFlow
-from flows.prefect_address import answers, configured_api_url
+from flows.prefect_address import configured_api_url
 from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell, unheard
 from flows.progress.run_notes import end_of
 from flows.stops import hearing_sigterm
 from lineage.errors import StoppedError
 from lineage.holder import Holder
+from lineage.reach import why_silent
 
 _PATIENCE_SECONDS = 150.0
 _STOP_SECONDS = 3.0  # of the 30 that whoever stops us gives; stages that save have had most of them
@@ -48,7 +49,7 @@ def await_prefect() -> bool:
     url = configured_api_url()
     deadline = time.monotonic() + _PATIENCE_SECONDS
     was_away = False
-    while url and not answers(url, _ANSWER_SECONDS):
+    while url and why_silent(url, _ANSWER_SECONDS):
         was_away = True
         if time.monotonic() > deadline:
             _without_retries.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))

@@ -13,7 +13,8 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.open_flows import End, OpenFlow, left_open
-from flows.prefect_address import answers, configured_api_url
+from flows.prefect_address import configured_api_url
+from lineage.reach import why_silent
 
 _STATES: dict[End, Callable[..., State[None]]] = {
     "COMPLETED": Completed, "FAILED": Failed, "CANCELLED": Cancelled, "CRASHED": Crashed,
@@ -33,7 +34,7 @@ def tell(flow: OpenFlow, store: Path) -> None:
     """Settles a flow run, or says that Prefect does not answer: asked first, since its client is very patient."""
     url = configured_api_url()
     try:
-        if url and not answers(url, _ANSWER_SECONDS):
+        if url and why_silent(url, _ANSWER_SECONDS):
             raise httpx.ConnectTimeout("no answer")
         settle(flow)
     except (PrefectException, httpx.HTTPError):

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flows.prefect_address import answers
 from flows.prefect_server import CLIENT_SETTINGS
+from lineage.reach import why_silent
 from tests.command import REPOSITORY, wait_until
 
 
@@ -36,7 +36,7 @@ class UsersPrefect:
                 [sys.executable, "-m", "flows.prefect_process", str(listener.fileno())], env=self._environment,
                 pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
-        wait_until(lambda: answers(self.url, 5), "the server answers")
+        wait_until(lambda: not why_silent(self.url, 5), "the server answers")
 
     def leave(self) -> None:
         """SIGKILL."""

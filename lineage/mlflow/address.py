@@ -1,19 +1,18 @@
 """Which MLflow is meant, and whether anything answers there; imports no mlflow."""
 
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from lineage.errors import ConfigError
+from lineage.reach import why_silent
 
 DATABASE = "mlflow.db"
 
 _SERVERS = ("http", "https")
 _SCHEMES = (*_SERVERS, "sqlite", "postgresql", "mysql", "mssql", "databricks")
 _SQLITE = "sqlite:///"
-_REACH_SECONDS = 10
+_REACH_SECONDS = 10.0
 
 # Read when mlflow is imported. Its own retries take minutes a call; the user's settings win.
 _ENVIRONMENT = {
@@ -48,18 +47,13 @@ def tracking_uri(stated: str | None) -> str:
 
 
 def require_reachable(uri: str, stated: str | None) -> None:
-    """Asks a server once, instead of leaving it to the client's long retries.
+    """Sees to it that an MLflow server is there, where one is stated.
 
     Raises:
         ConfigError: nothing answers there.
     """
-    if not is_server(uri):
-        return
-    try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_REACH_SECONDS).close()
-    except urllib.error.HTTPError:
-        return  # it answers; whether it lets us in is the client's affair
-    except (OSError, ValueError) as error:
+    error = why_silent(uri, _REACH_SECONDS) if is_server(uri) else None
+    if error:
         raise ConfigError(
             f"{_setting(stated)}={shown(uri)}: no MLflow server answers there ({error}); start it, mend the address, "
             "unset it for mlflow.db in this folder, or turn the record off with tracking.mlflow=false"

@@ -25,6 +25,7 @@ from tests.users_prefect import UsersPrefect
 
 # Two stages at once, of which one ends while the server is away.
 NUM_STEPS = 80
+AWAY_SECONDS = 60.0
 LONG = (f"stages.left.method.num_steps={NUM_STEPS}", "stages.left.method.step_seconds=0.1")
 DONE = dict.fromkeys(["data", "model", "left", "right"], "COMPLETED")
 
@@ -91,12 +92,13 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_hears_the_end(tmp_
     assert not alive(started)
 
 
-def test_a_server_that_is_away_for_a_while_in_mid_stage_hears_of_every_end(toy, users, tmp_path):
+def test_a_server_that_is_away_for_a_minute_in_mid_stage_hears_of_every_end(toy, users, tmp_path):
     process = toy.start("run", *LONG, "stages.right.method.num_steps=40", "stages.right.method.step_seconds=0.1")
     wait_until(lambda: step(toy, "right") > 2, "right steps")
     users.leave()
+    left = time.monotonic()
     wait_until(lambda: list((tmp_path / "artifacts/left").glob("*/manifest.json")), "left is finished")
-    time.sleep(3)
+    time.sleep(max(0.0, left + AWAY_SECONDS - time.monotonic()))
     assert process.poll() is None
     users.start()
     _, errors = process.communicate(timeout=120)
