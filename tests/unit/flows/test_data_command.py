@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests import tiny
 from tests.data_command import call as call  # a fixture
 from tests.data_command import lines, texts, told
 
@@ -82,7 +83,6 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
         (["a.jsonl", "max_length=9"], "max_length=9: it is of tokens, which nothing but a model makes; state model="),
         (["a.jsonl", "chat_template=chatml"], "chat_template=chatml: it is of tokens, which nothing but a model"),
         (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through none, as"),
-        (["prompts.jsonl", "max_length=9", "model=."], "max_length=9: of prompts it is not told what would be trained"),
         (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; state a share for each"),
         (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
         (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),
@@ -91,11 +91,35 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
     ],
 )
 def test_what_cannot_be_is_refused_with_2(call, words, message):
-    prompts = lines([{"prompt": f"What is {place}?"} for place in range(9)])
-
-    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="", prompts_jsonl=prompts)
+    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="")
 
     assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
+    """Real rows of each through the command: how many of each label, what is trained, what is cut."""
+    tiny.write_tokenizer(tmp_path / "model")
+    answers = [
+        {"prompt": f"what is {place}?", "completion": f"it is {place}", "label": place % 4 > 0} for place in range(80)
+    ]
+    asked = [{"prompt": "why " * (place % 20) + f"{place}?", "answer": place} for place in range(80)]
+
+    code, out, _ = call("a.jsonl", "model=model", "held_out=0.2", a_jsonl=lines(answers))
+    report = json.loads(call("a.jsonl", "model=model", "held_out=0.2", "--json")[1])
+    shown = told(out)
+    assert code == 0 and f"desirable rows {report['desirable_rows']}" in shown
+    assert report["desirable_rows"] + report["undesirable_rows"] == report["train_rows"]
+    assert f"undesirable answers {report['labels']['labels']['undesirable']}" in shown
+    assert report["labels"]["labels"]["undesirable"] == report["undesirable_rows"] > 0
+    assert "⟧ (" in out and 0 < report["labels"]["trained_tokens_percent"] < 100
+
+    code, out, _ = call("b.jsonl", "model=model", "max_length=20", "--html", "b.html", b_jsonl=lines(asked))
+    report = json.loads(call("b.jsonl", "model=model", "max_length=20", "--json")[1])
+    labels = report["labels"]
+    assert code == 0 and labels["trained_tokens_percent"] is None and 0 < labels["prompts_cut"] < report["train_rows"]
+    assert f"trained tokens none of {labels['num_tokens']}: answers are generated" in told(out)
+    assert f"prompts cut {labels['prompts_cut']} at max_length=20" in told(out)
+    assert 'columns: {"answer"' in out and "answers are generated" in (tmp_path / "b.html").read_text()
 
 
 def test_columns_and_other_overrides_reach_the_preparation(call):
