@@ -124,7 +124,7 @@ def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
 
 def test_columns_and_other_overrides_reach_the_preparation(call):
     rows = lines([{"question": f"what is {place}?", "answer": f"it is {place}"} for place in range(300)])
-    words = ["a.jsonl", "columns.question=prompt", "columns.answer=completion", "--json"]
+    words = ["a.jsonl", "columns.prompt=question", "columns.completion=answer", "--json"]
 
     report = json.loads(call(*words, a_jsonl=rows)[1])
     sliced = json.loads(call(*words, "split=train[:100]", "held_out=0.5", "system_prompt=Be brief.")[1])
@@ -132,6 +132,18 @@ def test_columns_and_other_overrides_reach_the_preparation(call):
     assert report["rows"] == 300 and report["sources"]["rows"]["format"] == "prompt_completion"
     assert sliced["rows"] == 100 and sliced["held_out_rows"] > 30
     assert sliced["lengths"]["p50"] == pytest.approx(report["lengths"]["p50"] + len("Be brief.\n"), abs=2)
+
+
+def test_columns_the_other_way_round_are_refused_with_the_words_to_type(call):
+    rows = lines([{"question": f"what is {place}?", "answer": f"it is {place}"} for place in range(9)])
+
+    code, _, err = call("a.jsonl", "columns.question=prompt", "columns.answer=completion", a_jsonl=rows)
+
+    assert code == 2
+    assert (
+        "a.jsonl: columns.question=prompt: 'prompt' is no column; there are: question, answer; columns maps our name "
+        "to the rows' column: state columns.prompt=question" in err
+    )
 
 
 def test_several_sources_are_prepared_together(call):
