@@ -44,7 +44,7 @@ prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.deploy.prefect_yaml
 
 lock: $(READY)  ## exact versions from pyproject.toml
-	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --output-file requirements.lock
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "posttrain needs Python 3.11; make PYTHON=/path/to/python3.11")'
