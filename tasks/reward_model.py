@@ -48,14 +48,14 @@ class RewardModel(Training):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
-        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_reward_model, save_output
         from tasks.packed_batches import collator_for
         from tasks.packed_forward import install
-        from tasks.trainer import fit, ordered, trainer_args
+        from tasks.train.adapters import lora_config
+        from tasks.train.models import load_reward_model, save_output
+        from tasks.train.run import fit, ordered, trainer_args
 
         policy = load_reward_model(self, inputs["policy"], ctx)
         require_chat_template(policy.tokenizer, inputs["policy"])

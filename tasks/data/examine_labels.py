@@ -24,7 +24,7 @@ def fetch_tokenizer(model: str) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    from tasks.models import TOKENIZER_FILES
+    from tasks.train.models import TOKENIZER_FILES
 
     try:
         return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))

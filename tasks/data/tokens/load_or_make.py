@@ -25,7 +25,7 @@ from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tasks.data.tokens.tokens_key import tokens_key
 from tasks.data.tokens.write_tokens import FATES, TOKENS, write_tokens
-from tasks.models import tokenizer_of
+from tasks.train.models import tokenizer_of
 
 if TYPE_CHECKING:
     from tasks.method import Input

@@ -11,7 +11,7 @@ from lineage.digest import digest_file, digest_files, digest_of
 from lineage.fingerprint import canonical_json
 from tasks.chat_template import CHAT_TEMPLATES
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
+from tasks.train.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 
 TOKENS_VERSION = 2  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
