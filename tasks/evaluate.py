@@ -53,7 +53,7 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.models import load_tokenizer
+        from tasks.train.models import load_tokenizer
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -98,7 +98,7 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
-        from tasks.models import load_model
+        from tasks.train.models import load_model
 
         model = load_model(policy).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
@@ -120,7 +120,7 @@ class Evaluate(Method):
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
         """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair."""
-        from tasks.models import load_model
+        from tasks.train.models import load_model
 
         model = load_model(reward_model).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
@@ -152,7 +152,7 @@ def _require_same_tokens(policies: Inputs, reference: Input, vocabulary: Mapping
     Raises:
         ConfigError: one has another tokenizer.
     """
-    from tasks.models import load_tokenizer
+    from tasks.train.models import load_tokenizer
 
     for name, policy in policies.items():
         own, known = (given.path / "tokenizer.json" for given in (policy, reference))

@@ -19,7 +19,6 @@ from peft import PeftModel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -146,18 +145,6 @@ def _causal_lm_forward(
     )
 
 
-def _reward_forward(
-    self: PreTrainedModel, *, input_ids: "Tensor", **inputs: "Tensor"
-) -> SequenceClassifierOutputWithPast:
-    """One score per row, read where transformers reads it: at the last token that is not padding."""
-    hidden = hidden_states(self, {**inputs, "input_ids": input_ids})
-    places_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last_R = (places_L * (input_ids != self.config.get_text_config().pad_token_id)).argmax(-1)
-    row_index_RL = inputs["row_index"]
-    flat_R = row_index_RL.gather(1, last_R.unsqueeze(1)).squeeze(1)
-    return SequenceClassifierOutputWithPast(logits=self.score(F.embedding(flat_R, hidden.squeeze(0))))
-
-
 def install(model: "PreTrainedModel | PeftModel") -> None:
     """Replaces a model's forward for training (not for generation) and lets its attention take packed batches.
 
@@ -170,5 +157,5 @@ def install(model: "PreTrainedModel | PeftModel") -> None:
     AttentionInterface.register(ATTENTION, packed_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
-    is_reward_model = model.get_output_embeddings() is None
-    model.forward = MethodType(_reward_forward if is_reward_model else _causal_lm_forward, model)
+    if model.get_output_embeddings() is not None:  # of a reward model, tasks/train/rewards.py replaces it
+        model.forward = MethodType(_causal_lm_forward, model)

@@ -10,6 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tasks import packed_forward
 from tasks.packed_batches import common_tokens
 from tasks.packed_forward import PACKABLE, install, is_packable, pack
+from tasks.train.rewards import install_scores
 from tests import tiny
 
 LENGTHS = [5, 9, 3, 7]
@@ -105,6 +106,7 @@ def test_rewards_equal_transformers(policy: Path) -> None:
     inputs = batch(same_start=3)
     expected = models[0](**inputs).logits
     install(models[1])
+    install_scores(models[1])
     layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
     torch.testing.assert_close(models[1](**inputs, **layout).logits, expected, atol=1e-5, rtol=0)
 
