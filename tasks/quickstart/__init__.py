@@ -13,7 +13,7 @@ _MAX_TEXT = 400  # characters of a document: a small model learns more from the 
 
 
 def corpus() -> Iterator[QuickstartRow]:
-    """Rows {text, group}: each document under the name and signature that it documents, with the facts of the latter."""
+    """Rows {text, group}: each document under its name and signature, with the facts of a signature."""
     known = {usage.name: usage for usage in usages()}
     for document in documents():
         usage = known.get(document.name)

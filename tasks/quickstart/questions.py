@@ -15,7 +15,7 @@ _KINDS = {"class": "a class", "function": "a function", "method": "a method"}
 _TYPES = ("bool", "float", "int", "str", "tuple")
 _DEFAULTS = ("None", "True", "False", "0", "1", "''")  # the most common ones
 _OTHER_NAMES = ("name", "x", "data", "path", "value", "key", "file", "mode", "size", "encoding", "timeout", "flags")
-_PLAIN_DEFAULT = re.compile(r"-?[\w.]+|'[\w.-]*'|\(\)")  # one that needs no comma, space or bracket
+_PLAIN_DEFAULT = re.compile(r"-?\w[\w.]*|'[\w.-]*'|\(\)")  # one that needs no comma, space or bracket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Question:
     wrong: tuple[str, ...]
 
 
-# What a topic gives: the question, the right answer and wrong ones (the right one may be among them); None: no question.
+# A question, its right answer, and wrong ones, among which the right one may be too.
 Asked = tuple[str, str, Sequence[str]]
 
 
