@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from lineage.artifact import QUICKSTART, Kind, Source
+from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.python_source import PYTHON
 
@@ -58,7 +58,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
             "s3://bucket/rows.jsonl; remove them"
         )
     # Of these we state the revision ourselves, and check it again before a stage starts.
-    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART))
+    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART, WHEEL))
     if source.revision is not None and not has_revision:
         raise ConfigError(
             f"sources.{name}.revision={source.revision}: {source.path} has no revisions; a hub data set or model has; "

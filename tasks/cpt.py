@@ -33,9 +33,9 @@ class ContinuedPretraining(Training):
 
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.packed_forward import install
         from tasks.train.adapters import lora_config
         from tasks.train.models import load_policy, save_output
+        from tasks.train.padding_free import install
         from tasks.train.run import fit, ordered, trainer_args
 
         policy = load_policy(self, inputs["policy"], ctx)

@@ -12,7 +12,7 @@ from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
 if TYPE_CHECKING:
-    from tasks.packed_batches import Batch, Collator, Example
+    from tasks.train.padding_free import Batch, Collator, Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,9 @@ class RewardModel(Training):
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.packed_batches import collator_for
-        from tasks.packed_forward import install
         from tasks.train.adapters import lora_config
         from tasks.train.models import load_reward_model, save_output
+        from tasks.train.padding_free import collator_for, install
         from tasks.train.rewards import install_scores
         from tasks.train.run import fit, ordered, trainer_args
 

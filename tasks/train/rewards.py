@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from tasks.packed_forward import hidden_states
+from tasks.train.padding_free import hidden_states
 
 if TYPE_CHECKING:
     from torch import Tensor
