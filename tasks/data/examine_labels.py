@@ -8,7 +8,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
-from tasks.method import Input
+from tasks.recipe import Input
 
 CHATS = (Kind.CONVERSATIONS, Kind.PREFERENCES)  # what goes through a chat template
 LABELLED = (Kind.TEXT, *CHATS)  # what has labels before it trains

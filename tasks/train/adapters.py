@@ -18,7 +18,7 @@ from lineage.manifest import SourceRecord
 from lineage.sources import pin
 from lineage.store import MANIFEST, Entry
 from tasks.fetch_model import fetch_model
-from tasks.method import ALL_LINEAR, Input, LoRA
+from tasks.recipe import ALL_LINEAR, Input, LoRA
 from tasks.train.quantization import look_for_quantized
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from tasks.context import TrainContext
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 # Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})

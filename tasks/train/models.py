@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from tasks.method import Input, Training
+from tasks.recipe import Input, TrainingRecipe
 from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
 from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized
 
@@ -64,7 +64,7 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_policy(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """A causal language model to train, in fp32: what optimizers step; bf16 is the trainer's autocast.
 
     Under QLoRA its linear layers, which are not trained, are in 4 bits.
@@ -73,7 +73,7 @@ def load_policy(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
-def load_reward_model(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """The policy's backbone, as ``load_policy`` has it, under a new head with one output, drawn from the seed."""
     from transformers import AutoConfig, set_seed
 
@@ -149,7 +149,7 @@ def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     return merged
 
 
-def save_output(method: Training, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext") -> None:
+def save_output(method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext") -> None:
     """Writes what was trained, with the tokenizer and chat template of its input; rank 0 only.
 
     A LoRA is merged into the weights, and kept by itself in ``adapter/``; with ``save=adapter`` it is all that is
@@ -182,7 +182,7 @@ def _save_adapter_alone(model: "PeftModel", policy: Input, directory: Path) -> N
         base.generation_config.save_pretrained(directory)
 
 
-def _merge(method: Training, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
+def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
     base = model.get_base_model()
     if not is_quantized(base):
         whole: PreTrainedModel = model.merge_and_unload()

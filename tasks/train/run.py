@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
-    from tasks.method import Inputs, Training
+    from tasks.recipe import Inputs, TrainingRecipe
 
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _REFUSED = "does not have a deterministic implementation"  # what torch says of 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
-def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
+def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
     """Arguments that every TRL config takes: identity from ``method``, execution from ``ctx``.
 
     Raises:
@@ -75,12 +75,12 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
     }
 
 
-def ordered(rows: "TokenizedRows", method: "Training") -> Dataset:
+def ordered(rows: "TokenizedRows", method: "TrainingRecipe") -> Dataset:
     """Exactly the rows that training consumes, in their one order."""
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
-def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
+def fit(method: "TrainingRecipe", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
     """Trains to the last step, reporting each; a trainer that is already there is not stepped again.
 
     The trainer ends with the weights that are the stage's output: of the last step, or of the best.
@@ -120,7 +120,7 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
     return {**summary(trainer.state, before + time.perf_counter() - start, step), **notes}
 
 
-def _best_model(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
+def _best_model(method: "TrainingRecipe", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
     if method.best is None:
         return None
     rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None

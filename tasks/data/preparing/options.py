@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.formats.prompting import placeholders
-from tasks.method import Method
+from tasks.recipe import Method
 
 ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
 

@@ -16,7 +16,7 @@ from tasks.data.tokens.tokenization import Tokenization
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 Row = Mapping[str, object]
 Columns = dict[str, list[int]]
