@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import DataError
+from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import encoder_of
+from tasks.data.tokens.fate import TokenRow
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer, TokenRow
+from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.scoring import Scored
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """What becomes of one row when it is made into tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(kw_only=True)
@@ -12,6 +13,7 @@ class Fate:
         tokens, trained: tokens that a trainer reads, and those of them that get loss.
         cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
         dropped: why it is not trained on, such as ``nothing_to_train``.
+        label: of a single answer: whether it is desirable; None: rows of its kind have none.
     """
 
     row_id: str
@@ -21,3 +23,18 @@ class Fate:
     cut: bool = False
     prompt_cut: bool = False
     dropped: str | None = None
+    label: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A row as a trainer reads it, unless its fate is to be left out.
+
+    Args:
+        columns: its tokens.
+        rest: what a file of tokens of its kind holds beside them, such as a label.
+    """
+
+    fate: Fate
+    columns: dict[str, list[int]]
+    rest: Mapping[str, object] = field(default_factory=dict)

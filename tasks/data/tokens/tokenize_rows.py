@@ -1,15 +1,16 @@
 """Prepared rows -> the tokens that trainers read; what is lost of a row is said in its fate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.kinds import IGNORED, ROW_KINDS, Row
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import Encoder, common_prefix, encoder_of
-from tasks.data.tokens.fate import Fate
-from tasks.data.tokens.length_policy import keep
+from tasks.data.tokens.fate import Fate, TokenRow
+from tasks.data.tokens.length_policy import keep, keep_end
 from tasks.data.tokens.rendering import Renderer, Turns
 from tasks.data.tokens.tokenization import Tokenization
 
@@ -18,22 +19,11 @@ if TYPE_CHECKING:
 
     from tasks.recipe import Input
 
-Row = Mapping[str, object]
-Columns = dict[str, list[int]]
-IGNORED = -100  # label of a token that is not trained
 NOTHING_TO_TRAIN = "nothing_to_train"
 _NO_TEMPLATE = (
     "{model} has no chat template, and conversations cannot be rendered without one; set chat_template=chatml on the "
     "sft stage (the template then travels with its output)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """A row as a trainer reads it, unless its fate is to be left out."""
-
-    fate: Fate
-    columns: Columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,28 +46,23 @@ class RowTokenizer:
         return RowTokenizer(
             tokenization=tokenization,
             encoder=encoder_of(tokenizer),
-            renderer=Renderer.of(tokenizer) if tokenizer.chat_template and tokenization.kind != Kind.TEXT else None,
+            renderer=Renderer.of(tokenizer) if tokenizer.chat_template and ROW_KINDS[tokenization.kind].chat else None,
             bos=tokenizer.bos_token_id,
             end_of_document=tokenizer.convert_tokens_to_ids(end_of_document(tokenizer)),
         )
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
-        """Conversations have ``input_ids`` and ``labels``: every assistant turn is trained, and nothing else.
+        """The tokens of rows of the stated kind."""
+        return ROW_KINDS[self.tokenization.kind].tokenize(self, rows)
 
-        Pairs have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``. A text has
-        ``input_ids``, its end included and nothing cut.
-        """
-        kinds = {
-            Kind.TEXT: self._texts, Kind.CONVERSATIONS: self._conversations, Kind.PREFERENCES: self._preferences,
-        }  # fmt: skip
-        return kinds[self.tokenization.kind](rows)
-
-    def _texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``input_ids``: a text with its end, nothing cut."""
         for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
             ids = [*encoded.ids, self.end_of_document]
             yield TokenRow(fate=Fate(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
 
-    def _conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``input_ids`` and ``labels``: every assistant turn is trained, and nothing else."""
         rendered = [self._render(row, "messages") for row in rows]
         encoded = self.encoder.encode([turns.text for turns in rendered])
         for row, turns, whole in zip(rows, rendered, encoded, strict=True):
@@ -94,7 +79,8 @@ class RowTokenizer:
                 fate.dropped = fate.dropped or NOTHING_TO_TRAIN
             yield TokenRow(fate=fate, columns=columns)
 
-    def _preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``."""
         rendered = [self._render(row, "prompt", side) for row in rows for side in ("chosen", "rejected")]
         encoded = self.encoder.encode([turns.text for turns in rendered])
         sides = zip(rendered, encoded, strict=True)
@@ -120,16 +106,56 @@ class RowTokenizer:
             fate.dropped = fate.dropped or "equal_after_the_cut"
         return TokenRow(fate=fate, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
 
-    def _render(self, row: Row, *columns: str) -> Turns:
+    def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids``, ``completion_ids`` and ``label``: prompt and answer fit ``max_length``."""
+        rendered = [self._render(row, "prompt", "completion") for row in rows]
+        encoded = self.encoder.encode([turns.text for turns in rendered])
+        for row, turns, whole in zip(rows, rendered, encoded, strict=True):
+            answers = sum(message["role"] == "assistant" for message in messages_of(row["prompt"]))
+            start, label = whole.tokens_before(turns.spans[answers][0]), bool(row["label"])
+            fate = Fate(row_id=str(row["row_id"]), length=len(whole.ids), label=label)
+            kept = keep(self.tokenization, fate, start, self._head(whole.ids))
+            ids = kept.of(whole.ids)
+            prompt, answer = ids[: start - kept.removed], ids[start - kept.removed :]
+            fate.tokens, fate.trained = len(ids), len(answer)
+            if not answer:
+                fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+            yield TokenRow(
+                fate=fate, columns={"prompt_ids": prompt, "completion_ids": answer}, rest={"label": label}
+            )  # fmt: skip
+
+    def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids`` up to where the assistant begins to speak, its ``prompt`` and ``columns`` as JSON text.
+
+        A prompt of more than ``max_prompt_length`` tokens, or else ``max_length``, keeps its last ones.
+        """
+        renderer, texts = self._required_renderer(), list[str]()
+        for row in rows:
+            messages, tools = messages_of(row["prompt"]), tools_of(row)
+            texts.append(renderer.text(messages, tools, row_id=str(row["row_id"]), prompt=True))
+        for row, whole in zip(rows, self.encoder.encode(texts), strict=True):
+            fate = Fate(row_id=str(row["row_id"]), length=len(whole.ids))
+            ids = keep_end(self.tokenization, fate, self._head(whole.ids)).of(whole.ids)
+            fate.tokens = len(ids)
+            prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
+            yield TokenRow(
+                fate=fate, columns={"prompt_ids": ids}, rest={"prompt": prompt, "columns": row.get("columns")}
+            )  # fmt: skip
+
+    def _required_renderer(self) -> Renderer:
         if self.renderer is None:
             raise ConfigError(_NO_TEMPLATE.format(model="the model"))
+        return self.renderer
+
+    def _render(self, row: Row, *columns: str) -> Turns:
+        renderer = self._required_renderer()
         messages = [message for column in columns for message in messages_of(row[column])]
         if not any(message["role"] == "assistant" for message in messages_of(row[columns[-1]])):
             raise DataError(
                 f"row {row['row_id']}: the assistant says nothing in its {columns[-1]}; at least one message of the "
                 "assistant is accepted; add the answer, or remove the row"
             )
-        return self.renderer.turns(messages, tools_of(row), str(row["row_id"]))
+        return renderer.turns(messages, tools_of(row), str(row["row_id"]))
 
     def _head(self, ids: Sequence[int]) -> int:
         """How many first tokens stay whatever is cut."""

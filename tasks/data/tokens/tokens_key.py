@@ -6,10 +6,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from lineage.artifact import Kind
 from lineage.digest import digest_file, digest_files, digest_of
 from lineage.fingerprint import canonical_json
 from tasks.chat_template import CHAT_TEMPLATES
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.train.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 
@@ -22,7 +22,7 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
     """Digest of all that decides the tokens; the same before and after a stage has written its chat template into a
     model."""
     path = tokenizer_dir / CHAT_TEMPLATE_FILE
-    if tokenization.kind == Kind.TEXT:
+    if not ROW_KINDS[tokenization.kind].chat:
         template = ""
     elif tokenization.chat_template:
         template = CHAT_TEMPLATES[tokenization.chat_template]
