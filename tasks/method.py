@@ -1,6 +1,5 @@
 """What a method is: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,8 @@ from tasks.recipe import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import Trainer
 
-    from tasks.train.pair_loss import Logps
     from tasks.train.run import TrainingRun
 
 __all__ = [
@@ -40,7 +37,6 @@ __all__ = [
     "Inputs",
     "LoRA",
     "Method",
-    "PairLoss",
     "Role",
     "Training",
 ]
@@ -69,24 +65,3 @@ class Training(TrainingRecipe):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """The trainer of a method that transformers' loop trains: ``run.trl(Trainer, Config, **own)``."""
         raise NotImplementedError(f"{type(self).__qualname__} states neither trainer(run) nor loop(run)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairLoss(Training):
-    """A method on preference pairs whose loss is a function of the answers' log-probabilities.
-
-    Prompt and answers go through one forward that computes no padding, and no logits beside those of the answers. Where
-    ``models`` has a FROZEN_POLICY, that the reference is the policy is proven at step 0.
-    """
-
-    @abstractmethod
-    def loss(self, chosen: "Logps", rejected: "Logps") -> "tuple[Tensor, dict[str, Tensor]]":
-        """The loss of a micro batch, a mean over its pairs, and metrics: of each pair (B), or a number."""
-
-    def trainer(self, run: "TrainingRun") -> "Trainer":
-        """TRL's loop around ``loss``."""
-        from trl import SFTConfig
-
-        from tasks.train.pair_loss import pair_trainer
-
-        return run.trl(pair_trainer(self.loss), SFTConfig)

@@ -197,8 +197,8 @@ class TrainingRecipe(Method):
         slots = {name: role.kind for name, role in cls.models.items() if role.kind}
         if cls.models.get("policy") not in (POLICY, REWARD_HEAD):
             raise TypeError(
-                f"{cls.__qualname__}.models={dict(cls.models)}: the model that is trained and becomes the output is named "
-                'policy; state models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
+                f"{cls.__qualname__}.models={dict(cls.models)}: the model that is trained, and becomes the output, "
+                'is named policy; state models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
             )
         derived = {
             "consumes": {**slots, reads.slot: reads.kind},
