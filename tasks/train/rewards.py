@@ -14,13 +14,13 @@ import torch
 from peft import PeftModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from tasks.packed_forward import hidden_states
+from tasks.train.padding_free import hidden_states
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from tasks.packed_batches import Batch, Collator, Example
+    from tasks.train.padding_free import Batch, Collator, Example
 
 
 def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":

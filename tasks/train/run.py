@@ -24,14 +24,13 @@ from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
-from tasks.packed_batches import collator_for, unpacked
-from tasks.packed_forward import install
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
 from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, StepZeroProof, summary
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
 from tasks.train.optimizers import optimizer_args
+from tasks.train.padding_free import collator_for, install, unpacked
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args

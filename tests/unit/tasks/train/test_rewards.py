@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tasks.packed_batches import common_tokens
-from tasks.packed_forward import install, is_packable, pack
+from tasks.train.padding_free import common_tokens, install, is_packable, pack
 from tasks.train.rewards import install_scores, sequence_scores
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
