@@ -46,7 +46,7 @@ class Source:
             SHA-256 of its file, which must be set.
         split: of a hub data set or of one saved on disk; a slice of any rows: ``train[90%:]``, ``train[:1000]``.
         format: the shape of the rows, where it shall not be detected: the name of one of ``tasks.data.formats``.
-        columns: names of the rows' columns -> the names that a format knows, such as ``question: prompt``.
+        columns: names that a format knows -> the rows' columns that hold them, such as ``prompt: question``.
         sample_count: so many rows of the source, drawn by ``shuffle_seed``; None: all.
         shuffle_seed: of the order in which rows are written; None: as they stand.
         shuffle_buffer: how far a row may move when shuffled, in rows; None: anywhere.

@@ -17,7 +17,7 @@ from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
 from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, remote_versions, revision_of
-from lineage.source_checks import check_options, reading_options
+from lineage.source_checks import check_options, reading_identity, reading_options
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -128,7 +128,7 @@ def local_paths(path: str) -> list[Path]:
 
 def _identity(source: Source, content: str) -> str:
     where = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
-    identity = {**where, **reading_options(source)}
+    identity = {**where, **reading_identity(source)}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
