@@ -23,7 +23,7 @@ test-all: $(READY)  ## `slow` too: before an issue is resolved
 	$(PYTEST) -m "not nightly"
 
 nightly: $(READY)  ## all tests, then the chaos
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
