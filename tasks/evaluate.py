@@ -16,7 +16,7 @@ from tasks import held_out_rows as held_out
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import POLICY_METRICS, write_report
 from tasks.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
-from tasks.method import Input, Inputs, Method
+from tasks.recipe import Input, Inputs, Method
 from tasks.row_scores import RowScores, write_scores
 from tasks.scoring import greedy_answers, logps, rewards
 

@@ -21,7 +21,7 @@ from tasks.scoring import Answer, Scored
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input, Inputs
+    from tasks.recipe import Input, Inputs
 
 Row = dict[str, object]
 Message = dict[str, str]  # as a file of prepared rows holds it
