@@ -1,4 +1,4 @@
-"""The bounds of the shipped gate: a model that is better than its parent passes, one that is worse in a thing does not."""
+"""The bounds of the shipped gate: a better model passes, one that is worse in a single thing does not."""
 
 import random
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from flows.declare.config import load_pipeline
 from lineage.artifact import Kind
 from lineage.verdict import Verdict, read_verdict
 from tasks.context import TrainContext
+from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate
 from tasks.method import Input
-from tasks.row_scores import RowScores, write_scores
 
 NUM_ROWS = 200
 # What two models score in the mean: shares of rows, and of perplexities nats per token.
