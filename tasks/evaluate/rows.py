@@ -16,12 +16,12 @@ from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
-from tasks.scoring import Answer, Scored
+from tasks.evaluate.scoring import Answer, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input, Inputs
+    from tasks.recipe import Input, Inputs
 
 Row = dict[str, object]
 Message = dict[str, str]  # as a file of prepared rows holds it
