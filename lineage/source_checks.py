@@ -1,12 +1,14 @@
 """What a source states, checked when the plan is made: no option that nothing would read."""
 
 import re
+from collections import Counter
 
-from lineage.artifact import QUICKSTART, Kind, Source
+from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.python_source import PYTHON
+from lineage.text_split import check_split
 
-_READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
+_READING = ("format", "columns", "split_by", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
 
 _BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an unknown number
 
@@ -20,6 +22,14 @@ def reading_options(source: Source) -> dict[str, object]:
     return {name: value for name, value in stated.items() if value is not None and value is not False and value != {}}
 
 
+def reading_identity(source: Source) -> dict[str, object]:
+    """The same as it goes into the fingerprint: columns the other way round, as all stores have them."""
+    options = reading_options(source)
+    return (
+        {**options, "columns": {theirs: ours for ours, theirs in source.columns.items()}} if source.columns else options
+    )
+
+
 def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> None:
     """That a source states nothing that would not be read.
 
@@ -29,6 +39,12 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
     Raises:
         ConfigError: names the field, and what to do.
     """
+    twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"sources.{name}.columns: the rows' column {twice[0]!r} has two names of ours; one is accepted; remove the "
+            "other"
+        )
     if source.kind != Kind.ROWS:
         _refuse_reading(name, source)
     if source.shuffle_buffer is not None and source.shuffle_seed is None:
@@ -36,6 +52,8 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
             f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; state "
             f"sources.{name}.shuffle_seed=0, or remove shuffle_buffer"
         )
+    if source.split_by is not None and (is_hub or source.path.startswith((PYTHON, QUICKSTART))):
+        check_split(name, source.path, source.split_by, [])
     if source.streaming:
         _check_streaming(name, source, is_hub)
     if source.credentials and not is_url:
@@ -44,7 +62,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
             "s3://bucket/rows.jsonl; remove them"
         )
     # Of these we state the revision ourselves, and check it again before a stage starts.
-    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART))
+    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART, WHEEL))
     if source.revision is not None and not has_revision:
         raise ConfigError(
             f"sources.{name}.revision={source.revision}: {source.path} has no revisions; a hub data set or model has; "
