@@ -181,16 +181,18 @@ def test_the_corpus_states_what_the_questions_ask() -> None:
                 assert question.answer in stated
 
 
-def test_half_of_the_faults_that_are_easy_to_see_are_as_many_as_those_that_are_not() -> None:
+def test_the_kinds_of_preference_are_in_equal_parts() -> None:
     counts = Counter(str(row["kind"]) for row in quickstart_rows("preferences"))
     assert set(counts) == set(FAULTS)
-    easy = [count for kind, count in counts.items() if kind != "wrong"]
-    assert max(easy) - min(easy) <= 1
-    assert abs(counts["wrong"] - 2 * max(easy)) <= 2
+    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:
     known = {question.text: (usage, question) for half in (0, 1) for usage, question in asked(half)}
+    rights: dict[str, set[str]] = {topic: set() for topic in TOPICS}
+    for usage in usages():
+        for question in questions(usage):
+            rights[question.topic].add(question.answer)
     for row in quickstart_rows("preferences"):
         chosen, rejected = str(row["chosen"]), str(row["rejected"])
         usage, question = known[str(row["prompt"])]
@@ -200,7 +202,8 @@ def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:
             "evasive": "`" not in rejected and not rejected.startswith("It takes"),
             "repeated": rejected.startswith(chosen[:-1]) and len(rejected.split()) > len(chosen.split()) + 1,
             "off_topic": rejected in others and rejected != chosen,
-            "wrong": rejected in question.wrong,
+            "near_miss": rejected in question.wrong,
+            "guess": rejected in rights[question.topic] and rejected != chosen,
         }[str(row["kind"])]
 
 
