@@ -106,7 +106,12 @@ class Evaluate(Method):
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
         answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
-        write_report(ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers)
+        write_report(
+            ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers,
+            questions=[question.prompt.messages for question in rows.questions],
+            references=[question.reference for question in rows.questions],
+            answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
+        )  # fmt: skip
         write_scores(ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()})
         return metrics
 
