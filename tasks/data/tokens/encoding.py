@@ -156,8 +156,8 @@ class Unplaced:
         return common_prefix(self.encoder.ids(self.text[:place]), self.ids)
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many first tokens two sequences share."""
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many first tokens, or characters, two sequences share."""
     for place, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return place

@@ -48,8 +48,8 @@ class PartTokenizer:
         import pyarrow as pa
 
         made = list(self.tokenizer(rows.to_pylist()))
-        kept = [row.columns for row in made if not row.fate.dropped]
-        schema = token_schema(made[0].columns.keys())
+        kept = [columns for row in made if not row.fate.dropped for columns in row.examples]
+        schema = token_schema(made[0].examples[0].keys())
         columns = [pa.array([row[name] for row in kept], schema.field(name).type) for name in schema.names]
         return TokenPart(fates=[row.fate for row in made], columns=pa.RecordBatch.from_arrays(columns, schema=schema))
 
@@ -71,7 +71,11 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
     ):
         for part in _parts(rows, tokenizer, workers):
             token_file.write_batch(part.columns)
-            fate_file.write_batch(pa.RecordBatch.from_pylist([vars(fate) for fate in part.fates], fates))
+            fate_file.write_batch(
+                pa.RecordBatch.from_pylist(
+                    [{name: getattr(fate, name) for name in _FATE} for fate in part.fates], fates
+                )
+            )
             account.num_examples += len(part.columns)
             for fate in part.fates:
                 account.add(fate)
