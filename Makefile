@@ -4,16 +4,25 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 KILLS ?= 20
 
-.PHONY: demo test check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
+.PHONY: demo test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
 
-test: $(READY)  ## every test that needs no GPU
-	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+test: $(READY)  ## what CI runs: every test that needs no GPU, but `slow` and `nightly`
+	$(PYTEST) -m "not slow and not nightly"
+
+test-all: $(READY)  ## `slow` too: before an issue is resolved
+	$(PYTEST) -m "not nightly"
+
+nightly: $(READY)  ## all tests, then the chaos
+	$(PYTEST)
+	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 check: $(READY)  ## what to run before a commit
 	$(BIN)/ruff check

@@ -16,7 +16,7 @@ from lineage.errors import ConfigError, DataError
 from lineage.source_checks import check_options
 from lineage.sources import local_paths, pin
 from tasks.data.examine import OpenedRows, method_of, open_rows
-from tasks.data.examine_labels import CHATS, LABELLED
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 
 
@@ -52,13 +52,9 @@ class Asked:
         Raises:
             ConfigError: names it.
         """
-        if kind not in LABELLED:
-            why = f"of {kind} it is not told what would be trained, but of {', '.join(LABELLED)}; remove it"
-            _refuse(max_length=self.max_length, chat_template=self.chat_template, why=why)
-        if kind not in CHATS:
-            _refuse(
-                chat_template=self.chat_template, why=f"{kind} goes through none, as {', '.join(CHATS)} do; remove it"
-            )
+        if not ROW_KINDS[kind].chat:
+            chats = ", ".join(each.kind for each in ROW_KINDS.values() if each.chat)
+            _refuse(chat_template=self.chat_template, why=f"{kind} goes through none, as {chats} do; remove it")
 
 
 def _refuse(*, why: str, **stated: object) -> None:

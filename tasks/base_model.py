@@ -13,7 +13,7 @@ from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import TRAIN
 from tasks.method import Inputs, Method
-from tasks.zero import leave_out_deepspeed
+from tasks.train.sharding import leave_out_deepspeed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.row_scores import RowScores, is_perplexity, lower_is_better
+from tasks.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +76,7 @@ class Bootstrap:
         sums = [_sums(report, groups, policy, baseline) for report in reports]
         counts = np.ones((1, len(groups)))
         values_R = np.array([_statistic(reports[0].metric, each, counts, baseline)[0] for each in sums])
-        bounded = is_accuracy(reports[0].metric)
+        bounded = is_bounded(reports[0].metric)
         drawn_from = [_with_pseudo_groups(each, baseline) for each in sums] if bounded else sums
         drawn_B = np.concatenate([
             np.mean([_statistic(reports[0].metric, each, counts, baseline) for each in drawn_from], axis=0)
@@ -127,11 +127,6 @@ def _sums(
         np.bincount(place, np.asarray(column, dtype=float), minlength=len(groups)).astype(float) for column in columns
     )
     return weights, scores, against
-
-
-def is_accuracy(metric: str) -> bool:
-    """Whether the scores of a metric are bounded: in [0, 1], and differences of them in [-1, 1]."""
-    return metric.endswith("accuracy")
 
 
 def _with_pseudo_groups(

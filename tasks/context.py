@@ -10,8 +10,8 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
-from tasks.checkpoints.best import KeepBest
-from tasks.steps.alive import Doing
+from tasks.best import KeepBest
+from tasks.heartbeat import Doing
 
 Metrics = Mapping[str, float]
 Report = Callable[[int, Metrics], None]

@@ -31,12 +31,12 @@ class ContinuedPretraining(Training):
         from trl import SFTConfig, SFTTrainer
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_policy, save_output
-        from tasks.packed_forward import install
-        from tasks.trainer import fit, ordered, trainer_args
+        from tasks.train.adapters import lora_config
+        from tasks.train.models import load_policy, save_output
+        from tasks.train.padding_free import install
+        from tasks.train.run import fit, ordered, trainer_args
 
         policy = load_policy(self, inputs["policy"], ctx)
         rows = load_or_make(

@@ -47,15 +47,14 @@ class DPO(Training):
         from trl import DPOConfig
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_policy, save_output
-        from tasks.packed_batches import collator_for
-        from tasks.packed_forward import install
-        from tasks.preference_trainer import StepZeroProof, TokenizedDPOTrainer
-        from tasks.trainer import fit, ordered, trainer_args
+        from tasks.train.adapters import lora_config
+        from tasks.train.callbacks import StepZeroProof
+        from tasks.train.models import load_policy, save_output
+        from tasks.train.padding_free import collator_for, install
+        from tasks.train.run import TokenizedDPOTrainer, fit, ordered, trainer_args
 
         policy = load_policy(self, inputs["policy"], ctx)
         # With LoRA the reference is the policy with its adapter switched off; else a second copy of the policy.

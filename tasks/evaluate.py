@@ -1,4 +1,5 @@
-"""Measures, on held-out rows, whether each stage helped: perplexity, preference accuracy, rewards of greedy answers."""
+"""Measures, on held-out rows, whether each stage helped: perplexity, preference accuracy, exact match, rewards of
+greedy answers."""
 
 import filecmp
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ class Evaluate(Method):
     Every slot that ``consumes`` does not name is a policy, and its name labels its numbers.
     """
 
-    version: ClassVar[int] = 2  # 2: writes the scores of each row
+    version: ClassVar[int] = 3  # 2: writes the scores of each row. 3: exact match; greedy answers are greedy
     consumes: ClassVar[Mapping[str, Kind]] = {
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
@@ -44,14 +45,15 @@ class Evaluate(Method):
     chat_slot: ClassVar[str | None] = "reference"
 
     num_rows: Annotated[int, Gt(0)] = 200  # held-out rows per measure, at most
-    num_prompts: Annotated[int, Gt(0)] = 32  # answered greedily by each policy
+    num_prompts: Annotated[int, Gt(0)] = 32  # of the pairs, answered greedily by each policy
+    num_questions: Annotated[int, Gt(0)] | None = None  # of the conversations, likewise; None: num_prompts
     max_new_tokens: Annotated[int, Gt(0)] = 64
     max_length: Annotated[int, Gt(1)] = 256  # tokens of a row that are scored
     seed: Annotated[int, Ge(0)] = 0  # of the choice of rows
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.models import load_tokenizer
+        from tasks.train.models import load_tokenizer
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -61,11 +63,11 @@ class Evaluate(Method):
         require_chat_template(tokenizer, inputs["reference"])
         _require_same_tokens(policies, inputs["reference"], tokenizer.get_vocab())
         rows = held_out.draw(
-            inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts, max_length=self.max_length,
-            seed=self.seed,
+            inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
+            num_questions=self.num_questions or self.num_prompts, max_length=self.max_length, seed=self.seed,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        answers = {name: policy.greedy for name, policy in measured.items()}
+        answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
         reward_scores, by_kind = self._rewards(inputs["reward_model"], rows, answers, tokenizer, ctx)
         scores = [*policy_scores(rows, measured, reference), *reward_scores]
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
@@ -96,7 +98,7 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
-        from tasks.models import load_model
+        from tasks.train.models import load_model
 
         model = load_model(policy).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
@@ -106,6 +108,7 @@ class Evaluate(Method):
             chosen=logps(model, rows.pairs.chosen, batch_size),
             rejected=logps(model, rows.pairs.rejected, batch_size),
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
+            answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
         )
 
     def _rewards(
@@ -117,7 +120,7 @@ class Evaluate(Method):
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
         """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair."""
-        from tasks.models import load_model
+        from tasks.train.models import load_model
 
         model = load_model(reward_model).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
@@ -149,7 +152,7 @@ def _require_same_tokens(policies: Inputs, reference: Input, vocabulary: Mapping
     Raises:
         ConfigError: one has another tokenizer.
     """
-    from tasks.models import load_tokenizer
+    from tasks.train.models import load_tokenizer
 
     for name, policy in policies.items():
         own, known = (given.path / "tokenizer.json" for given in (policy, reference))

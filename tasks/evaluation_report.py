@@ -6,16 +6,21 @@ from pathlib import Path
 
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
-POLICY_METRICS = ("text_perplexity", "answer_perplexity", "preference_accuracy", "logp_accuracy", "reward_score")
+POLICY_METRICS = (
+    "text_perplexity", "answer_perplexity", "exact_match", "preference_accuracy", "logp_accuracy", "reward_score",
+    "unfinished_share",
+)  # fmt: skip
 _NUM_SAMPLES = 3
 _MAX_SHOWN = 120  # characters of a sample answer
 # Metric of a policy -> title of its column, and digits after the point.
 _COLUMNS = {
     "text_perplexity": ("text ppl ↓", 1),
     "answer_perplexity": ("answer ppl ↓", 1),
+    "exact_match": ("exact match ↑", 2),
     "preference_accuracy": ("preference acc. (implicit reward) ↑", 3),
     "logp_accuracy": ("preference acc. (log-prob.) ↑", 3),
     "reward_score": ("reward of answers ↑", 2),
+    "unfinished_share": ("answers cut off ↓", 2),
 }
 
 
@@ -38,11 +43,11 @@ def write_report(
 
 
 def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
-    titles = [title for title, _ in _COLUMNS.values()]
+    columns = {key: column for key, column in _COLUMNS.items() if f"{names[0]}/{key}" in metrics}
     rows = [
-        [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in _COLUMNS.items())] for name in names
+        [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns.items())] for name in names
     ]
-    return markdown_table(["policy", *titles], rows)
+    return markdown_table(["policy", *(title for title, _ in columns.values())], rows)
 
 
 def _reward_model(metrics: Mapping[str, float]) -> str:

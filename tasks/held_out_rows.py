@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import DataError
+from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import encoder_of
+from tasks.data.tokens.fate import TokenRow
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer, TokenRow
+from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.scoring import Scored
 
 if TYPE_CHECKING:
@@ -61,14 +63,36 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Question:
+    """A held-out conversation up to its last answer, which is the reference.
+
+    Args:
+        row_id: of the conversation.
+        group: as in ``Scored``.
+    """
+
+    prompt: Prompt
+    reference: str
+    row_id: str
+    group: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What every policy is asked."""
+    """What every policy is asked.
+
+    Args:
+        prompts, prompt_ids: of the pairs.
+        questions, question_ids: of the conversations: what an exact match is measured on.
+    """
 
     text: Sequence[Scored]
     answers: Sequence[Scored]
     pairs: Pairs
     prompts: Sequence[Prompt]
     prompt_ids: Sequence[Sequence[int]]
+    questions: Sequence[Question]
+    question_ids: Sequence[Sequence[int]]
 
 
 def draw(
@@ -77,6 +101,7 @@ def draw(
     *,
     num_rows: int,
     num_prompts: int,
+    num_questions: int,
     max_length: int,
     seed: int,
 ) -> Rows:
@@ -89,12 +114,15 @@ def draw(
         draw_rows(inputs[slot], num_rows, seed) for slot in ("text", "conversations", "pairs")
     )
     prompts = distinct_prompts(pairs, num_prompts)
+    questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed))
     rows = Rows(
         text=text_tokens(text, tokenizer, max_length),
         answers=answer_tokens(conversations, tokenizer, max_length),
         pairs=pair_tokens(pairs, tokenizer, max_length),
         prompts=prompts,
         prompt_ids=prompt_tokens(prompts, tokenizer, max_length),
+        questions=questions,
+        question_ids=prompt_tokens([question.prompt for question in questions], tokenizer, max_length),
     )
     for slot, found in (("text", rows.text), ("conversations", rows.answers), ("pairs", rows.pairs.kinds)):
         if not found:
@@ -170,6 +198,20 @@ def prompt_of(row: Row) -> Prompt:
     messages, tools = row["prompt"], row.get("tools")
     assert isinstance(messages, list)
     return Prompt(messages=messages, tools=None if tools is None else str(tools))
+
+
+def questions_of(rows: Sequence[Row]) -> list[Question]:
+    """Each conversation that has an answer in words, up to the last of them."""
+    found = []
+    for row in rows:
+        messages, tools = row["messages"], row.get("tools")
+        assert isinstance(messages, list)
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and message["content"]]
+        if answers:
+            prompt = Prompt(messages=messages[: answers[-1]], tools=None if tools is None else str(tools))
+            reference = str(messages[answers[-1]]["content"])
+            found.append(Question(prompt=prompt, reference=reference, row_id=str(row["row_id"]), group=_content(row)))
+    return found
 
 
 def _content(row: Row) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tasks.held_out_rows import Rows
 from tasks.row_scores import RowScores
-from tasks.scoring import Scored
+from tasks.scoring import Answer, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +15,16 @@ class Measured:
     Args:
         text, answers, chosen, rejected: log-probability of each document, of what the assistant says in each
             conversation, and of the two answers of each pair, in nats.
-        greedy: its answer to each prompt.
+        greedy: its answer to each prompt of the pairs.
+        answered: its answer to each question of the conversations.
     """
 
     text: Sequence[float]
     answers: Sequence[float]
     chosen: Sequence[float]
     rejected: Sequence[float]
-    greedy: Sequence[str]
+    greedy: Sequence[Answer]
+    answered: Sequence[Answer]
 
 
 def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
@@ -41,7 +43,27 @@ def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measu
         *perplexities(rows, measured),
         over_pairs("preference_accuracy", rows, wins),
         over_pairs("logp_accuracy", rows, likelier),
+        *_of_answers(rows, measured),
     ]
+
+
+def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
+    """How many answers are the reference to the letter, and how many the limit of new tokens cut off."""
+    ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
+    prompts = [prompt.name for prompt in rows.prompts]
+    exact = {
+        name: [
+            float(answer.text.strip() == question.reference.strip())
+            for answer, question in zip(policy.answered, rows.questions, strict=True)
+        ]
+        for name, policy in measured.items()
+    }
+    unfinished = {
+        name: [float(not answer.finished) for answer in (*policy.greedy, *policy.answered)]
+        for name, policy in measured.items()
+    }
+    found = [_equal("exact_match", ids, groups, exact)] if ids else []
+    return [*found, _equal("unfinished_share", [*prompts, *ids], [*prompts, *groups], unfinished)]
 
 
 def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
@@ -56,7 +78,15 @@ def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores
 
 def over_pairs(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
     """A metric of pairs; those of one prompt are a group."""
-    return _over_rows(metric, rows.pairs.chosen, [1] * len(rows.pairs.chosen), scores)
+    pairs = rows.pairs.chosen
+    return _equal(metric, [row.row_id for row in pairs], [row.group for row in pairs], scores)
+
+
+def _equal(
+    metric: str, row_ids: Sequence[str], groups: Sequence[str], scores: Mapping[str, Sequence[float]]
+) -> RowScores:
+    """A metric in which every row weighs the same."""
+    return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(row_ids), scores=scores)
 
 
 def _over_rows(

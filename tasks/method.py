@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Lt
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
-from tasks.checkpoints.best import HELD_OUT_LOSS, Best
+from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.tokenization import Tokenization
 
@@ -42,7 +42,7 @@ Inputs = Mapping[str, Input]
 ALL_LINEAR = "all-linear"  # every linear layer but the head
 # What loads models, trains them and evaluates them; a method that needs less of it states less.
 _HEAVY = (
-    "torch", "tasks.adapters.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer",
+    "torch", "tasks.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer", "trl.trainer.sft_trainer",
 )  # fmt: skip
 

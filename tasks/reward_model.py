@@ -12,7 +12,7 @@ from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
 if TYPE_CHECKING:
-    from tasks.packed_batches import Batch, Collator, Example
+    from tasks.train.padding_free import Batch, Collator, Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class RewardModel(Training):
         max_prompt_length: a longer prompt keeps its last tokens.
     """
 
+    version: ClassVar[int] = 2  # 1 took the last token that is not padding by its id, and rounded scores to bf16
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.REWARD_MODEL
     chat_slot: ClassVar[str | None] = "policy"
@@ -48,14 +49,14 @@ class RewardModel(Training):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
-        from tasks.adapters.lora import lora_config
         from tasks.data.tokens.load_or_make import load_or_make
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
-        from tasks.models import load_reward_model, save_output
-        from tasks.packed_batches import collator_for
-        from tasks.packed_forward import install
-        from tasks.trainer import fit, ordered, trainer_args
+        from tasks.train.adapters import lora_config
+        from tasks.train.models import load_reward_model, save_output
+        from tasks.train.padding_free import collator_for, install
+        from tasks.train.rewards import install_scores
+        from tasks.train.run import fit, ordered, trainer_args
 
         policy = load_reward_model(self, inputs["policy"], ctx)
         require_chat_template(policy.tokenizer, inputs["policy"])
@@ -76,6 +77,7 @@ class RewardModel(Training):
             peft_config=lora_config(self.adapter, policy.model),
         )
         install(trainer.model)
+        install_scores(trainer.model)
         metrics = fit(self, trainer, inputs, ctx)
         save_output(self, trainer.model, inputs["policy"], ctx)
         return {**rows.metrics, **metrics}

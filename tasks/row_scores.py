@@ -47,8 +47,13 @@ def is_perplexity(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Of perplexities and losses; of every other metric more is better."""
-    return metric.endswith(("perplexity", "loss"))
+    """Of perplexities, losses and shares of unfinished answers; of every other metric more is better."""
+    return metric.endswith(("perplexity", "loss", "unfinished_share"))
+
+
+def is_bounded(metric: str) -> bool:
+    """Whether the scores of a metric lie in [0, 1], and differences of them in [-1, 1]."""
+    return metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
 
 
 def write_scores(directory: Path, measured: Sequence[RowScores], policies: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,33 +91,64 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model generated.
+
+    Args:
+        finished: it ends in a stop token; else the limit of new tokens cut it off.
+    """
+
+    text: str
+    finished: bool
+
+
 def greedy_answers(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
-) -> list[str]:
-    """The most likely next token again and again, until the model ends its turn; in order of the prompts."""
+) -> list[Answer]:
+    """The most likely next token until a stop token, in order of the prompts.
+
+    Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
+    generation config counts: a repetition penalty, for one, would choose a less likely token.
+    """
     import torch
 
-    found = [""] * len(prompts)
-    with torch.inference_mode():
+    stops = _stop_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id or 0  # masked
+    found: dict[int, Answer] = {}
+    with torch.inference_mode(), _greedy(model, sorted(stops), pad, max_new_tokens):
         for batch in _batches([len(prompt) for prompt in prompts], batch_size):
-            pad = tokenizer.pad_token_id
             ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
-            output = model.generate(
-                ids_BT,
-                attention_mask=attention_BT,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=pad,
-            )
-            answers = tokenizer.batch_decode(output[:, ids_BT.shape[1] :], skip_special_tokens=True)
-            for index, answer in zip(batch, answers, strict=True):
-                found[index] = answer
-    return found
+            output_BT = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :]
+            texts = tokenizer.batch_decode(output_BT, skip_special_tokens=True)
+            for index, text, ids in zip(batch, texts, output_BT.tolist(), strict=True):
+                found[index] = Answer(text=text, finished=not stops.isdisjoint(ids))
+    return [found[index] for index in range(len(prompts))]
+
+
+def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    ends = model.generation_config.eos_token_id
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return {token for token in found if token is not None}
+
+
+@contextmanager
+def _greedy(model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int) -> Iterator[None]:
+    """Replaces the model's generation config: ``generate`` fills in from it whatever an argument leaves out."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, eos_token_id=list(stops) or None, pad_token_id=pad
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:

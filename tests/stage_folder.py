@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lineage.checkpoints import Checkpoints
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.heartbeat import Doing
 from tasks.method import Training
-from tasks.steps.alive import Doing
 from tests import tiny, training
 from tests.worker_group import one_thread
 

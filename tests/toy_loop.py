@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lineage.errors import StoppedError
-from tasks.checkpoints.best import kept_steps
+from tasks.best import kept_steps
 from tasks.context import TrainContext
 from tests.saved import commit
 

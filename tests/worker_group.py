@@ -161,7 +161,7 @@ def _noted(batches: list[list[str]]) -> Iterator[None]:
     """Notes every batch that is collated, each row by its tokens."""
     from transformers import Trainer
 
-    from tasks.trainer import fit
+    from tasks.train.run import fit
 
     def watched(*given: Any) -> Metrics:
         trainer = next(each for each in given if isinstance(each, Trainer))
@@ -174,7 +174,7 @@ def _noted(batches: list[list[str]]) -> Iterator[None]:
         trainer.data_collator = noting
         return fit(*given)
 
-    with mock.patch("tasks.trainer.fit", watched):
+    with mock.patch("tasks.train.run.fit", watched):
         yield
 
 

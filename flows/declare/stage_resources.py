@@ -1,7 +1,7 @@
 """What a stage asks of machines, against what its method does."""
 
 from lineage.errors import ConfigError
-from tasks.checkpoints.best import HELD_OUT_LOSS
+from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.method import Method, Training
 

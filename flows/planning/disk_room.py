@@ -8,7 +8,7 @@ from lineage.artifact import Kind
 from lineage.sources import local_paths
 from lineage.store import Store
 from tasks.check_rows import POLICY
-from tasks.checkpoints.disk_need import require_room
+from tasks.disk_need import require_room
 from tasks.method import Training
 
 

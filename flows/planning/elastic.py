@@ -7,7 +7,7 @@ from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.zero import require_readable
+from tasks.train.sharding import require_readable
 
 
 def goes_on_with(name: str, stage: Stage, entry: Entry, reason: str) -> str:

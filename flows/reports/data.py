@@ -72,12 +72,7 @@ def _rows_of(report: DataReport) -> Iterator[Row]:
 
 
 def _labels(labels: Labels) -> str:
-    rows = [
-        ("trained tokens", f"{labels.trained_tokens_percent:.1f} %"),
-        ("rows cut", f"{labels.rows_cut} at max_length={labels.max_length}"),
-        ("rows with nothing to train", str(labels.rows_dropped)),
-    ]
-    parts = [_table(rows, "labels")]
+    parts = [_table(labels.described(), "labels")]
     for number, sample in enumerate(labels.samples, start=1):
         lines = (f"  {printable(line)}" for line in sample.splitlines())
         parts.append("\n".join([f"sample {number}: what is trained stands in ⟦ ⟧", *lines]))

@@ -11,7 +11,7 @@ from flows.stages.memory_kills import memory_hint, memory_kills
 from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Launcher
-from tasks.steps.alive import Mark, marks
+from tasks.heartbeat import Mark, marks
 
 _UNKNOWN = 255  # as multiprocessing says of a process whose fork server is gone
 

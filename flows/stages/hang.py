@@ -8,7 +8,7 @@ from flows.stages.endings import lost
 from flows.stages.job import CheckJob, Job
 from lineage.errors import LostError
 from tasks.context import Launcher
-from tasks.steps.alive import UNWATCHED, Doing, Mark, innermost_frame, marks, stack
+from tasks.heartbeat import UNWATCHED, Doing, Mark, innermost_frame, marks, stack
 
 _LOOKS = 10  # in the time after which a worker is taken for hung
 _LONGEST_SECONDS = 10.0  # from one look to the next

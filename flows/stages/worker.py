@@ -12,12 +12,12 @@ from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError
 from lineage.store import CACHE, Entry
-from tasks.adapters.base import base_and_adapters
 from tasks.check_rows import POLICY
-from tasks.checkpoints.disk_need import require_room
 from tasks.context import Metrics, Report, TrainContext
+from tasks.disk_need import require_room
+from tasks.heartbeat import Alive, Doing
 from tasks.method import Training
-from tasks.steps.alive import Alive, Doing
+from tasks.train.adapters import base_and_adapters
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from lineage.mlflow.follow import Follower
 from lineage.mlflow.lookup import Recorded
 from lineage.mlflow.names import CAUSE, NOTE, PARENT_RUN, RESUMED_AT, REUSED, WORDS, accepted
 from lineage.mlflow.record import Record
-from lineage.mlflow.reopened import find_run, process_tags, reopen
+from lineage.mlflow.reopened import find_run, process_tags
 from lineage.mlflow.trials import Trials
 from lineage.run_file import RunFile
 from lineage.tracker import Execution, RunIds, StageStart, TrialEnd
@@ -109,8 +109,7 @@ class LiveRecord:
             if artifact not in self._titles:  # another execution made it meanwhile
                 self._reuse(stage, artifact, parent)
         before = RunFile.read(start.directory)
-        resumed = self._reopen(start, before.run_id) if before and before.uri == self._uri else None
-        run_id, logged = resumed or (self._open_new(start), {})
+        run_id, logged = self._reopen(start, before) or (self._open_new(start), {})
         note = RunFile(
             uri=self._uri, run_id=run_id, execution_id=self.run_id, words=self._execution.words,
             registries=before.registered_in if before else [],  # an alias there still names this fingerprint
@@ -126,18 +125,25 @@ class LiveRecord:
     def _open_new(self, start: StageStart) -> str:
         return self._record.open_stage(start, self._execution.pipeline, self.run_id, time.time(), self._me)
 
-    def _reopen(self, start: StageStart, run_id: str) -> tuple[str, Mapping[str, int]] | None:
-        """The run of the attempt before, and the last step of each metric there; it is ended if it is not gone on."""
-        run = find_run(self._client, run_id)
-        if run is None:  # the database was lost, and is another one now
+    def _reopen(self, start: StageStart, before: RunFile | None) -> tuple[str, Mapping[str, int]] | None:
+        """The run of the attempt before, and the last step of each metric there; a restart only closes it.
+
+        Args:
+            before: where that attempt wrote down its run; MLflow is asked first, because a kill may come in between.
+        """
+        run = self._record.unfinished(start, self._execution.pipeline)
+        if run is None and before and before.uri == self._uri:  # of another pipeline with this stage
+            run = find_run(self._client, before.run_id)
+        if run is None:  # the first attempt, or the database was lost, and is another one now
             return None
+        run_id = str(run.info.run_id)
         if not start.resumes or run.info.status == "FINISHED" or run.info.lifecycle_stage != "active":
             if run.info.status == "RUNNING":
                 self._client.set_terminated(run_id, "KILLED")
             return None
         steps = json.dumps(resumed_at(attempts(start.directory)))
         tags = {**self._me, PARENT_RUN: self.run_id, RESUMED_AT: steps}
-        return run_id, reopen(self._client, run, tags)
+        return run_id, self._record.reopen_stage(run, start, self._execution.pipeline, tags)
 
     def follow(self) -> None:
         """Writes what the running stages have reported."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from lineage.lease import Holder
@@ -122,6 +123,17 @@ def finished_run(client: PatientClient, experiment_id: str, manifest: Manifest) 
     where = " and ".join(f"tags.`{name}` = '{value}'" for name, value in wanted.items())
     runs = client.search_runs([experiment_id], f"attributes.status = 'FINISHED' and {where}", max_results=1)
     return recorded_of(runs[0]) if runs else None
+
+
+def unfinished_run(client: PatientClient, experiment_id: str, store: Path, stage: str, fingerprint: str) -> Run | None:
+    """The newest run of a stage in this store that did not finish: a kill may come before its id is written down."""
+    wanted = {STORE: store, STAGE: stage, FINGERPRINT: fingerprint}
+    where = " and ".join(f"tags.`{name}` = '{value}'" for name, value in wanted.items())
+    order = ["attributes.start_time DESC"]
+    runs = client.search_runs(
+        [experiment_id], f"attributes.status != 'FINISHED' and {where}", order_by=order, max_results=1
+    )
+    return runs[0] if runs else None
 
 
 def running(client: PatientClient, experiment_id: str) -> list[Run]:

@@ -11,10 +11,10 @@ from filelock import FileLock
 from lineage.graph.places import artifact_at
 from lineage.manifest import InputRecord, Manifest
 from lineage.mlflow.address import shown
-from lineage.mlflow.client import Param, PatientClient
+from lineage.mlflow.client import Param, PatientClient, Run
 from lineage.mlflow.executions import RebuiltExecutions
 from lineage.mlflow.follow import Follower
-from lineage.mlflow.lookup import Key, Recorded, finished_run, is_dead, running
+from lineage.mlflow.lookup import Key, Recorded, finished_run, is_dead, running, unfinished_run
 from lineage.mlflow.models import model_tags
 from lineage.mlflow.names import (
     FINGERPRINT,
@@ -66,6 +66,18 @@ class Record:
         )
         self._describe(run_id, start, pipeline)
         return run_id
+
+    def unfinished(self, start: StageStart, pipeline: str) -> Run | None:
+        """The run of an attempt that did not finish."""
+        return unfinished_run(
+            self.client, self.runs.experiment(pipeline), self.shelf.root, start.stage, start.fingerprint
+        )
+
+    def reopen_stage(self, run: Run, start: StageStart, pipeline: str, tags: Mapping[str, str]) -> Mapping[str, int]:
+        """Opens a run that did not finish; what it lacks of its description is added. Returns its last steps."""
+        if not has_inputs(run):
+            self._describe(str(run.info.run_id), start, pipeline)
+        return reopen(self.client, run, tags)
 
     def _describe(self, run_id: str, start: StageStart, pipeline: str) -> None:
         """Its recipe, and what it reads."""
@@ -152,9 +164,8 @@ class Record:
         tags = {RECORDED_RUN: manifest.mlflow_run_id} if manifest.mlflow_run_id else {}
         own = half_recorded(self.client, manifest)
         if own:
-            run_id, logged = str(own.info.run_id), reopen(self.client, own, process_tags())
-            if not has_inputs(own):
-                self._describe(run_id, start, manifest.pipeline)
+            run_id = str(own.info.run_id)
+            logged = self.reopen_stage(own, start, manifest.pipeline, process_tags())
         else:
             run_id, logged = self.open_stage(start, manifest.pipeline, execution, manifest.provenance.start, tags), {}
         recorded = self.close_stage(run_id, manifest, Follower(start.directory / "metrics.jsonl", logged))

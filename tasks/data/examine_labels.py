@@ -4,14 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.method import Input
-
-CHATS = (Kind.CONVERSATIONS, Kind.PREFERENCES)  # what goes through a chat template
-LABELLED = (Kind.TEXT, *CHATS)  # what has labels before it trains
 
 
 def fetch_tokenizer(model: str) -> Path:
@@ -24,7 +20,7 @@ def fetch_tokenizer(model: str) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    from tasks.models import TOKENIZER_FILES
+    from tasks.train.models import TOKENIZER_FILES
 
     try:
         return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))
@@ -39,7 +35,7 @@ def with_labels(found: Examined, tokenizer: Path, max_length: int | None, chat_t
     """The same with what of the training rows would be trained, refused where nothing would or it cannot be told.
 
     Args:
-        max_length: in tokens; None: the suggested one.
+        max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
     """
     from tasks.data.tokens.load_or_make import load_or_make
     from tasks.data.tokens.tokenization import Tokenization
@@ -47,7 +43,7 @@ def with_labels(found: Examined, tokenizer: Path, max_length: int | None, chat_t
 
     lengths = found.report.lengths
     length = max_length or (lengths.suggested_max_length if lengths else None)
-    if found.kind not in LABELLED or not found.num_trained or length is None:
+    if not found.num_trained or length is None:
         return found
     rows = Input(name=found.name, kind=found.kind, fingerprint="", path=found.output)
     tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template)
@@ -55,8 +51,10 @@ def with_labels(found: Examined, tokenizer: Path, max_length: int | None, chat_t
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
         account = tokens.account
         labels = Labels(
-            max_length=length, trained_tokens_percent=account.trained_percent, rows_cut=account.cut.count,
-            rows_dropped=sum(named.count for named in account.dropped.values()), samples=account.samples,
+            max_length=length, trained_tokens_percent=account.trained_percent if account.gets_loss else None,
+            num_tokens=account.num_tokens, rows_cut=account.cut.count, prompts_cut=account.prompts_cut.count,
+            rows_dropped=sum(named.count for named in account.dropped.values()), labels=account.labels,
+            samples=account.samples,
         )  # fmt: skip
         found = replace(found, report=replace(found.report, labels=labels))
         show(tokens, rows, length)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.attempts import attempts
+from lineage.lease import living_holder
 from lineage.store import RESERVED, Store
 
 
@@ -64,10 +65,11 @@ def doubled(store: Path) -> list[str]:
 
 
 def untidy(store: Path) -> list[str]:
-    """What a finished store should not hold: scratch, checkpoints, locks."""
-    names = ("work", "checkpoints", "lock")
+    """What a finished store should not hold: scratch, checkpoints, a lock that is held; a dead owner's lock is free."""
     folders = [folder for folder in store.iterdir() if folder.is_dir() and folder.name not in RESERVED]
-    return [str(path) for folder in folders for name in names for path in folder.glob(f"*/{name}") if path.exists()]
+    entries = [entry for folder in folders for entry in folder.iterdir() if entry.is_dir()]
+    found = [entry / name for entry in entries for name in ("work", "checkpoints") if (entry / name).exists()]
+    return [str(path) for path in found] + [f"{entry}/lock is held" for entry in entries if living_holder(entry)]
 
 
 def misrecorded(folder: Path) -> list[str]:

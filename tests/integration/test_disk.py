@@ -10,9 +10,8 @@ import pytest
 from lineage.checkpoints import Checkpoints
 from lineage.disk import full_disk_named
 from lineage.errors import PipelineError
-from tasks.checkpoints.disk_need import disk_need
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.model_shapes import model_shapes
+from tasks.disk_need import disk_need, model_shapes
 from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until

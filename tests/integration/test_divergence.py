@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lineage.errors import PipelineError
-from tasks.checkpoints.best import Best
+from tasks.best import Best
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights

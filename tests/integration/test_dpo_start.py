@@ -35,7 +35,7 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
     from_lora: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tasks.preference_trainer import TokenizedDPOTrainer
+    from tasks.train.run import TokenizedDPOTrainer
 
     references: list[dict[str, torch.Tensor]] = []
     original = TokenizedDPOTrainer.__init__
@@ -59,7 +59,7 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
 def test_dpo_with_another_reference_fails_naming_both(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks import models
+    from tasks.train import models
 
     original, loads = models.load_policy, []
 

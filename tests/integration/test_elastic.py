@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError
-from tasks.checkpoints.best import Best
+from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import LoRA
 from tests import training

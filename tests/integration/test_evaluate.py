@@ -112,6 +112,69 @@ def test_text_perplexity_is_that_of_each_document_with_its_end(tmp_path: Path, i
     assert evaluate(tmp_path, inputs)["sft/text_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
+def greedy_text(directory: Path, prompt: object, max_new_tokens: int) -> tuple[str, bool]:
+    """What plain transformers answers, one row and no padding; and whether it ended by itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    new = model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens)[0, ids.shape[1] :].tolist()
+    return tokenizer.decode(new, skip_special_tokens=True), tokenizer.eos_token_id in new
+
+
+def write_talker(directory: Path, seed: int) -> Path:
+    """A random policy that answers in many tokens: tied embeddings repeat the last one."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig.from_pretrained(write_policy(directory), tie_word_embeddings=False, initializer_range=0.5)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def test_an_exact_match_is_an_answer_that_is_the_reference_to_the_letter(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    dpo, sft = (write_talker(tmp_path / name, seed) for seed, name in enumerate(("dpo", "sft")))
+    rows = conversation_rows(6)
+    for index, row in enumerate(rows):
+        messages: list[dict[str, str]] = row["messages"]  # type: ignore[assignment]
+        messages[:0] = [{"role": "user", "content": f"a turn before, {index}"}, {"role": "assistant", "content": "yes"}]
+        text, _ = greedy_text(dpo, messages[:-1], 5)
+        messages[-1]["content"] = f" {text}\n" if index < 4 else f"{text} and more"
+    own = write_rows(tmp_path / "rows", conversation_rows(1), rows)
+    given = {
+        **inputs,
+        "conversations": replace(inputs["conversations"], path=own),
+        **{path.name: replace(inputs[path.name], path=path) for path in (dpo, sft)},
+    }
+    metrics = evaluate(tmp_path / "all", given, replace(SMALL, num_prompts=6))
+    assert metrics["dpo/exact_match"] == pytest.approx(4 / 6)
+    assert metrics["sft/exact_match"] == 0
+    scores = read_scores(tmp_path / "all")["exact_match"]
+    assert dict(zip(scores.row_ids, scores.scores["dpo"], strict=True)) == {f"c{i}": float(i < 4) for i in range(6)}
+    evaluate(tmp_path / "some", given, replace(SMALL, num_questions=5))
+    assert len(read_scores(tmp_path / "some")["exact_match"].row_ids) == 5
+    columns = (tmp_path / "all" / "table.md").read_text().splitlines()[0]
+    assert "exact match ↑" in columns
+
+
+def test_answers_that_the_limit_cuts_off_are_counted(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    metrics = evaluate(tmp_path / "plain", inputs)
+    scores = read_scores(tmp_path / "plain")["unfinished_share"]
+    assert len(scores.row_ids) == 2 * SMALL.num_prompts
+    assert metrics["dpo/unfinished_share"] == 1  # random models do not end their turn
+    # Every token is a stop token now.
+    ending = write_policy(tmp_path / "ending", seed=2)
+    GenerationConfig(eos_token_id=list(range(len(AutoTokenizer.from_pretrained(ending))))).save_pretrained(ending)
+    metrics = evaluate(tmp_path / "ended", {**inputs, "ending": replace(inputs["dpo"], path=ending, fingerprint="e")})
+    assert (metrics["dpo/unfinished_share"], metrics["ending/unfinished_share"]) == (1, 0)
+
+
 def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
     metrics = evaluate(tmp_path, inputs)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
@@ -140,14 +203,18 @@ def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_rows", 5), ("num_prompts", 2), ("max_new_tokens", 1), ("max_length", 40), ("seed", 1)]
+    ("field", "value"),
+    [("num_rows", 5), ("num_prompts", 2), ("num_questions", 1), ("max_new_tokens", 1), ("max_length", 40), ("seed", 1)],
 )
 def test_each_field_changes_the_report(tmp_path: Path, inputs: dict[str, Input], field: str, value: int) -> None:
     fewer = replace(SMALL, num_rows=6)  # of 12, so that the seed decides which
     plain = evaluate(tmp_path / "plain", inputs, fewer)
     changed = evaluate(tmp_path / "changed", inputs, replace(fewer, **{field: value}))
-    answers = [(tmp_path / name / "answers.jsonl").read_text() for name in ("plain", "changed")]
-    assert (changed, answers[1]) != (plain, answers[0])
+    files = [
+        [(tmp_path / name / file).read_text() for file in ("answers.jsonl", "scores.jsonl")]
+        for name in ("plain", "changed")
+    ]
+    assert (changed, files[1]) != (plain, files[0])
 
 
 def test_progress_is_reported_once_per_policy(tmp_path: Path, inputs: dict[str, Input]) -> None:

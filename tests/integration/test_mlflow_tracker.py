@@ -12,6 +12,7 @@ from lineage.lease import Holder
 from lineage.mlflow.client import connect
 from lineage.mlflow.names import HOST, PID, STARTED
 from lineage.mlflow.registry import aliases, refill
+from lineage.mlflow.runs import Runs
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.run_file import RunFile
 from tests.tracked_stage import attempt, execution, record, report, start_of
@@ -89,6 +90,32 @@ def test_a_resumed_stage_goes_on_in_its_run_and_no_step_is_there_twice(uri, clie
     run = client.get_run(run_id)
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", second.execution_id())
     assert steps(client, run_id) == steps(client, run_id, "grad_norm") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("window", ["before its inputs", "before its id is written down"])
+def test_a_run_whose_driver_was_killed_while_it_was_opened_is_resumed(uri, client, store, monkeypatch, window):
+    base = store.stage("base", {})
+    record(uri, store, base)
+    manifest = store.stage("cpt", {"policy": base}, recipe={"beta": 0.1})
+    start = start_of(store, manifest, [base])
+    tracker = MlflowTracker(uri)
+    with monkeypatch.context() as patch, tracker.execution(execution(store)):
+        patch.setattr(*{"before its inputs": (Runs, "log_inputs")}.get(window, (RunFile, "write")), _killed)
+        assert tracker.stage(start).run_ids().stage is None
+    [opened] = [run for run in runs(client) if run.info.run_name == "cpt"]
+    assert opened.info.status == "RUNNING" and RunFile.read(start.directory) is None
+
+    again = MlflowTracker(uri)
+    with again.execution(execution(store)):
+        stage = again.stage(replace(start, resumes=True))
+        assert stage.run_ids().stage == opened.info.run_id
+        stage.finished(manifest)
+    [run] = [run for run in runs(client) if run.info.run_name == "cpt"]
+    assert (run.info.status, run.data.params["beta"], len(run.inputs.model_inputs)) == ("FINISHED", "0.1", 1)
+
+
+def _killed(*args, **kwargs):
+    raise ConnectionError("the driver was killed here")
 
 
 def test_a_stage_that_starts_over_gets_a_new_run_and_the_old_one_is_closed(uri, client, store):

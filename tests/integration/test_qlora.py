@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
-from tasks.adapters.four_bit import FourBit
-from tasks.adapters.whole_model import whole_model
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import LoRA, Training
+from tasks.train.models import whole_model
+from tasks.train.quantization import FourBit
 from tests import training
 from tests.training import same, weights
 

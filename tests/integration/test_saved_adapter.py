@@ -19,11 +19,11 @@ from lineage.errors import ArtifactError, StoppedError
 from lineage.manifest import InputRecord
 from lineage.sources import pin
 from lineage.store import Store
-from tasks.adapters import base as adapter_base
-from tasks.adapters.base import Base
 from tasks.context import Resources, TrainContext
 from tasks.method import Input, LoRA, Training
-from tasks.models import load_model
+from tasks.train import adapters as adapter_base
+from tasks.train.adapters import Base
+from tasks.train.models import load_model
 from tests import tiny, training
 from tests.training import weights
 from tests.written_store import WrittenStore

@@ -94,7 +94,7 @@ def test_an_adapter_on_its_base_is_the_merged_model(root: Path, tmp_path: Path) 
 def test_rows_in_equal_rows_trained_and_rows_reported(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tasks import trainer as trainer_module
+    from tasks.train import run as trainer_module
 
     kept: list[int] = []
     original = trainer_module.ordered
@@ -133,7 +133,7 @@ def test_a_loss_that_is_no_number_stops_the_stage(root: Path, tmp_path: Path) ->
 
 
 def test_a_finished_trainer_is_not_stepped_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks import trainer as trainer_module
+    from tasks.train import run as trainer_module
 
     original, losses = trainer_module.fit, []
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
-from tasks.checkpoints.best import Best
+from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import LoRA
 from tests import training

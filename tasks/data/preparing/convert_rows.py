@@ -16,12 +16,13 @@ from tasks.data.formats.format import CanonicalRow, Fields
 from tasks.data.formats.prompting import with_prompt, with_system
 from tasks.data.formats.remarks import remarks
 from tasks.data.formats.row_checks import check_group
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.columns import record_batch
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.schema import schema, texts_of
+from tasks.data.schema import texts_of
 
 GROUP = "group"
 _MAX_RAW = 2000  # characters of a bad row in the file of rejects
@@ -139,7 +140,7 @@ class ConvertRows:
     ) -> None:
         if not rows:
             return
-        batch = record_batch(rows, schema(self.kind).remove(0))  # the first is the id
+        batch = record_batch(rows, ROW_KINDS[self.kind].schema.remove(0))  # the first is the id
         texts = texts_of(batch)
         bands = np.ascontiguousarray(band_hashes(texts).T)
         found.keys = pa.record_batch(

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tasks.data.batches import row_batches
+from tasks.data.kinds import kind_of_columns
 from tasks.data.preparing.report import Lengths
 from tasks.data.schema import messages_of, texts_of, tools_of
 from tasks.data.tokens.rendering import Renderer
@@ -101,9 +102,11 @@ def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
 
 def _rendered(row: Mapping[str, object], renderer: Renderer) -> list[str]:
     """The texts that are tokenized for a row: two of a pair, else one."""
-    if "text" in row:
-        return [str(row["text"])]
-    prompt = messages_of(row.get("messages") or row["prompt"])
-    answers = [messages_of(row[name]) for name in ("chosen", "rejected", "completion") if row.get(name)]
-    tools, row_id = tools_of(row), str(row["row_id"])
-    return [renderer.text([*prompt, *answer], tools, row_id=row_id) for answer in answers or [[]]]
+    kind = kind_of_columns(list(row))
+    if not kind.chat:
+        return [str(row[kind.asked])]
+    tools, row_id, asked = tools_of(row), str(row["row_id"]), messages_of(row[kind.asked])
+    if not kind.trained:
+        return [renderer.text(asked, tools, row_id=row_id, prompt=True)]
+    answers = [messages_of(row[name]) for name in kind.answers]
+    return [renderer.text([*asked, *answer], tools, row_id=row_id) for answer in answers or [[]]]

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.formats.prompting import placeholders
+from tasks.data.kinds import ROW_KINDS
 from tasks.method import Method
 
 ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
@@ -65,7 +66,7 @@ class Prepare(Method):
         self._check_mixture()
         if self.prompt_template is not None:
             placeholders(self.prompt_template)
-        if self.produces == Kind.TEXT and (self.system_prompt is not None or self.prompt_template is not None):
+        if not ROW_KINDS[self.produces].chat and (self.system_prompt is not None or self.prompt_template is not None):
             field = "system_prompt" if self.system_prompt is not None else "prompt_template"
             raise ConfigError(
                 f"{field}: this stage makes raw text, which has neither system nor user; remove it, or prepare "

@@ -4,12 +4,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tasks.data.kinds import kind_of_columns
+
 
 def prompts_of(rows: pa.RecordBatch) -> pa.Array:
     """The prompt of each row: its turns up to the user's last, a line each, without the system's; of raw text all."""
-    if "text" in rows.schema.names:
-        return rows.column("text")
-    turns = rows.column("messages" if "messages" in rows.schema.names else "prompt")
+    kind = kind_of_columns(rows.schema.names)
+    turns = rows.column(kind.asked)
+    if not kind.chat:
+        return turns
     offsets = np.asarray(turns.offsets) - turns.offsets[0].as_py()  # a part of a longer array begins within it
     messages = turns.flatten()
     role, place = messages.field("role"), np.arange(len(messages))

@@ -110,14 +110,33 @@ class Labels:
 
     Args:
         max_length: in tokens; a longer row is cut, and dropped where nothing is left to train.
+        trained_tokens_percent: None: nothing is trained before it is generated, as of prompts.
+        num_tokens: that a trainer reads.
+        rows_cut, prompts_cut: rows that lose their end, and the beginning of their prompt.
+        labels: of single answers: desirable and undesirable -> rows.
         samples: the first rows as they are trained, the trained part in ⟦ ⟧.
     """
 
     max_length: int
-    trained_tokens_percent: float
+    trained_tokens_percent: float | None
     rows_cut: int
     rows_dropped: int
     samples: Sequence[str]
+    num_tokens: int = 0
+    prompts_cut: int = 0
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    def described(self) -> list[tuple[str, str]]:
+        """The numbers, each with its name."""
+        percent, cut = self.trained_tokens_percent, f"at max_length={self.max_length}"
+        trained = f"{percent:.1f} %" if percent is not None else f"none of {self.num_tokens}: answers are generated"
+        found = [("trained tokens", trained)]
+        if percent is not None:
+            found.append(("rows cut", f"{self.rows_cut} {cut}"))
+        if percent is None or self.prompts_cut:
+            found.append(("prompts cut", f"{self.prompts_cut} {cut}"))
+        found += [(f"{name} answers", str(count)) for name, count in sorted(self.labels.items())]
+        return [*found, ("rows with nothing to train", str(self.rows_dropped))]
 
 
 @dataclass(kw_only=True)

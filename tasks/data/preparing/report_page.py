@@ -89,10 +89,7 @@ def _more(num_listed: int, count: int, file: str, is_kept: bool) -> str:
 
 
 def _labels(labels: Labels) -> str:
-    body = (
-        f"<p>{labels.trained_tokens_percent:.1f} % of the tokens are trained. With max_length={labels.max_length} "
-        f"{labels.rows_cut} rows are cut and {labels.rows_dropped} have nothing to train.</p>"
-    )
+    body = _table(("", ""), labels.described())
     body += "".join(f"<pre>{_text(sample)}</pre>" for sample in labels.samples)
     return _section("labels: what stands in \u27e6 \u27e7 is trained", body)
 

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 
 from lineage.artifact import Source
 from tasks.data.formats.detected import Detected
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.preparing.convert_rows import KEYS, MAX_PLACES, Converted, ConvertRows
 from tasks.data.preparing.detect_source import Opened, detect_source, require_kind
 from tasks.data.preparing.report import Remark
 from tasks.data.reading.chunk import Chunk
 from tasks.data.reading.slices import parse_split
-from tasks.data.schema import schema
 
 INLINE_BELOW = 8  # chunks, of about a megabyte: converting these takes as long as starting processes
 _STAGED_KEYS = pa.schema([("row", pa.int64()), ("slot", pa.int32()), *KEYS])
@@ -95,8 +95,8 @@ def stage(
         DataError: one has no rows, or rows of no format or of another kind than the stage's.
     """
     staging = Staging(
-        schema=schema(convert.kind).remove(0), rows=directory / "rows.arrows", keys=directory / "keys.parquet",
-        bad=directory / "bad.jsonl",
+        schema=ROW_KINDS[convert.kind].schema.remove(0), rows=directory / "rows.arrows",
+        keys=directory / "keys.parquet", bad=directory / "bad.jsonl",
     )  # fmt: skip
     with (
         staging.rows.open("wb") as rows,

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Kind
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.columns import conformed
 from tasks.data.preparing.reorder import BYTES_AT_ONCE, MAX_PIECES, in_order
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
 from tasks.data.preparing.staging import Staging
-from tasks.data.schema import schema
 
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 10_000, 2**25  # how much is held in memory, of each side
 
@@ -27,7 +27,7 @@ class SideFiles:
 
     def __init__(self, directory: Path, kind: Kind, sides: tuple[str, ...]) -> None:
         self.counts = dict.fromkeys(sides, 0)
-        self._schema = schema(kind)
+        self._schema = ROW_KINDS[kind].schema
         self._writers = {side: pq.ParquetWriter(directory / side, self._schema) for side in sides}
         self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in sides}
 

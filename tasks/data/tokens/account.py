@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
+from tasks.data.kinds import label_name
 from tasks.data.tokens.fate import Fate
 
 MAX_NAMED = 20  # rows in one message; all of them are in the file of fates
@@ -30,6 +31,7 @@ class Account:
     """Of the rows that were made into tokens.
 
     Args:
+        gets_loss: whether tokens are trained before anything is generated: not those of prompts.
         num_rows: rows that came in.
         num_examples: rows that are trained on; chunks, for text; packs, for packed rows.
         num_tokens, num_trained: tokens that a trainer reads, and those of them that get loss.
@@ -38,7 +40,10 @@ class Account:
         stop_tokens: those that end the assistant's turns: what generation must stop at.
         lengths: tokens of a row before anything was cut -> rows.
         samples: texts of the first rows as they are trained, the trained part in ⟦ ⟧.
+        labels: of single answers: desirable and undesirable -> rows that are trained on.
     """
+
+    gets_loss: bool = True
 
     num_rows: int = 0
     num_examples: int = 0
@@ -52,6 +57,7 @@ class Account:
     stop_tokens: list[int] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
 
     def add(self, fate: Fate) -> None:
         """Counts a row."""
@@ -69,6 +75,9 @@ class Account:
         else:
             self.num_tokens += fate.tokens
             self.num_trained += fate.trained
+            if fate.label is not None:
+                name = label_name(fate.label)
+                self.labels[name] = self.labels.get(name, 0) + 1
 
     @property
     def trained_percent(self) -> float:
@@ -88,7 +97,12 @@ class Account:
             **({"prompts_cut": float(self.prompts_cut.count)} if self.prompts_cut.count else {}),
             **({"rows_split": float(self.split.count)} if self.split.count else {}),
             **({"packs": float(self.num_examples)} if self.packed else {}),
-            "trained_tokens_percent": self.trained_percent,
+            **{f"{name}_rows": float(count) for name, count in sorted(self.labels.items())},
+            **(
+                {"trained_tokens_percent": self.trained_percent}
+                if self.gets_loss
+                else {"prompt_tokens": float(self.num_tokens)}
+            ),
         }
 
     @property
@@ -121,4 +135,6 @@ class Account:
             dropped={reason: Named(**named) for reason, named in fields["dropped"].items()},
             lengths={int(length): count for length, count in fields["lengths"].items()},
             samples=fields["samples"],
+            labels=fields.get("labels", {}),  # accounts of text, conversations and pairs may be older
+            gets_loss=fields.get("gets_loss", True),
         )

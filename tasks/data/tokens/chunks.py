@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from tasks.data.kinds import TEXT, arrow_schema
 from tasks.data.tokens.fate import Fate
-from tasks.data.tokens.token_part import TokenPart, token_schema
+from tasks.data.tokens.token_part import TokenPart
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,4 +52,4 @@ def _chunks(tokens: "pa.Array", max_length: int) -> "pa.RecordBatch":
 
     places = pa.array(range(0, len(tokens) + 1, max_length), pa.int32())
     chunks = pa.ListArray.from_arrays(places, tokens)
-    return pa.RecordBatch.from_arrays([chunks, chunks], schema=token_schema(("input_ids", "labels")))
+    return pa.RecordBatch.from_arrays([chunks, chunks], schema=arrow_schema(TEXT.tokens))

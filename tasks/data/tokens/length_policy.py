@@ -46,3 +46,13 @@ def keep(tokenization: Tokenization, fate: Fate, prompt: int, head: int) -> Kept
                 fate.dropped = REFUSED
     fate.prompt_cut = removed > 0 and not fate.dropped
     return Kept(head=head, removed=removed, max_length=tokenization.max_length)
+
+
+def keep_end(tokenization: Tokenization, fate: Fate, head: int) -> Kept:
+    """What remains of a prompt of ``fate.length`` tokens that something is generated after; tells its fate."""
+    longest = tokenization.max_prompt_length or tokenization.max_length
+    removed = max(0, fate.length - longest)
+    if removed and tokenization.too_long in ("drop", "refuse"):
+        fate.dropped = "too_long" if tokenization.too_long == "drop" else REFUSED
+    fate.prompt_cut = removed > 0 and not fate.dropped
+    return Kept(head=head, removed=removed, max_length=longest)

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from lineage.artifact import Kind
 from lineage.digest import DigestCache, digest_file
 from lineage.fingerprint import short
 from tasks.chat_template import install_chat_template
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.row_split import TRAIN
 from tasks.data.tokens.account import Account
 from tasks.data.tokens.packing import pack
-from tasks.data.tokens.samples import sample
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tasks.data.tokens.tokens_key import tokens_key
 from tasks.data.tokens.write_tokens import FATES, TOKENS, write_tokens
-from tasks.models import tokenizer_of
+from tasks.train.models import tokenizer_of
 
 if TYPE_CHECKING:
     from tasks.method import Input
@@ -101,11 +100,12 @@ def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: 
     from datasets import Dataset
 
     tokenizer = tokenizer_of(tokenizer_dir)
-    if tokenization.chat_template and tokenization.kind != Kind.TEXT:
+    kind = ROW_KINDS[tokenization.kind]
+    if tokenization.chat_template and kind.chat:
         install_chat_template(tokenizer, tokenization.chat_template)
     account = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer), workers, directory)
     examples = Dataset.from_file(str(directory / TOKENS))
-    account.samples = [sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
+    account.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
     if tokenization.packing and account.num_examples:
         account.packed, account.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
     (directory / _ACCOUNT).write_text(account.to_json())

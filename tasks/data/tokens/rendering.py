@@ -183,7 +183,7 @@ class Renderer:
         Raises:
             ConfigError, DataError: as ``Template.render``.
         """
-        return self.template.render([messages], tools, row_id, prompt=prompt)[0]
+        return self.template.render([self._with_thinking(messages)], tools, row_id, prompt=prompt)[0]
 
 
 def _thinks_in_field(template: Template) -> bool:

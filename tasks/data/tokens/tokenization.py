@@ -16,10 +16,10 @@ class Tokenization:
     """How a method has its rows made into tokens.
 
     Args:
-        kind: of the rows: text, conversations or preferences.
+        kind: of the rows.
         max_length: tokens per row, prompt and answer; per chunk, for text.
         too_long: what becomes of a longer row: its end is cut off; the beginning of its prompt is; it is left out; or
-            it is an error. None: ``cut_answer``.
+            it is an error. None: ``cut_answer``, and of prompts, which have no answer yet, ``cut_prompt``.
         max_prompt_length: a longer prompt keeps its last tokens; of a conversation, the prompt is what precedes the
             first answer.
         packing: rows share the ``max_length`` of one example; None: each is one.
@@ -41,4 +41,9 @@ class Tokenization:
             raise ConfigError(
                 f"max_prompt_length={self.max_prompt_length} leaves no room for an answer in "
                 f"max_length={self.max_length}; a lower one is accepted"
+            )
+        if self.kind == Kind.PROMPTS and self.too_long == "cut_answer":
+            raise ConfigError(
+                "too_long=cut_answer: prompts have no answer yet; cut_prompt (the default), drop and refuse are "
+                "accepted; state one of them"
             )

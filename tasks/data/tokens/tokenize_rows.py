@@ -1,15 +1,16 @@
 """Prepared rows -> the tokens that trainers read; what is lost of a row is said in its fate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.kinds import IGNORED, ROW_KINDS, Row
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.fate import Fate
-from tasks.data.tokens.length_policy import REFUSED, keep
+from tasks.data.tokens.fate import Fate, TokenRow
+from tasks.data.tokens.length_policy import REFUSED, keep, keep_end
 from tasks.data.tokens.rendering import Renderer, Turns
 from tasks.data.tokens.skeleton import Span
 from tasks.data.tokens.tokenization import Tokenization
@@ -19,32 +20,11 @@ if TYPE_CHECKING:
 
     from tasks.method import Input
 
-Row = Mapping[str, object]
-Columns = dict[str, list[int]]
-IGNORED = -100  # label of a token that is not trained
 NOTHING_TO_TRAIN = "nothing_to_train"
 _NO_TEMPLATE = (
     "{model} has no chat template, and conversations cannot be rendered without one; set chat_template=chatml on the "
     "sft stage (the template then travels with its output)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """A row as a trainer reads it, unless its fate is to be left out.
-
-    Args:
-        examples: usually one; of a conversation whose template renders earlier turns otherwise, one per turn.
-    """
-
-    fate: Fate
-    examples: Sequence[Columns]
-
-    @property
-    def columns(self) -> Columns:
-        """Of a row that is one example."""
-        (columns,) = self.examples
-        return columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +47,7 @@ class RowTokenizer:
 
     @staticmethod
     def of(tokenization: Tokenization, tokenizer: "PreTrainedTokenizerBase") -> "RowTokenizer":
-        has_template = tokenizer.chat_template and tokenization.kind != Kind.TEXT
+        has_template = tokenizer.chat_template and ROW_KINDS[tokenization.kind].chat
         end = end_of_document(tokenizer)
         return RowTokenizer(
             tokenization=tokenization,
@@ -79,32 +59,27 @@ class RowTokenizer:
         )
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
-        """Conversations have ``input_ids`` and ``labels``: every assistant turn is trained, and nothing else.
+        """The tokens of rows of the stated kind."""
+        return ROW_KINDS[self.tokenization.kind].tokenize(self, rows)
 
-        Pairs have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``. A text has
-        ``input_ids``, its beginning and end included and nothing cut.
-        """
-        kinds = {
-            Kind.TEXT: self._texts, Kind.CONVERSATIONS: self._conversations, Kind.PREFERENCES: self._preferences,
-        }  # fmt: skip
-        return kinds[self.tokenization.kind](rows)
-
-    def _texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``input_ids``: a text with what begins and ends it, nothing cut."""
         before = [self.bos] if self.adds_bos and self.bos is not None else []
         after = [] if self.end_of_document is None else [self.end_of_document]
         for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
             ids = [*before, *encoded.ids, *after]
-            yield TokenRow(fate=Fate(row_id=str(row["row_id"]), length=len(ids)), examples=[{"input_ids": ids}])
+            yield TokenRow(fate=Fate(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
 
-    def _conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``input_ids`` and ``labels``: every assistant turn is trained, and nothing else."""
         rendered = [self._render(row, ["messages"]) for row in rows]
         encoded = self.encoder.encode([turns.text for each in rendered for turns in each])
         for row, each in zip(rows, rendered, strict=True):
             made = [self._conversation(str(row["row_id"]), turns, next(encoded)) for turns in each]
-            kept = [columns for fate, columns in made if not fate.dropped]
-            yield TokenRow(fate=joined([fate for fate, _ in made]), examples=kept or [made[0][1]])
+            kept = [columns for fate, columns in made if not fate.dropped] or [made[0][1]]
+            yield TokenRow(fate=joined([fate for fate, _ in made]), columns=kept[0], more=kept[1:])
 
-    def _conversation(self, row_id: str, turns: Turns, whole: Encoded) -> tuple[Fate, Columns]:
+    def _conversation(self, row_id: str, turns: Turns, whole: Encoded) -> tuple[Fate, dict[str, list[int]]]:
         fate = Fate(row_id=row_id, length=len(whole.ids))
         labels = [IGNORED] * len(whole.ids)
         places = [self._tokens_of(turns, span, whole, fate) for span in turns.spans]
@@ -139,7 +114,8 @@ class RowTokenizer:
         fate.stops.add(whole.ids[end - 1])
         return start, end
 
-    def _preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+    def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``."""
         rendered = [self._render_answer(row, "prompt", side) for row in rows for side in ("chosen", "rejected")]
         encoded = self.encoder.encode([turns.text for turns in rendered])
         sides = zip(rendered, encoded, strict=True)
@@ -166,7 +142,48 @@ class RowTokenizer:
             fate.dropped = fate.dropped or NOTHING_TO_TRAIN
         elif good == bad:
             fate.dropped = fate.dropped or "equal_after_the_cut"
-        return TokenRow(fate=fate, examples=[{"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad}])
+        return TokenRow(fate=fate, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
+
+    def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids``, ``completion_ids`` and ``label``: prompt and answer fit ``max_length``."""
+        rendered = [self._render_answer(row, "prompt", "completion") for row in rows]
+        encoded = self.encoder.encode([turns.text for turns in rendered])
+        for row, turns, whole in zip(rows, rendered, encoded, strict=True):
+            fate = Fate(row_id=str(row["row_id"]), length=0, label=bool(row["label"]))
+            told, start = self._answer(turns, whole, fate)
+            fate.length = len(told)
+            kept = keep(self.tokenization, fate, start, self._head(told))
+            ids = kept.of(told)
+            prompt, answer = ids[: start - kept.removed], ids[start - kept.removed :]
+            fate.tokens, fate.trained = len(ids), len(answer)
+            if not answer:
+                fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+            yield TokenRow(
+                fate=fate, columns={"prompt_ids": prompt, "completion_ids": answer}, rest={"label": fate.label}
+            )  # fmt: skip
+
+    def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
+        """``prompt_ids`` up to where the assistant begins to speak, its ``prompt`` and ``columns`` as JSON text.
+
+        A prompt of more than ``max_prompt_length`` tokens, or else ``max_length``, keeps its last ones.
+        """
+        renderer, texts = self._required_renderer(), list[str]()
+        for row in rows:
+            messages, tools = messages_of(row["prompt"]), tools_of(row)
+            texts.append(renderer.text(messages, tools, row_id=str(row["row_id"]), prompt=True))
+        for row, whole in zip(rows, self.encoder.encode(texts), strict=True):
+            fate = Fate(row_id=str(row["row_id"]), length=len(whole.ids))
+            ids = keep_end(self.tokenization, fate, self._head(whole.ids)).of(whole.ids)
+            fate.tokens = len(ids)
+            prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
+            yield TokenRow(
+                fate=fate, columns={"prompt_ids": ids}, rest={"prompt": prompt, "columns": row.get("columns")}
+            )  # fmt: skip
+
+    def _required_renderer(self) -> Renderer:
+        if self.renderer is None:
+            raise ConfigError(_NO_TEMPLATE.format(model="the model"))
+        return self.renderer
 
     def _render_answer(self, row: Row, *columns: str) -> Turns:
         """A prompt and its answer, in one text.
@@ -185,8 +202,7 @@ class RowTokenizer:
 
     def _render(self, row: Row, columns: Sequence[str]) -> list[Turns]:
         """The messages of columns, one after the other; the assistant is trained in the last column."""
-        if self.renderer is None:
-            raise ConfigError(_NO_TEMPLATE.format(model="the model"))
+        renderer = self._required_renderer()
         *before, messages = (messages_of(row[column]) for column in columns)
         prompt = [message for part in before for message in part]
         if not any(message["role"] == "assistant" for message in messages):
@@ -194,7 +210,7 @@ class RowTokenizer:
                 f"row {row['row_id']}: the assistant says nothing in its {columns[-1]}; at least one message of the "
                 "assistant is accepted; add the answer, or remove the row"
             )
-        return self.renderer.turns([*prompt, *messages], tools_of(row), str(row["row_id"]), first=len(prompt))
+        return renderer.turns([*prompt, *messages], tools_of(row), str(row["row_id"]), first=len(prompt))
 
     def _head(self, ids: Sequence[int]) -> int:
         """How many first tokens stay whatever is cut."""

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from lineage.artifact import Kind
 from lineage.digest import digest_file, digest_files, digest_of
 from lineage.fingerprint import canonical_json
 from tasks.chat_template import CHAT_TEMPLATES
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
+from tasks.train.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 
 TOKENS_VERSION = 3  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
@@ -22,7 +22,7 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
     """Digest of all that decides the tokens; the same before and after a stage has written its chat template into a
     model."""
     path = tokenizer_dir / CHAT_TEMPLATE_FILE
-    if tokenization.kind == Kind.TEXT:
+    if not ROW_KINDS[tokenization.kind].chat:
         template = ""
     elif tokenization.chat_template:
         template = CHAT_TEMPLATES[tokenization.chat_template]

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.batches import row_batches
+from tasks.data.kinds import ROW_KINDS, arrow_schema
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.tokens.account import MAX_NAMED, Account
 from tasks.data.tokens.chunks import chunked
 from tasks.data.tokens.fate import Fate
 from tasks.data.tokens.length_policy import REFUSED
-from tasks.data.tokens.token_part import TokenPart, token_schema
+from tasks.data.tokens.token_part import TokenPart
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 
 if TYPE_CHECKING:
@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 TOKENS, FATES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
 _ROWS_PER_PART = 256
 _PARTS_INLINE = 16  # fewer are done before a process has started
-_READ = {
-    Kind.TEXT: ("row_id", "text"),
-    Kind.CONVERSATIONS: ("row_id", "messages", "tools"),
-    Kind.PREFERENCES: ("row_id", "prompt", "chosen", "rejected", "tools"),
-}
-COLUMNS = {
-    Kind.TEXT: ("input_ids", "labels"),
-    Kind.CONVERSATIONS: ("input_ids", "labels"),
-    Kind.PREFERENCES: ("prompt_ids", "chosen_ids", "rejected_ids"),
-}
 _FATE = {
     "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
-    "prompt_cut": "bool_", "dropped": "string",
+    "prompt_cut": "bool_", "dropped": "string", "label": "bool_",
 }  # fmt: skip
 
 
@@ -48,8 +38,9 @@ class PartTokenizer:
         import pyarrow as pa
 
         made = list(self.tokenizer(rows.to_pylist()))
-        kept = [columns for row in made if not row.fate.dropped for columns in row.examples]
-        schema = token_schema(made[0].examples[0].keys())
+        kept = [{**columns, **row.rest} for row in made if not row.fate.dropped for columns in (row.columns, *row.more)]
+        tokens = ROW_KINDS[self.tokenizer.tokenization.kind].tokens
+        schema = arrow_schema({name: tokens[name] for name in (*made[0].columns, *made[0].rest)})
         columns = [pa.array([row[name] for row in kept], schema.field(name).type) for name in schema.names]
         return TokenPart(fates=[row.fate for row in made], columns=pa.RecordBatch.from_arrays(columns, schema=schema))
 
@@ -62,9 +53,9 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
     """
     import pyarrow as pa
 
-    account, too_long = Account(), list[Fate]()
-    kind = tokenizer.tokenization.kind
-    columns, fates = token_schema(COLUMNS[kind]), pa.schema([(name, getattr(pa, of)()) for name, of in _FATE.items()])
+    kind = ROW_KINDS[tokenizer.tokenization.kind]
+    account, too_long = Account(gets_loss=kind.trained), list[Fate]()
+    columns, fates = arrow_schema(kind.tokens), pa.schema([(name, getattr(pa, of)()) for name, of in _FATE.items()])
     with (
         pa.ipc.new_stream(str(directory / TOKENS), columns) as token_file,
         pa.ipc.new_stream(str(directory / FATES), fates) as fate_file,
@@ -87,10 +78,10 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 
 
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
-    kind = tokenizer.tokenization.kind
-    batches = row_batches(rows, _ROWS_PER_PART, _READ[kind])
+    kind = ROW_KINDS[tokenizer.tokenization.kind]
+    batches = row_batches(rows, _ROWS_PER_PART, kind.schema.names)
     parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers, inline_below=_PARTS_INLINE)
-    return chunked(parts, tokenizer.tokenization.max_length) if kind == Kind.TEXT else parts
+    return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
 
 
 def _refusal(account: Account, too_long: Sequence[Fate], max_length: int) -> DataError:

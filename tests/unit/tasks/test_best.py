@@ -6,7 +6,7 @@ import pytest
 
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
-from tasks.checkpoints.best import Best, KeepBest, Ranking, kept_steps
+from tasks.best import Best, KeepBest, Ranking, kept_steps
 from tasks.sft import SFT
 
 

@@ -12,11 +12,10 @@ from safetensors.numpy import save_file
 from lineage.disk import gigabytes
 from lineage.errors import ConfigError
 from lineage.store import Entry
-from tasks.checkpoints.best import Best, KeepBest
-from tasks.checkpoints.disk_need import disk_need, require_room
+from tasks.best import Best, KeepBest
 from tasks.context import Resources
+from tasks.disk_need import disk_need, model_shapes, require_room
 from tasks.method import LoRA
-from tasks.model_shapes import model_shapes
 from tasks.sft import SFT
 
 SHAPES = {
@@ -92,7 +91,7 @@ def entry(tmp_path: Path) -> Entry:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many bytes are free."""
-    return lambda count: monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: count)
+    return lambda count: monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: count)
 
 
 def written(entry: Entry, count: int) -> None:

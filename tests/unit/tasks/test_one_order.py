@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lineage.errors import PipelineError
-from tasks.one_order import adding_in_one_order
+from tasks.train.run import adding_in_one_order
 
 
 def without_an_order() -> torch.Tensor:

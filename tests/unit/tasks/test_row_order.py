@@ -1,6 +1,6 @@
 """The order of rows is one list, the one that a plain Trainer would draw."""
 
-from tasks.row_order import row_order
+from tasks.train.run import row_order
 
 
 def test_every_epoch_is_a_permutation_and_epochs_differ() -> None:

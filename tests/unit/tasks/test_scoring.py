@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tasks.scoring import Scored, greedy_answers, logps, rewards
 from tests.tiny import sentence, write_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LENGTHS = (9, 3, 17, 5, 12)
 
@@ -72,4 +76,67 @@ def test_greedy_answers_take_the_most_likely_token_each_time(policy: Path, batch
         return str(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
 
     expected = [by_hand(prompt) for prompt in rows(policy)]
-    assert greedy_answers(model, tokenizer, rows(policy), max_new_tokens=6, batch_size=batch_size) == expected
+    answers = greedy_answers(model, tokenizer, rows(policy), max_new_tokens=6, batch_size=batch_size)
+    assert [answer.text for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 1},
+        {"bad_words_ids": [[token] for token in range(100, 250)]},
+        {"suppress_tokens": list(range(100, 250))},
+        {"forced_bos_token_id": 7},
+        {"forced_eos_token_id": 7},
+        {"begin_suppress_tokens": list(range(100, 250))},
+        {"exponential_decay_length_penalty": (0, 50.0)},
+        {"min_new_tokens": 9},
+        {"min_length": 60},
+        {"max_length": 9},
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"sequence_bias": [[[token], -9.0] for token in range(100, 250)]},
+        {"do_sample": True, "temperature": 9.0},
+        {"do_sample": True, "top_p": 0.99, "top_k": 300},
+        {"return_dict_in_generate": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_greedy_answers_inherit_nothing_but_stop_tokens(policy: Path, field: dict[str, object]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    tokens = rows(policy)
+    plain = greedy_answers(model, tokenizer, tokens, max_new_tokens=6, batch_size=8)
+    for name, value in field.items():
+        setattr(model.generation_config, name, value)
+    own = model.generation_config
+    assert greedy_answers(model, tokenizer, tokens, max_new_tokens=6, batch_size=8) == plain
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("stop_of_tokenizer", [False, True])
+def test_an_answer_ends_at_every_stop_token_of_model_and_tokenizer(policy: Path, stop_of_tokenizer: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    tokens = rows(policy)[:1]
+    model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    endless = greedy_answers(model, tokenizer, tokens, max_new_tokens=6, batch_size=1)
+    assert not endless[0].finished
+    first = int(model(input_ids=_tensor(tokens)).logits[0, -1].argmax())
+    if stop_of_tokenizer:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    else:
+        model.generation_config.eos_token_id = [1, first]
+    [answer] = greedy_answers(model, tokenizer, tokens, max_new_tokens=6, batch_size=1)
+    assert answer.finished
+    assert len(answer.text) < len(endless[0].text)
+
+
+def _tensor(tokens: list[list[int]]) -> "Tensor":
+    import torch
+
+    return torch.tensor(tokens)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from tasks.steps.reports import WINDOW_STEPS, step_metrics
+from tasks.train.callbacks import WINDOW_STEPS, step_metrics
 
 
 class Log(list):

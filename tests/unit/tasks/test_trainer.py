@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tasks import trainer as module
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train import run as module
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -13,9 +13,9 @@ from flows.stages.worker import run_worker
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
-from tasks.adapters.base import Base
 from tasks.check_rows import POLICY
 from tasks.context import Resources
+from tasks.train.adapters import Base
 from tests.toy_methods import ToyTraining
 from tests.written_store import WrittenStore
 
@@ -36,7 +36,7 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
         stage="left", method=ToyTraining(), inputs={POLICY: policy}, resources=Resources(hang_minutes=None),
         directory=directory,
     )  # fmt: skip
-    monkeypatch.setattr("tasks.checkpoints.disk_need.free_bytes", lambda path: 0)
+    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
     monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
     with pytest.raises(ConfigError, match=r"left needs about .* checkpoints of 12.0 kB"):
         run_worker(job)

@@ -14,7 +14,7 @@ from flows.stages.ray_endings import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.steps.alive import Alive, Doing
+from tasks.heartbeat import Alive, Doing
 from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 

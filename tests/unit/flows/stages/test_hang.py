@@ -9,7 +9,7 @@ from flows.stages import hang
 from flows.stages.hang import HangWatch
 from flows.stages.job import CheckJob, Job
 from tasks.context import Launcher, Resources
-from tasks.steps.alive import Alive, Doing
+from tasks.heartbeat import Alive, Doing
 from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
 

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.leakage import NamedSet, find
 from tasks.data.preparing.prompt_texts import prompts_of
-from tasks.data.schema import schema
 
 
 def words(seed, count=100):
@@ -37,7 +37,7 @@ def rows(tmp_path):
             },
         }[kind]  # fmt: skip
         table = pa.Table.from_pylist(
-            [{"row_id": row_id, **columns(text)} for row_id, text in texts.items()], schema(kind)
+            [{"row_id": row_id, **columns(text)} for row_id, text in texts.items()], ROW_KINDS[kind].schema
         )
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
         return NamedSet(name=name, file=tmp_path / f"{name}.parquet")

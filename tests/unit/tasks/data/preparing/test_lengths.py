@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lineage.artifact import Kind
 from lineage.errors import DataError
+from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing import lengths
 from tasks.data.preparing.lengths import measure, token_lengths
-from tasks.data.schema import schema
 
 
 def test_quantiles_are_lengths_that_rows_have():
@@ -86,7 +86,7 @@ STRICT = "{{ raise_exception('no') }}"
 
 def write(path, kind, rows):
     named = [{"row_id": f"{place:016x}", **row} for place, row in enumerate(rows)]
-    pq.write_table(pa.Table.from_pylist(named, schema(kind)), path)
+    pq.write_table(pa.Table.from_pylist(named, ROW_KINDS[kind].schema), path)
     return path
 
 
@@ -128,7 +128,7 @@ def test_of_many_rows_a_sample_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths, "MAX_COUNTED", 100)
     generator = np.random.default_rng(0)
     rows = [{"row_id": f"{generator.integers(2**63):016x}", "text": "word " * 3} for _ in range(1000)]
-    pq.write_table(pa.Table.from_pylist(rows, schema(Kind.TEXT)), tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, ROW_KINDS[Kind.TEXT].schema), tmp_path / "rows.parquet")
 
     assert 5 < len(token_lengths([tmp_path / "rows.parquet"], Words())) < 200
 

@@ -11,7 +11,8 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from tasks.context import TrainContext
-from tasks.data.schema import messages_of, schema
+from tasks.data.kinds import ROW_KINDS
+from tasks.data.schema import messages_of
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
 from tests import tiny
@@ -140,6 +141,6 @@ def test_old_rows_of_an_earlier_version_come_out_in_the_columns_of_now(tmp_path:
     assert made["replayed_rows"] == 1
     for side, row_id in (("train", "0" * 16), ("held_out", "1" * 16)):
         table = pq.read_table(tmp_path / "b" / f"{side}.parquet")
-        assert table.schema.equals(schema(Kind.CONVERSATIONS))
+        assert table.schema.equals(ROW_KINDS[Kind.CONVERSATIONS].schema)
         last = table.to_pylist()[-1]
         assert (last["row_id"], messages_of(last["messages"]), last["tools"]) == (row_id, turns, None)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
+from tasks.data.kinds import IGNORED
 from tasks.data.tokens.fate import Fate
 from tasks.data.tokens.length_policy import keep
 from tasks.data.tokens.tokenization import TooLong
-from tasks.data.tokens.tokenize_rows import IGNORED
 from tasks.dpo import DPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from tasks.packed_batches import collator_for, unpacked
-from tasks.packed_forward import install, is_packable
+from tasks.train.padding_free import collator_for, install, is_packable, unpacked
 from tests import tiny
 from tests.unit.tasks.data.tokens.tokens import tokenized
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
+from tasks.data.kinds import IGNORED
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.skeleton import Skeleton
 from tasks.data.tokens.template import DATE, Template
-from tasks.data.tokens.tokenize_rows import IGNORED
 from tests import tiny
 from tests.unit.tasks.data.tokens.plain_labels import plain_labels
 from tests.unit.tasks.data.tokens.tokens import token_rows

@@ -6,7 +6,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.tokens.tokenize_rows import IGNORED, TokenRow, require_chat_template
+from tasks.data.kinds import IGNORED
+from tasks.data.tokens.fate import TokenRow
+from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tests import tiny
 from tests.unit.tasks.data.tokens.tokens import rows_input, token_rows, tokenized

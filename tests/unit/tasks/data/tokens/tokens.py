@@ -6,14 +6,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from lineage.artifact import Kind
+from tasks.data.kinds import kind_of_columns
+from tasks.data.tokens.fate import TokenRow
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
-from tasks.data.tokens.tokenize_rows import RowTokenizer, TokenRow
+from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tasks.method import Input
 from tests import tiny
-
-KINDS = {"text": Kind.TEXT, "messages": Kind.CONVERSATIONS, "prompt": Kind.PREFERENCES}
 
 
 def tokenization(
@@ -23,9 +23,12 @@ def tokenization(
     max_prompt_length: int | None = None,
     packing: Packing | None = None,
 ) -> Tokenization:
-    kind = next(kind for column, kind in KINDS.items() if column in rows[0])
     return Tokenization(
-        kind=kind, max_length=max_length, too_long=too_long, max_prompt_length=max_prompt_length, packing=packing
+        kind=kind_of_columns(list(rows[0])).kind,
+        max_length=max_length,
+        too_long=too_long,
+        max_prompt_length=max_prompt_length,
+        packing=packing,
     )
 
 

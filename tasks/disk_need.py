@@ -1,6 +1,7 @@
 """What a training stage writes, in bytes: from its recipe, and the shapes of the model that it starts from."""
 
 import contextlib
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -12,12 +13,16 @@ from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.method import Training
-from tasks.model_shapes import Shapes, adapter_weights, model_shapes
+from tasks.method import ALL_LINEAR, LoRA, Training
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
 _ADAM_BYTES = 8  # the two moments of each weight, in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, and no layer that an adapter is put on
+_HEADS = ("lm_head", "score")  # linear, and left out of all-linear
+
+Shapes = dict[str, tuple[int, ...]]
 
 logger = logging.getLogger(__name__)
 
@@ -183,3 +188,32 @@ def _sizes(entry: Entry) -> Iterator[int]:
             with contextlib.suppress(OSError):  # it was removed meanwhile
                 if path.is_file():
                     yield path.stat().st_size
+
+
+def model_shapes(directory: Path) -> Shapes:
+    """The shape of each weight of a model, from the headers of its files; empty where there is no whole one."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    shapes: Shapes = {}
+    for path in sorted(directory / name for name in names):  # others repeat them in another layout
+        if not path.exists():
+            return {}
+        with safe_open(path, framework="numpy") as file:
+            weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            shapes |= {name: tuple(each.get_shape()) for name, each in weights.items() if each.get_dtype() in _FLOATS}
+    return shapes
+
+
+def adapter_weights(adapter: LoRA, shapes: Shapes) -> int:
+    """Two matrices beside each layer: rank x inputs and outputs x rank."""
+    layers = [shape for name, shape in shapes.items() if len(shape) == 2 and _is_target(name, adapter)]
+    return sum(adapter.rank * (rows + columns) for rows, columns in layers)
+
+
+def _is_target(weight: str, adapter: LoRA) -> bool:
+    layer = weight.removesuffix(".weight").rpartition(".")[2]
+    if adapter.target_modules != ALL_LINEAR:
+        return layer in adapter.target_names
+    return layer not in _HEADS and not layer.startswith(_NOT_LINEAR)

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.trainer.utils import add_fused_lm_head
 
-from tasks import packed_forward
-from tasks.packed_batches import common_tokens
-from tasks.packed_forward import PACKABLE, install, is_packable, pack
+from tasks.train import padding_free
+from tasks.train.padding_free import PACKABLE, common_tokens, install, is_packable, pack
+from tasks.train.rewards import install_scores
 from tests import tiny
 
 LENGTHS = [5, 9, 3, 7]
@@ -52,7 +52,7 @@ def test_a_pair_shares_the_tokens_that_it_begins_with() -> None:
 def test_log_probabilities_and_gradients_equal_trls(
     policy: Path, same_start: int, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_forward, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(padding_free, "MAX_LOGITS", max_logits)
     padded, packed = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
     add_fused_lm_head(padded, outputs=("log_probs", "is_top1"))
     install(packed)
@@ -105,6 +105,7 @@ def test_rewards_equal_transformers(policy: Path) -> None:
     inputs = batch(same_start=3)
     expected = models[0](**inputs).logits
     install(models[1])
+    install_scores(models[1])
     layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
     torch.testing.assert_close(models[1](**inputs, **layout).logits, expected, atol=1e-5, rtol=0)
 

@@ -10,6 +10,7 @@ forward up to the order of additions; TRL's trainers compute their losses from t
 Shapes: R rows, L longest row, T distinct tokens, N trained tokens, V vocabulary, H hidden size.
 """
 
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from peft import PeftModel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Attended = tuple[Tensor, None]  # attention's output, and no weights
+
+Example = dict[str, list[int]]
+Batch = dict[str, "Tensor"]
+Collator = Callable[[list[Example]], Batch]
 
 ATTENTION = "packed_sdpa"
 # Plain causal attention over rotary positions: nothing in their layers depends on the padded grid.
@@ -146,18 +150,6 @@ def _causal_lm_forward(
     )
 
 
-def _reward_forward(
-    self: PreTrainedModel, *, input_ids: "Tensor", **inputs: "Tensor"
-) -> SequenceClassifierOutputWithPast:
-    """One score per row, read where transformers reads it: at the last token that is not padding."""
-    hidden = hidden_states(self, {**inputs, "input_ids": input_ids})
-    places_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last_R = (places_L * (input_ids != self.config.get_text_config().pad_token_id)).argmax(-1)
-    row_index_RL = inputs["row_index"]
-    flat_R = row_index_RL.gather(1, last_R.unsqueeze(1)).squeeze(1)
-    return SequenceClassifierOutputWithPast(logits=self.score(F.embedding(flat_R, hidden.squeeze(0))))
-
-
 def install(model: "PreTrainedModel | PeftModel") -> None:
     """Replaces a model's forward for training (not for generation) and lets its attention take packed batches.
 
@@ -170,5 +162,48 @@ def install(model: "PreTrainedModel | PeftModel") -> None:
     AttentionInterface.register(ATTENTION, packed_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
-    is_reward_model = model.get_output_embeddings() is None
-    model.forward = MethodType(_reward_forward if is_reward_model else _causal_lm_forward, model)
+    if model.get_output_embeddings() is not None:  # of a reward model, tasks/train/rewards.py replaces it
+        model.forward = MethodType(_causal_lm_forward, model)
+
+
+class PackedCollator:
+    """Collates like ``collate``, then adds where the real tokens stand.
+
+    Args:
+        pairs: the second half of a batch answers what the first half answers; common first tokens are kept once.
+    """
+
+    def __init__(self, collate: Collator, *, pairs: bool = False) -> None:
+        self.collate = collate
+        self.pairs = pairs
+
+    def __call__(self, examples: list[Example]) -> Batch:
+        batch = self.collate(examples)
+        shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
+        return {**batch, **pack(batch["attention_mask"], shared)}
+
+
+def unpacked(collate: Collator) -> Collator:
+    """Collates the rows of packs, each as a row of its own: a row that is not in the grid of another cannot see it."""
+
+    def rows(example: Example) -> Iterator[Example]:
+        place = 0
+        for length in example["seq_lengths"]:
+            yield {name: example[name][place : place + length] for name in ("input_ids", "labels")}
+            place += length
+
+    return lambda examples: collate([row for example in examples for row in rows(example)])
+
+
+def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
+    """Per row, how many first tokens equal those of the row R/2 before it; 0 in the first half."""
+    half = len(ids_RL) // 2
+    equal = (ids_RL[:half] == ids_RL[half:]) & attention_RL[:half].bool() & attention_RL[half:].bool()
+    shared_R = ids_RL.new_zeros(len(ids_RL))
+    shared_R[half:] = equal.long().cumprod(1).sum(1)
+    return shared_R
+
+
+def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False) -> Collator:
+    """``collate``, packed where the model's architecture is known to give the same numbers packed."""
+    return PackedCollator(collate, pairs=pairs) if is_packable(model) else collate

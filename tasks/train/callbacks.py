@@ -1,6 +1,7 @@
-"""What a training says of its steps: reported one by one, and as means of the last ones."""
+"""What a training says of its steps: reported one by one, and as means of the last; marks, and the proof of step 0."""
 
 import math
+import random
 import time
 from bisect import bisect_right
 from collections import deque
@@ -10,17 +11,24 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
-from tasks.checkpoints.best import HELD_OUT_LOSS
+from lineage.checkpoints import Checkpoints
+from lineage.errors import PipelineError
+from tasks.best import HELD_OUT_LOSS
+from tasks.heartbeat import Doing
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from tasks.context import TrainContext
+    from tasks.method import Input
 
 # Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
+# Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels, in fp32
+# they differ by the order of additions; bf16 has 8 bits of it.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
 
 
@@ -72,6 +80,88 @@ class Recorder(TrainerCallback):
         if args.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
         return float(self.process.memory_info().rss) / 2**30
+
+
+class StepMarks(TrainerCallback):
+    """Says on every worker that a step begins, goes on, or is done; ``Checkpointing`` says that it saves."""
+
+    def __init__(self, ctx: "TrainContext") -> None:
+        self.mark = ctx.mark
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.mark(state.global_step, Doing.BETWEEN)
+
+    def on_step_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.mark(state.global_step, Doing.STEPPING)
+
+    def on_substep_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.mark(state.global_step, Doing.STEPPING)
+
+    def on_step_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.mark(state.global_step, Doing.BETWEEN)
+
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.mark(state.global_step, Doing.DONE)
+
+
+class NewRandomState(TrainerCallback):
+    """Seeds every worker at the first step after a checkpoint that another number of workers wrote.
+
+    A saved state belongs to one rank of so many. Transformers would give it to the rank of that number, whatever
+    rows it has now, and let a rank without one draw again what was drawn from step 0 on. The new state follows
+    from the recipe's seed, the step and the rank alone.
+    """
+
+    def __init__(self, ctx: "TrainContext") -> None:
+        found = Checkpoints.at(ctx.resume_from) if ctx.resume_from else None
+        self.step = found.step if found and found.num_workers != ctx.world_size else None
+        self.rank = ctx.rank
+
+    def on_step_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        if state.global_step == self.step:
+            set_seed(random.Random(f"{args.seed} {self.step} {self.rank}").getrandbits(32))
+
+
+class StepZeroProof(TrainerCallback):
+    """Fails a preference stage whose policy and reference did not agree before the first optimizer step."""
+
+    def __init__(self, policy: "Input", precision: str, loss_type: str) -> None:
+        self.policy = policy
+        self.tolerance = TOLERANCE[precision]
+        self.loss_type = loss_type
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        if state.global_step != 1 or "loss" not in logs:
+            return
+        rewards = [logs["rewards/chosen"], logs["rewards/rejected"], logs["rewards/margins"]]
+        wrong_loss = self.loss_type == "sigmoid" and abs(logs["loss"] - math.log(2)) > self.tolerance
+        # Written so that nan fails: it is neither above nor below the tolerance.
+        if not all(abs(reward) <= self.tolerance for reward in rewards) or wrong_loss:
+            name = f"{self.policy.name} ({self.policy.fingerprint[:16]})"
+            raise PipelineError(
+                f"policy and reference differ at step 0: both must be {name}, and rewards/chosen={rewards[0]:.4g} "
+                f"rewards/rejected={rewards[1]:.4g} loss={logs['loss']:.6f} (0, 0 and ln 2 = {math.log(2):.6f} for "
+                "loss_type=sigmoid); the reference is not the policy that the stage was given"
+            )
 
 
 def has_diverged(logs: dict[str, float]) -> bool:

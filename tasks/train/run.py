@@ -1,38 +1,37 @@
 """What every training method shares: the arguments of its trainer, and running it."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
+from datasets import Dataset
 from transformers import PrinterCallback
+from trl import DPOTrainer
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ConfigError, StoppedError
-from tasks.adapters.four_bit import step_in_fp32
-from tasks.checkpoints.best import HELD_OUT_LOSS, Best
-from tasks.checkpoints.best_model import BestModel
-from tasks.checkpoints.checkpointing import Checkpointing, discard_drafts
-from tasks.checkpoints.divergence import Divergence
-from tasks.checkpoints.held_out_loss import held_out_rows
-from tasks.checkpoints.random_state import NewRandomState
-from tasks.one_order import adding_in_one_order
-from tasks.row_order import row_order
-from tasks.steps.marks import StepMarks
-from tasks.steps.reports import Recorder, TokenCount, summary
-from tasks.zero import name_accumulation, zero_args
+from lineage.errors import ConfigError, PipelineError, StoppedError
+from tasks.best import HELD_OUT_LOSS, Best
+from tasks.train.callbacks import NewRandomState, Recorder, StepMarks, TokenCount, summary
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
+from tasks.train.quantization import step_in_fp32
+from tasks.train.sharding import autocast, name_accumulation, zero_args
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import Trainer, TrainerCallback
 
     from tasks.context import TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.method import Inputs, Training
 
+
 logger = logging.getLogger(__name__)
 
 # Transformers' own "constant" has no warmup.
+_REFUSED = "does not have a deterministic implementation"  # what torch says of an operation that has none
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
@@ -76,7 +75,7 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
     }
 
 
-def ordered(rows: "TokenizedRows", method: "Training") -> "Dataset":
+def ordered(rows: "TokenizedRows", method: "Training") -> Dataset:
     """Exactly the rows that training consumes, in their one order."""
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
@@ -152,3 +151,60 @@ def _seconds_before(ctx: "TrainContext") -> float:
     if ctx.resume_from is None:
         return 0.0
     return Checkpoints.at(ctx.resume_from).train_seconds
+
+
+def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
+    """Indices of the rows in the order of training: a fresh permutation per epoch, cut to ``num_samples``.
+
+    It depends on nothing but its arguments, so that micro batch, accumulation and workers all split the
+    same list. For the first epoch it is what transformers' Trainer draws by default
+    (``SeedableRandomSampler``: epoch e is seeded with ``seed + e``), so a plain script with the same seed
+    sees the same rows at the same steps.
+    """
+    order: list[int] = []
+    epoch = 0
+    while len(order) < num_samples:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order += torch.randperm(num_rows, generator=generator).tolist()
+        epoch += 1
+    return order[:num_samples]
+
+
+@contextlib.contextmanager
+def adding_in_one_order(wanted: bool) -> Iterator[None]:
+    """Has torch take its deterministic kernels meanwhile, as the backward pass of attention on a GPU has.
+
+    cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` for it, which a stage's process is started with.
+
+    Raises:
+        PipelineError: an operation has no such kernel.
+    """
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(wanted)
+    # It takes time, for memory that is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        if _REFUSED not in str(error):
+            raise
+        operation = str(error).partition(_REFUSED)[0].strip()
+        raise PipelineError(
+            f"{operation} adds in no fixed order, so that a run that was interrupted would end with other weights than "
+            "one that was not; resources.deterministic=false trains with it all the same"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+class TokenizedDPOTrainer(DPOTrainer):
+    """``DPOTrainer`` that takes ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: TRL would tokenize, and drop."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: object) -> Dataset:
+        return dataset
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
+        """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
+        return autocast(self.args)

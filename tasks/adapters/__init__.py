@@ -1,1 +1,0 @@
-"""Adapters: LoRA, over weights in 4 bits too, saved by themselves or merged."""

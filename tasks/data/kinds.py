@@ -1,0 +1,232 @@
+"""The kinds of prepared rows: all that differs between them, one record each.
+
+A method names the record that it trains on (``reads = PREFERENCES``); the data stages, the tokens, the label gate, the
+leak check and evaluation look up here what they do with a row, and have no table of kinds of their own.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from lineage.artifact import Kind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from tasks.data.tokens.fate import TokenRow
+
+Row = Mapping[str, object]
+Columns = Mapping[str, object]  # of one example: what a file of tokens holds of it
+Collator = Callable[[list[dict[str, object]]], object]
+IGNORED = -100  # label of a token that is not trained
+ROW_ID = "row_id"
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+
+
+class Column(StrEnum):
+    """What a column holds."""
+
+    TEXT = "text"
+    MESSAGES = "messages"  # a list of ``Message``
+    FLAG = "flag"
+    IDS = "ids"  # a list of tokens
+
+
+class Tokenizes(Protocol):
+    """Makes tokens of rows: ``tasks.data.tokens.tokenize_rows.RowTokenizer``."""
+
+    def texts(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+    def conversations(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+    def preferences(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+    def unpaired(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+    def prompts(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKind:
+    """One kind of prepared rows.
+
+    Args:
+        kind: the artifact that a data stage produces.
+        slot: where a training takes such rows.
+        asked: the column of the prompt: of conversations it holds the answers too, a text is its own prompt. Rows that
+            ask the same are held out together, and the leak check compares what they ask.
+        answers: the columns of answers to it. With ``asked`` they are all that a row says: what the leak check and the
+            near-duplicates compare, and what lengths are measured of.
+        others: further columns, which say nothing.
+        tokens: the columns of a file of tokens.
+        chat: rows are rendered by a chat template.
+        joined: rows are joined, and cut in chunks of one length.
+        trained: tokens get loss before anything is generated: the label gate compares their share with that of the last
+            run, and refuses rows without any. Of prompts it counts tokens, rows cut and rows dropped.
+        tokenize: the tokens of each row, and what became of it.
+        collator: pads examples to a batch, with a pad token.
+        sample: an example as text, for the log; what is trained stands in ⟦ ⟧.
+        measures: what evaluation may measure on held-out rows.
+    """
+
+    kind: Kind
+    slot: str
+    asked: str
+    answers: tuple[str, ...] = ()
+    others: Mapping[str, Column] = field(default_factory=dict, hash=False)
+    tokens: Mapping[str, Column] = field(hash=False)
+    chat: bool = True
+    joined: bool = False
+    trained: bool = True
+    tokenize: Callable[[Tokenizes, Sequence[Row]], Iterator["TokenRow"]]
+    collator: Callable[[int], Collator]
+    sample: Callable[["PreTrainedTokenizerBase", Columns], str]
+    measures: tuple[str, ...]
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The columns that say something."""
+        return (self.asked, *self.answers)
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """Of prepared rows, beside ``row_id``."""
+        said = Column.MESSAGES if self.chat else Column.TEXT
+        return {**dict.fromkeys(self.said, said), **self.others}
+
+    @property
+    def schema(self) -> "pa.Schema":
+        """Of prepared rows: what every data stage writes and every training stage reads."""
+        return arrow_schema({ROW_ID: Column.TEXT, **self.columns})
+
+
+def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
+    """Columns as Arrow has them."""
+    import pyarrow as pa
+
+    types = {
+        Column.TEXT: pa.string(),
+        Column.MESSAGES: pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE_FIELDS])),
+        Column.FLAG: pa.bool_(),
+        Column.IDS: pa.list_(pa.int32()),
+    }
+    return pa.schema([(name, types[column]) for name, column in columns.items()])
+
+
+def kind_of_columns(names: Sequence[str]) -> RowKind:
+    """The kind of prepared rows that have such columns: of those that find all they say, the one that says most."""
+    return max((each for each in ROW_KINDS.values() if set(each.said) <= set(names)), key=lambda each: len(each.said))
+
+
+def _language_modeling(pad_token_id: int) -> Collator:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator: Collator = DataCollatorForLanguageModeling(pad_token_id)
+    return collator
+
+
+def _pairs(pad_token_id: int) -> Collator:
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    collator: Collator = DataCollatorForPreference(pad_token_id)
+    return collator
+
+
+def _single_answers(pad_token_id: int) -> Collator:
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+    collator: Collator = DataCollatorForUnpairedPreference(pad_token_id)
+    return collator
+
+
+def _prompts(pad_token_id: int) -> Collator:
+    """Nothing is padded before it is generated: each prompt with its tokens, and the columns for reward functions.
+
+    Every example of a batch has the same columns: None where a row lacks one.
+    """
+
+    def collate(examples: list[dict[str, object]]) -> object:
+        columns = [json.loads(str(example["columns"] or "{}")) for example in examples]
+        empty = dict.fromkeys(name for each in columns for name in each)
+        return [
+            {**empty, **more, "prompt": json.loads(str(example["prompt"])), "prompt_ids": example["prompt_ids"]}
+            for example, more in zip(examples, columns, strict=True)
+        ]
+
+    return collate
+
+
+def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
+    ids, labels = columns["input_ids"], columns["labels"]
+    assert isinstance(ids, list) and isinstance(labels, list)
+    trained = [label != IGNORED for label in labels]
+    text, place = "", 0
+    while place < len(ids):
+        end = place
+        while end < len(ids) and trained[end] == trained[place]:
+            end += 1
+        piece = str(tokenizer.decode(ids[place:end]))
+        text += f"⟦{piece}⟧" if trained[place] else piece
+        place = end
+    return text
+
+
+def _answers_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
+    answers = [str(tokenizer.decode(columns[name])) for name in ("chosen_ids", "rejected_ids")]
+    return str(tokenizer.decode(columns["prompt_ids"])) + "".join(f"⟦{answer}⟧" for answer in answers)
+
+
+def _judged_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
+    prompt, answer = (str(tokenizer.decode(columns[name])) for name in ("prompt_ids", "completion_ids"))
+    return f"{prompt}⟦{answer}⟧ ({label_name(bool(columns['label']))})"
+
+
+def _prompt_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
+    more = columns["columns"]
+    return str(tokenizer.decode(columns["prompt_ids"])) + (f" (columns: {more})" if more else "")
+
+
+def label_name(label: bool) -> str:
+    """What the label of a single answer is called."""
+    return "desirable" if label else "undesirable"
+
+
+_LABELLED = {"input_ids": Column.IDS, "labels": Column.IDS}
+_TOOLS = {"tools": Column.TEXT}  # JSON text
+
+TEXT = RowKind(
+    kind=Kind.TEXT, slot="rows", asked="text", tokens=_LABELLED, chat=False, joined=True,
+    tokenize=lambda tokenizer, rows: tokenizer.texts(rows), collator=_language_modeling, sample=_labelled_text,
+    measures=("perplexity",),
+)  # fmt: skip
+
+CONVERSATIONS = RowKind(
+    kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, tokens=_LABELLED,
+    tokenize=lambda tokenizer, rows: tokenizer.conversations(rows), collator=_language_modeling, sample=_labelled_text,
+    measures=("answer_perplexity", "exact_match"),
+)  # fmt: skip
+
+PREFERENCES = RowKind(
+    kind=Kind.PREFERENCES, slot="pairs", asked="prompt", answers=("chosen", "rejected"),
+    others={"kind": Column.TEXT, **_TOOLS},
+    tokens={"prompt_ids": Column.IDS, "chosen_ids": Column.IDS, "rejected_ids": Column.IDS},
+    tokenize=lambda tokenizer, rows: tokenizer.preferences(rows), collator=_pairs, sample=_answers_text,
+    measures=("accuracy", "margin", "reward_score"),
+)  # fmt: skip
+
+UNPAIRED = RowKind(
+    kind=Kind.UNPAIRED, slot="rows", asked="prompt", answers=("completion",), others={"label": Column.FLAG, **_TOOLS},
+    tokens={"prompt_ids": Column.IDS, "completion_ids": Column.IDS, "label": Column.FLAG},
+    tokenize=lambda tokenizer, rows: tokenizer.unpaired(rows), collator=_single_answers, sample=_judged_text,
+    measures=("accuracy", "reward_score"),
+)  # fmt: skip
+
+PROMPTS = RowKind(
+    kind=Kind.PROMPTS, slot="prompts", asked="prompt", others={"columns": Column.TEXT, **_TOOLS}, trained=False,
+    tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
+    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), collator=_prompts, sample=_prompt_text,
+    measures=("exact_match", "reward_score"),
+)  # fmt: skip
+
+ROW_KINDS: Mapping[Kind, RowKind] = {
+    each.kind: each for each in (TEXT, CONVERSATIONS, PREFERENCES, UNPAIRED, PROMPTS)
+}  # fmt: skip

@@ -1,1 +1,0 @@
-"""What a training says of each step: its numbers, and that it goes on."""

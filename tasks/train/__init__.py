@@ -1,0 +1,1 @@
+"""Trainings: what all of them share, and each of its parts."""

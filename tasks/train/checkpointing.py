@@ -1,0 +1,360 @@
+"""When a training saves and when it stops, at the same step on all workers, and which of its models it ends with."""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import broadcast, broadcast_object_list
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
+from tasks.best import HELD_OUT_LOSS, Best, kept_steps
+from tasks.check_rows import POLICY, rows_slot
+from tasks.context import TrainContext
+from tasks.data.preparing.row_split import HELD_OUT
+from tasks.data.tokens.load_or_make import load_or_make
+from tasks.heartbeat import Doing
+from tasks.train.callbacks import has_diverged, step_metrics
+from tasks.train.sharding import autocast
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from tasks.method import Inputs, Training
+
+logger = logging.getLogger(__name__)
+
+# Pickled, read by nobody: what it says is in the recipe and in the manifest.
+_UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
+
+
+class Checkpointing(TrainerCallback):
+    """Lets transformers write a checkpoint aside, and commits it once every worker has written its part.
+
+    Args:
+        best: which models compete for the output; the best of them is kept.
+
+    Attributes:
+        stopped_at: the step at which the training was asked to end early; None: it was not.
+    """
+
+    def __init__(self, trainer: "Trainer", ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
+        self.trainer = trainer
+        self.ctx = ctx
+        self.best = best
+        self.store = ctx.checkpoints
+        self.stopped_at: int | None = None
+        self.metrics_known = False
+        self.seconds_before = seconds_before
+        self.start = self.last_save = time.monotonic()
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.start = self.last_save = time.monotonic()
+        if self.store and self.ctx.rank == 0:  # what comes after is damaged: it was gone back behind
+            self.store.keep(step for step in self.store.steps() if step <= state.global_step)
+
+    def on_step_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            return  # it ends here anyway, and its output follows
+        save, stop = self._agreed(state.global_step)
+        if stop:
+            self.stopped_at = state.global_step
+            control.should_training_stop = True
+        control.should_save = (save or stop) and self.store is not None
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        """At the first step: refuses a best by a metric that is not reported. What execution keeps decides nothing."""
+        if control.should_save:  # which is decided by now, and is what comes next
+            self.ctx.mark(state.global_step, Doing.SAVING)
+        if "loss" not in logs or self.metrics_known:
+            return
+        found = set(step_metrics(state, state.global_step))
+        if self.best and self.best.metric == HELD_OUT_LOSS:
+            found.add(HELD_OUT_LOSS)
+        known = f"is not measured; there are: {', '.join(sorted(found))}"
+        if self.best and self.best.metric not in found:
+            raise ConfigError(f"{self.best.key}.metric={self.best.metric}: {known}")
+        keep_best = self.ctx.resources.keep_best
+        if keep_best and keep_best.metric not in found:
+            logger.warning("%s.metric=%s: %s; none is kept for it", keep_best.key, keep_best.metric, known)
+        self.metrics_known = True
+
+    def on_save(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        self.trainer.accelerator.wait_for_everyone()
+        if self.ctx.rank == 0:
+            self._commit(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state)
+        self.trainer.accelerator.wait_for_everyone()
+        self.ctx.mark(state.global_step, Doing.BETWEEN)
+        self.last_save = time.monotonic()
+
+    def _agreed(self, step: int) -> tuple[bool, bool]:
+        """Whether to save and to stop after this step: rank 0 says it, or each worker would at a step of its own."""
+        stop = self.ctx.rank == 0 and self.ctx.should_stop()
+        flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=self.trainer.args.device)
+        if self.ctx.world_size > 1:
+            torch.distributed.broadcast(flags, src=0)
+        save, stop = (bool(flag) for flag in flags.tolist())
+        return save, stop
+
+    def _is_due(self, step: int) -> bool:
+        resources = self.ctx.resources
+        by_step = resources.save_steps is not None and step % resources.save_steps == 0
+        waited = time.monotonic() - self.last_save
+        return by_step or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
+
+    def _commit(self, draft: Path, state: "TrainerState") -> None:
+        assert self.store is not None
+        for name in _UNREAD:
+            (draft / name).unlink(missing_ok=True)
+        start = time.monotonic()
+        checkpoint = Checkpoint(
+            step=state.global_step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
+            num_workers=self.ctx.world_size, zero_stage=self.ctx.resources.zero_stage,
+            micro_batch_size=self.ctx.resources.micro_batch_size, cpus_per_worker=self.ctx.resources.cpus_per_worker,
+            metrics=step_metrics(state, state.global_step),
+        )  # fmt: skip
+        path = self.store.commit(draft, checkpoint)
+        resources = self.ctx.resources
+        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.best))
+        logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
+
+
+def discard_drafts(work_dir: Path) -> None:
+    """Removes what an attempt that ended in the middle of a save has left."""
+    for draft in work_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class Divergence(TrainerCallback):
+    """Fails the training, or ends it where a best model is there to go back to.
+
+    Args:
+        checkpoint_dir: of the stage; None: it has none.
+        go_back_to: None: it fails.
+
+    Attributes:
+        step: at which the training was ended; None: it was not.
+    """
+
+    def __init__(self, checkpoint_dir: Path | None, go_back_to: "BestModel | None") -> None:
+        self.checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir else None
+        self.go_back_to = go_back_to
+        self.step: int | None = None
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        if "loss" not in logs or not has_diverged(logs):
+            return
+        found = f"training diverged: at step {state.global_step} loss={logs['loss']} grad_norm={logs['grad_norm']}"
+        remedy = (
+            f"lower learning_rate (now {args.learning_rate:g}) or max_grad_norm (now {args.max_grad_norm:g}), raise "
+            "warmup_ratio, or train in precision=fp32"
+        )
+        if self.go_back_to is None or self.go_back_to.step is None:
+            competed = "" if self.go_back_to is None else "; no model had competed yet to go back to"
+            raise PipelineError(f"{found}; {self._saved()}{competed}; {remedy}")
+        logger.error("%s; on_divergence=best: it ends with its model of step %d", found, self.go_back_to.step)
+        logger.error("what would let it go on: %s", remedy)
+        self.step = state.global_step
+        control.should_training_stop = True
+        control.should_save = False  # these weights are no numbers
+
+    def _saved(self) -> str:
+        last = self.checkpoints.newest() if self.checkpoints else None
+        if last is None:
+            return "nothing was saved"
+        loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
+        return f"its last good checkpoint is that of step {last.step}{loss}, from where this recipe diverges again"
+
+
+class BestModel(TrainerCallback):
+    """Has a model saved that is better than all that competed before it.
+
+    Args:
+        held_out: rows that the models are measured on; None: the metric is one that the training reports.
+
+    Attributes:
+        step: of the best model so far; None: none has competed.
+    """
+
+    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext, held_out: "Dataset | None") -> None:
+        assert ctx.checkpoint_dir, "the best model is kept as a checkpoint"
+        self.trainer, self.best, self.ctx, self.held_out = trainer, best, ctx, held_out
+        self.store = Checkpoints(ctx.checkpoint_dir)
+        self.step: int | None = None
+        self.value: float | None = None
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
+    ) -> None:
+        """Finds the best so far again in the log, which every worker has from the checkpoint that it goes on from.
+
+        Raises:
+            ArtifactError: its checkpoint is damaged: no step is spent on a training that cannot end with it.
+        """
+        for step in (entry["step"] for entry in state.log_history if "loss" in entry):
+            value = step_metrics(state, step).get(self.best.metric, math.nan) if self.best.competes(step) else math.nan
+            if self.best.is_better(value, self.value):
+                self.step, self.value = step, value
+        if self.step is not None:
+            logger.info("best_step=%d %s=%g state=resumed", self.step, self.best.metric, self.value)
+            self._require_intact(self.step)
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        step = state.global_step
+        if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
+            return
+        if self.held_out:
+            # In the report of this step, and in the log that a checkpoint brings back.
+            logs[HELD_OUT_LOSS] = held_out_loss(self.trainer, self.held_out, self.ctx)
+            state.log_history[-1][HELD_OUT_LOSS] = logs[HELD_OUT_LOSS]
+        value = self._agreed(step_metrics(state, step).get(self.best.metric, math.nan))
+        if not self.best.is_better(value, self.value):
+            return
+        logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
+        self.step, self.value = step, value
+        if step < state.max_steps:  # the last one is in memory when it is needed
+            control.should_save = True
+
+    def end_at_best(self) -> int:
+        """Loads the best model, where it is not the last; returns its step.
+
+        Raises:
+            PipelineError: the metric was no number at any step that competed.
+            ArtifactError: its checkpoint is damaged.
+        """
+        if self.step is None:
+            raise PipelineError(
+                f"output=best: {self.best.metric} was no number at every step that competed, so that none is the best; "
+                "lower learning_rate, or state another best.metric"
+            )
+        if self.step != self.trainer.state.global_step:
+            self._require_intact(self.step)
+            self.trainer.state.best_model_checkpoint = str(self.store.path(self.step))
+            self.trainer._load_best_model()
+        logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
+        return self.step
+
+    def _require_intact(self, step: int) -> None:
+        """Rank 0 reads every byte, and all workers end together.
+
+        Raises:
+            ArtifactError: it is not what was committed.
+        """
+        damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
+        for found in filter(None, broadcast_object_list(damage)):
+            stage = self.store.directory.parents[1].name
+            raise ArtifactError(
+                f"the best model is that of step {step}, and its checkpoint is not what was committed: "
+                f"{'; '.join(found[:3])}; restore the files, or begin again with restart=[{stage}]"
+            )
+
+    def _agreed(self, value: float) -> float:
+        """What rank 0 found: workers that took another for the best would not save together."""
+        found = torch.tensor(value, dtype=torch.float64, device=self.trainer.args.device)
+        return float(broadcast(found))
+
+
+def held_out_rows(method: "Training", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
+    """The tokens of the held-out rows, made as those that are trained on.
+
+    Raises:
+        DataError: there are none.
+    """
+    rows, stated = inputs[rows_slot(method)], method.tokenization()
+    assert stated
+    found = 0
+    if (rows.path / HELD_OUT).exists():
+        # A row that must not be trained on cut is only left out here.
+        tokenization = replace(stated, too_long="drop") if stated.too_long == "refuse" else stated
+        policy, workers = inputs[POLICY].path, ctx.resources.cpus_per_worker
+        tokens = load_or_make(tokenization, rows, policy, ctx.cache_dir, workers, side=HELD_OUT)
+        found = len(tokens)
+    if not found:
+        raise DataError(
+            f"best.metric=held_out_loss: {rows.name!r} has no held-out row with a trained token; hold out rows "
+            f"(stages.{rows.name}.method.held_out=0.05), or state best.metric=loss"
+        )
+    return tokens.dataset(range(found))
+
+
+def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> float:
+    """The trainer's own loss, in nats per trained token, or per pair where rows are pairs; the same on all workers.
+
+    Nothing that the training goes on with is touched: no weight, no random state, no metric.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
+    with _evaluating(trainer), torch.no_grad(), trainer.compute_loss_context_manager():
+        for indices, counts in _batches(len(rows), ctx):
+            ctx.mark(trainer.state.global_step, Doing.BETWEEN)
+            batch = trainer._prepare_inputs(trainer.data_collator([rows[index] for index in indices]))
+            with autocast(trainer.args):
+                loss = trainer.compute_loss(trainer.model, batch)
+            weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)
+            if counts:
+                sums += torch.stack([loss.double() * weight, torch.as_tensor(weight, device=loss.device).double()])
+    total, weight = trainer.accelerator.reduce(sums, "sum").tolist()
+    return float(total / weight)
+
+
+def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
+    """A worker's micro batches, and whether it is the one that counts them.
+
+    The losses of TRL gather over the workers, so that all take the same number of rows at a time: what is left when
+    the rows are divided is done by all of them.
+    """
+    size = ctx.resources.micro_batch_size
+    per_round = ctx.world_size * size
+    divided = num_rows - num_rows % per_round
+    for start in range(ctx.rank * size, divided, per_round):
+        yield range(start, start + size), True
+    for start in range(divided, num_rows, size):
+        yield range(start, min(start + size, num_rows)), ctx.rank == 0
+
+
+@contextmanager
+def _evaluating(trainer: "Trainer") -> Iterator[None]:
+    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        trainer.model.eval()
+        try:
+            yield
+        finally:
+            trainer.model.train()
+            trainer._metrics["eval"].clear()

@@ -1,0 +1,68 @@
+"""What a reward model says of a row: one score, read at the row's last token by a head that computes in fp32.
+
+The classes of transformers look for the last token that is not the pad token. Where padding and the end of sequence are
+one token they read the token before the end: a finished and a cut-off answer then score equal. The attention mask says
+which tokens are the row's own. Under bf16 autocast a head would round every score to 8 bits.
+
+Shapes: B rows, T tokens of the longest, H hidden size.
+"""
+
+from types import MethodType
+from typing import TYPE_CHECKING
+
+import torch
+from peft import PeftModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from tasks.train.padding_free import hidden_states
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
+    """The score (B) of each row in fp32, of a finished reward model or of one that trains.
+
+    Args:
+        attention_mask_BT: 1 on the row's own tokens; padding may stand on the right.
+    """
+    hidden_BTH = model.base_model(
+        input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
+    ).last_hidden_state
+    rows_B = torch.arange(len(input_ids_BT), device=hidden_BTH.device)
+    return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
+
+
+def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":
+    """Place (B) of each row's last token."""
+    places_T = torch.arange(attention_mask_BT.shape[1], device=attention_mask_BT.device)
+    return (places_T * attention_mask_BT.bool()).argmax(-1)
+
+
+def install_scores(model: "PreTrainedModel | PeftModel") -> None:
+    """Replaces a reward model's forward: its logits are the scores (B, 1) as ``sequence_scores`` has them."""
+    if isinstance(model, PeftModel):
+        model = model.get_base_model()
+    model.forward = MethodType(_forward, model)
+
+
+def _forward(
+    self: "PreTrainedModel", *, input_ids: "Tensor", attention_mask: "Tensor", **inputs: "Tensor"
+) -> SequenceClassifierOutputWithPast:
+    """Of a padded batch, or of one that is laid in one line (``row_index``)."""
+    row_index_BT = inputs.get("row_index")
+    hidden = hidden_states(self, {**inputs, "input_ids": input_ids, "attention_mask": attention_mask})
+    last_B = last_tokens(attention_mask)
+    if row_index_BT is None:
+        last_BH = hidden[torch.arange(len(last_B), device=hidden.device), last_B]
+    else:
+        last_BH = torch.nn.functional.embedding(
+            row_index_BT.gather(1, last_B.unsqueeze(1)).squeeze(1), hidden.squeeze(0)
+        )
+    return SequenceClassifierOutputWithPast(logits=_score(self, last_BH).unsqueeze(1))
+
+
+def _score(model: "PreTrainedModel", hidden_BH: "Tensor") -> "Tensor":
+    with torch.autocast(hidden_BH.device.type, enabled=False):
+        return model.score(hidden_BH.float()).squeeze(-1).float()
