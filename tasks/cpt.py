@@ -16,6 +16,7 @@ from tasks.method import Inputs, Training
 class ContinuedPretraining(Training):
     """Trains a policy on documents, joined and cut in chunks of ``max_length`` tokens."""
 
+    version: ClassVar[int] = 2  # 2: documents begin with BOS where the tokenizer adds it
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
 

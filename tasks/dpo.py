@@ -8,6 +8,7 @@ from annotated_types import Gt
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
@@ -22,8 +23,11 @@ class DPO(Training):
         too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
             beginning of its prompt is, it is left out, or it is an error.
         max_prompt_length: a longer prompt keeps its last tokens.
+        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
+            row whose thinking it would leave out is an error.
     """
 
+    version: ClassVar[int] = 2  # 2: answers end in a stop token
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
     chat_slot: ClassVar[str | None] = "policy"
@@ -36,11 +40,12 @@ class DPO(Training):
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None
 
     def tokenization(self) -> Tokenization:
         return Tokenization(
             kind=Kind.PREFERENCES, max_length=self.max_length, too_long=self.too_long,
-            max_prompt_length=self.max_prompt_length,
+            max_prompt_length=self.max_prompt_length, thinking=self.thinking,
         )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -48,6 +53,7 @@ class DPO(Training):
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
         from tasks.data.tokens.load_or_make import load_or_make
+        from tasks.data.tokens.stop_tokens import stop_at
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
         from tasks.train.adapters import lora_config
@@ -64,6 +70,7 @@ class DPO(Training):
             self.tokenization(), inputs["pairs"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
         )
         show(rows, inputs["pairs"], self.max_length)
+        stop_at(policy.model.generation_config, rows.account.stop_tokens)
         trainer = TokenizedDPOTrainer(
             policy.model,
             reference,

@@ -8,6 +8,7 @@ from annotated_types import Gt
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import Inputs, Training
 
@@ -25,8 +26,11 @@ class RewardModel(Training):
         too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
             beginning of its prompt is, it is left out, or it is an error.
         max_prompt_length: a longer prompt keeps its last tokens.
+        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
+            row whose thinking it would leave out is an error.
     """
 
+    version: ClassVar[int] = 2  # 2: answers end in a stop token
     version: ClassVar[int] = 2  # 1 took the last token that is not padding by its id, and rounded scores to bf16
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.REWARD_MODEL
@@ -38,11 +42,12 @@ class RewardModel(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None
 
     def tokenization(self) -> Tokenization:
         return Tokenization(
             kind=Kind.PREFERENCES, max_length=self.max_length, too_long=self.too_long,
-            max_prompt_length=self.max_prompt_length,
+            max_prompt_length=self.max_prompt_length, thinking=self.thinking,
         )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:

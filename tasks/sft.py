@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
 from lineage.artifact import Kind
-from tasks.chat_template import CHAT_TEMPLATES, TOKENS, install_chat_template
+from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
 from tasks.method import Inputs, Training
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +25,11 @@ class SFT(Training):
         max_prompt_length: what precedes the first answer keeps its last tokens.
         packing: several conversations, none cut for it, share the ``max_length`` tokens of one example, and none sees
             another; ``global_batch_size`` then counts such packs.
+        thinking: what the assistant thinks (``<think>...</think>`` before an answer) is trained, or left out; None: as
+            the chat template has it, and a row whose thinking it would leave out is an error.
     """
 
+    version: ClassVar[int] = 2  # 2: spans end in a stop token, turns follow their own prompts
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.CONVERSATIONS}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
     chat_slot: ClassVar[str | None] = "policy"
@@ -41,11 +42,13 @@ class SFT(Training):
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     packing: Packing | None = None
+    thinking: Thinking | None = None
 
     def tokenization(self) -> Tokenization:
         return Tokenization(
             kind=Kind.CONVERSATIONS, max_length=self.max_length, too_long=self.too_long,
             max_prompt_length=self.max_prompt_length, packing=self.packing, chat_template=self.chat_template,
+            thinking=self.thinking,
         )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -53,6 +56,7 @@ class SFT(Training):
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
         from tasks.data.tokens.load_or_make import load_or_make
+        from tasks.data.tokens.stop_tokens import stop_at
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.data.tokens.tokenized_rows import show
         from tasks.train.adapters import lora_config
@@ -63,12 +67,12 @@ class SFT(Training):
         policy = load_policy(self, inputs["policy"], ctx)
         if self.chat_template:
             install_chat_template(policy.tokenizer, self.chat_template)
-            _stop_at(policy.tokenizer.convert_tokens_to_ids(TOKENS[1]), policy.model.generation_config)
         require_chat_template(policy.tokenizer, inputs["policy"])
         rows = load_or_make(
             self.tokenization(), inputs["rows"], inputs["policy"].path, ctx.cache_dir, ctx.resources.cpus_per_worker
         )
         show(rows, inputs["rows"], self.max_length)
+        stop_at(policy.model.generation_config, rows.account.stop_tokens)
         collate = collator_for(policy.model, DataCollatorForLanguageModeling(policy.tokenizer.pad_token_id))
         trainer = SFTTrainer(
             policy.model,
@@ -84,10 +88,3 @@ class SFT(Training):
         if self.chat_template and ctx.rank == 0:
             (ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self.chat_template])
         return {**rows.metrics, **metrics}
-
-
-def _stop_at(end_of_turn: int, generation: "GenerationConfig") -> None:
-    """Lets the model's generation stop at its end of turn."""
-    ends = generation.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    generation.eos_token_id = [end_of_turn, *(token for token in ends if token != end_of_turn)]
