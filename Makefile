@@ -1,4 +1,7 @@
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The newest that runs and can make a virtual environment. Another one: make PYTHON=/path/to/python3.12
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c '$(FITS)' 2>/dev/null && echo $$python && break; done)
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -20,7 +23,7 @@ test-all: $(READY)  ## `slow` too: before an issue is resolved
 	$(PYTEST) -m "not nightly"
 
 nightly: $(READY)  ## all tests, then the chaos
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
@@ -53,14 +56,27 @@ prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.deploy.prefect_yaml
 
 lock: $(READY)  ## exact versions from pyproject.toml
-	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --python-version 3.11 --output-file requirements.lock
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
 
+# pip installs torch, since it knows where this machine's builds of it are (pip.conf); uv installs the rest in a third of
+# the time.
 $(READY): requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "posttrain needs Python 3.11; make PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements.lock
-	$(BIN)/pip install --quiet --no-deps --editable .
-	touch $@
+	@test -x $(BIN)/python || $(or $(PYTHON),false) -c '$(FITS)' || { \
+	  echo "posttrain needs Python 3.11, 3.12 or 3.13 with the module venv, and found $(or $(PYTHON),none):"; \
+	  echo "install one (Debian, Ubuntu: apt-get install python3-venv), or name it: make PYTHON=/path/to/python3.12"; \
+	  exit 1; }
+	@echo "set-up 1/4: a virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "set-up 2/4: torch, for $$($(BIN)/python --version)"
+	@$(BIN)/pip install $$(sed -En 's/^((torch|uv)==[^ ]+).*/\1/p' requirements.lock)
+	@echo "set-up 3/4: the other packages of requirements.lock"
+	@$(BIN)/uv pip install --python $(BIN)/python --requirement requirements.lock || { \
+	  echo "uv failed; it does not read pip's settings, so pip tries again"; \
+	  $(BIN)/pip install --requirement requirements.lock; }
+	@echo "set-up 4/4: posttrain itself"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable . || \
+	  $(BIN)/pip install --quiet --no-deps --editable .
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
         print(f"posttrain: stopped{how}; run the same command again to go on", file=sys.stderr)
-        _end_soon()
+        if arguments is None:  # called by the shell, not by a program that goes on
+            _end_soon()
         return STOPPED
     except BrokenPipeError:  # `posttrain plan | head`: all is done but the last of the print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ from flows.stages.run import Run
 from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.stated_labels import Statement, record_labels
 from lineage.tracker import Execution, NoTracker
 from tasks.context import Launcher
@@ -84,8 +84,13 @@ def open_run(
         try:
             observers = Observers(observer, journal)
             yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=journal.claim)
-        finally:
+        except PipelineError:
+            processes.end_all()
+            raise
+        except BaseException:
             processes.stop()
+            raise
+        processes.end_all()
 
 
 @contextlib.contextmanager

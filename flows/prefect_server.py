@@ -137,10 +137,11 @@ class EmbeddedServer:
 def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | None]:
     """Starts a server unless the user has one, and points Prefect's client at it.
 
-    Must be entered before ``prefect`` is imported: its settings are read then, and without a URL it
-    would start a server of its own that outlives us.
+    Must be entered before a client of ``prefect`` is made: without a URL it would start a server of its own that
+    outlives us.
     """
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
+    _read_settings_again()
     url = configured_api_url()
     if url:
         require_reachable(url)
@@ -149,8 +150,16 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     server = EmbeddedServer(log, ui)
     server.start()
     os.environ["PREFECT_API_URL"] = server.url
+    _read_settings_again()
     try:
         yield server
     finally:
         server.stop()
         del os.environ["PREFECT_API_URL"]
+        _read_settings_again()
+
+
+def _read_settings_again() -> None:
+    """For a second run in one process: Prefect reads its settings when it is imported."""
+    if "prefect.context" in sys.modules:
+        sys.modules["prefect.context"].refresh_global_settings_context()

@@ -141,7 +141,7 @@ def _present(source: Source) -> Source:
 
 
 def _told_apart(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Sources, and what the overrides say: ``columns.The Question=prompt``, ``held_out=0.1``, ``split=train[:1000]``.
+    """Sources, and what the overrides say: ``columns.prompt=The Question``, ``held_out=0.1``, ``split=train[:1000]``.
 
     Files may be called ``year=2024/rows.jsonl``.
     """

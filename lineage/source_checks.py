@@ -1,8 +1,9 @@
 """What a source states, checked when the plan is made: no option that nothing would read."""
 
 import re
+from collections import Counter
 
-from lineage.artifact import QUICKSTART, Kind, Source
+from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.python_source import PYTHON
 
@@ -13,11 +14,18 @@ _BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an
 
 def reading_options(source: Source) -> dict[str, object]:
     """What a source states beyond where its rows are: how they are read. What is not stated is left out.
-
     Streaming is among it: of a stream a sample is drawn as it goes by, of a whole data set from all of its rows.
     """
     stated: dict[str, object] = {name: getattr(source, name) for name in _READING}
     return {name: value for name, value in stated.items() if value is not None and value is not False and value != {}}
+
+
+def reading_identity(source: Source) -> dict[str, object]:
+    """The same as it goes into the fingerprint: columns the other way round, as all stores have them."""
+    options = reading_options(source)
+    return (
+        {**options, "columns": {theirs: ours for ours, theirs in source.columns.items()}} if source.columns else options
+    )
 
 
 def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> None:
@@ -29,6 +37,12 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
     Raises:
         ConfigError: names the field, and what to do.
     """
+    twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"sources.{name}.columns: the rows' column {twice[0]!r} has two names of ours; one is accepted; remove the "
+            "other"
+        )
     if source.kind != Kind.ROWS:
         _refuse_reading(name, source)
     if source.shuffle_buffer is not None and source.shuffle_seed is None:
@@ -44,7 +58,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
             "s3://bucket/rows.jsonl; remove them"
         )
     # Of these we state the revision ourselves, and check it again before a stage starts.
-    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART))
+    has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART, WHEEL))
     if source.revision is not None and not has_revision:
         raise ConfigError(
             f"sources.{name}.revision={source.revision}: {source.path} has no revisions; a hub data set or model has; "

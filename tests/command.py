@@ -1,13 +1,22 @@
-"""The command as a user calls it: a process of its own, in a folder of its own."""
+"""The command as a user calls it, in a folder and an environment of its own.
+
+A call runs ``main`` in the test's process, where all imports are done and one warm fork server starts the stages. What
+is of signals, kills or several commands at once starts a process.
+"""
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import psutil
 
@@ -44,7 +53,11 @@ class Command:
                 stderr=errors, text=True,
             )  # fmt: skip
 
-    def __call__(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def __call__(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return call([verb, *self._words(verb), *arguments], self.folder, self.environment)
+
+    def process(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """As a call, in a process of its own: for what depends on how a process starts or ends."""
         process = self.start(verb, *arguments)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -59,6 +72,89 @@ class Command:
         result = self("plan", "--json", *arguments)
         assert result.returncode == 0, result.stderr
         return {row["stage"]: row["state"] for row in json.loads(result.stdout)["stages"]}
+
+
+def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs ``posttrain`` in this process, as if it were a fresh one in that folder and environment."""
+    from flows.__main__ import main
+
+    with _placed(folder, environment), _captured() as said:
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # argparse
+            code = stop.code if isinstance(stop.code, int) else 1
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return subprocess.CompletedProcess(["posttrain", *arguments], code, *said)
+
+
+@contextlib.contextmanager
+def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Gives a command what a process of its own would have, and takes back what it changed."""
+    path, here, modules, main = list(sys.path), os.getcwd(), set(sys.modules), sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # without a file: else each stage's process would import pytest
+    os.chdir(folder)
+    try:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            read_prefect_settings()
+            yield
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+        sys.modules["__main__"] = main
+        for name in sys.modules.keys() - modules:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).is_relative_to(folder):  # a user's own, of which the next test has another
+                del sys.modules[name]
+        read_prefect_settings()
+
+
+def read_prefect_settings() -> None:
+    """From the environment as it is now, where Prefect has read an earlier one."""
+    if "prefect.context" in sys.modules:
+        sys.modules["prefect.context"].refresh_global_settings_context()
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[list[str]]:
+    """Stdout and stderr, filled in at the end: also what processes wrote that were started meanwhile."""
+    said: list[str] = []
+    streams = sys.stdout, sys.stderr
+    kept = [os.dup(number) for number in (1, 2)]
+    with contextlib.ExitStack() as stack, _fresh_logging():
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in kept]
+        for stream, file, number in zip(streams, files, (1, 2), strict=True):
+            stream.flush()
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = ours = [os.fdopen(number, "w", closefd=False) for number in (1, 2)]
+        try:
+            yield said
+        finally:
+            sys.stdout, sys.stderr = streams
+            for stream, number, saved in zip(ours, (1, 2), kept, strict=True):
+                stream.flush()
+                os.dup2(saved, number)
+                os.close(saved)
+            for file in files:
+                file.seek(0)
+                said.append(file.read().decode())
+
+
+@contextlib.contextmanager
+def _fresh_logging() -> Iterator[None]:
+    """No handler but those that the command makes: pytest's keep warnings off stderr."""
+    loggers = [logging.root, *(logging.getLogger(name) for name in ("lineage", "tasks", "flows"))]
+    before = [(logger, logger.handlers, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers = []
+    logging.root.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers = handlers
+            logger.setLevel(level)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.command import CONF, REPOSITORY
+from tests.command import CONF, REPOSITORY, call
 
 WORDS = ("--config-dir", "conf", "pipeline=mini", "model=none", "sources.rows.path=data/rows.txt",
          "tracking.mlflow=false")  # fmt: skip
@@ -26,8 +26,8 @@ class DvcRepository:
         self.folder, self.words = folder, list(words)
         programs = folder.parent / "bin"
         programs.mkdir(exist_ok=True)
-        for name, call in {"posttrain": "-m flows", "dvc": "-m dvc"}.items():
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P {call} "$@"\n')
+        for name, words_of_it in {"posttrain": "-m flows", "dvc": "-m dvc"}.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P {words_of_it} "$@"\n')
             (programs / name).chmod(0o755)
         self.environment = {
             **os.environ,
@@ -79,7 +79,25 @@ class DvcRepository:
         )  # fmt: skip
 
     def posttrain(self, verb: str, *words: str, fails: bool = False, **variables: str) -> str:
-        return self("posttrain", verb, *self.words, *words, fails=fails, **variables)
+        """Runs ``posttrain`` on the declared pipeline, in this process."""
+        return self.called(verb, *self.words, *words, fails=fails, **variables)
+
+    def called(self, *words: str, fails: bool = False, **variables: str) -> str:
+        """Runs ``posttrain`` in this process."""
+        done = call(list(words), self.folder, {**self.environment, **variables})
+        output = done.stdout + done.stderr
+        assert (done.returncode != 0) == fails, f"posttrain {shlex.join(words)} ended with {done.returncode}:\n{output}"
+        return output
+
+    def copy(self, folder: Path) -> "DvcRepository":
+        """All of it elsewhere, with every file that has several names still one file."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["cp", "--archive", self.folder, folder], check=True)
+        other = DvcRepository(folder, *self.words, environment={})
+        kept = {name: value for name, value in self.environment.items() if name not in ("PATH", "DVC_SITE_CACHE_DIR")}
+        other.environment |= kept
+        return other
 
     def commit(self, message: str) -> None:
         self("git", "add", "--all")

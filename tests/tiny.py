@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.chat_template import CHATML
+from tasks.data.kinds import kind_of_columns
 
 Message = dict[str, str]
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -25,6 +26,7 @@ PREFERENCES_SCHEMA = pa.schema(
         ("kind", pa.string()),
     ]
 )
+_SCHEMAS = (TEXT_SCHEMA, CONVERSATIONS_SCHEMA, PREFERENCES_SCHEMA)  # as an earlier version wrote them, without tools
 
 
 def write_tokenizer(directory: Path, *, vocab_size: int = 300, chat_template: str | None = CHATML) -> Path:
@@ -119,10 +121,35 @@ def preference_rows(count: int) -> list[dict[str, object]]:
     ]
 
 
+def unpaired_rows(count: int) -> list[dict[str, object]]:
+    """One answer each; every third is undesirable."""
+    return [
+        {
+            "row_id": f"u{i}",
+            "prompt": [{"role": "user", "content": sentence(i, 3 + i % 4)}],
+            "completion": [{"role": "assistant", "content": sentence(i + 1, 2 + i % 5)}],
+            "label": i % 3 != 0,
+        }
+        for i in range(count)
+    ]
+
+
+def prompt_rows(count: int) -> list[dict[str, object]]:
+    """Every second one has an answer for a reward function."""
+    return [
+        {
+            "row_id": f"q{i}",
+            "prompt": [{"role": "user", "content": sentence(i, 3 + i % 4)}],
+            "columns": None if i % 2 else f'{{"answer": {i}}}',
+        }
+        for i in range(count)
+    ]
+
+
 def write_rows(directory: Path, train: Sequence[dict[str, object]], held_out: Sequence[dict[str, object]] = ()) -> Path:
     """Writes an artifact's ``train.parquet`` and ``held_out.parquet``; the schema follows from the first row."""
-    columns = set(train[0])
-    schema = TEXT_SCHEMA if "text" in columns else CONVERSATIONS_SCHEMA if "messages" in columns else PREFERENCES_SCHEMA
+    schema = next((schema for schema in _SCHEMAS if set(schema.names) == set(train[0])), None)
+    schema = schema or kind_of_columns(list(train[0])).schema
     directory.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(train), schema=schema), directory / "train.parquet")
     pq.write_table(pa.Table.from_pylist(list(held_out), schema=schema), directory / "held_out.parquet")

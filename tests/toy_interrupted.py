@@ -1,6 +1,7 @@
 """A training without a model whose output follows from every step, and that the file ``trouble`` interrupts.
 
-It lies in the store and says ``<what>:<step>:<rank>``: what happens to that rank in that step, once.
+It lies in the store and says ``<what>:<step>:<rank>``: what happens to that rank in that step, once. A file ``hold``
+beside it says in which step every rank waits until it is gone, or until the stage is asked to stop.
 """
 
 import os
@@ -21,6 +22,7 @@ from tasks.method import Inputs, Training
 from tests.toy_loop import loop
 
 TROUBLE_FILE = "trouble"
+HOLD_FILE = "hold"
 GROUP_FILE = "group"  # which control group has too little memory
 
 
@@ -41,7 +43,10 @@ class ToyInterrupted(Training):
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         def take(step: int) -> None:
             time.sleep(self.step_seconds)
-            _trouble(ctx.work_dir.parents[2] / TROUBLE_FILE, step, ctx.rank)
+            store = ctx.work_dir.parents[2]
+            while _holds(store / HOLD_FILE, step) and not ctx.should_stop():
+                time.sleep(0.02)
+            _trouble(store / TROUBLE_FILE, step, ctx.rank)
             meet(ctx)
             ctx.report(step, {"loss": 1.0 / step, "tokens_per_second": 100.0})
 
@@ -57,6 +62,13 @@ def meet(ctx: TrainContext) -> None:
         import torch
 
         torch.distributed.all_reduce(torch.ones(1))
+
+
+def _holds(file: Path, step: int) -> bool:
+    try:
+        return file.read_text() == str(step)
+    except FileNotFoundError:
+        return False
 
 
 def _trouble(file: Path, step: int, rank: int) -> None:

@@ -20,7 +20,7 @@ SOURCE is a file, a glob, a directory, a URL, a hub id, quickstart:NAME, or sour
 Several are prepared together, as the slots rows, rows_2 ... of one data stage. Alone it may also be a data stage that
 is finished, such as cpt-sft-dpo/instructions: its report is shown.
 
-OVERRIDE is a field of a source, such as format=alpaca, columns.answer=completion or split=train[:1000]; a field of a
+OVERRIDE is a field of a source, such as format=alpaca, columns.completion=answer or split=train[:1000]; a field of a
 data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; or one of
   kind=conversations    what the rows shall become
   model=DIR|HUB_ID      in whose tokens they are measured, and what of them is trained with its chat template

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import yaml
@@ -26,6 +26,8 @@ CONF = Path(__file__).parents[2] / "conf"
 
 _VALUE = re.compile(r"\w+(\.\w+)+=")  # an override that can be no choice of a group, in the plainest form of a key
 
+_CHOICE = re.compile(r"\w+=[^{\[]*")  # of a group, or a value at the root
+
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, object]:
     """The composed configuration as plain dicts, every interpolation resolved.
@@ -36,7 +38,25 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
     """
-    return Composer(overrides, config_dir).tree()
+    others, values = [], []
+    for index, word in enumerate(overrides):
+        # A later deletion or addition, or a whole node, may be of the same field: the order decides.
+        is_last = all(_VALUE.match(later) or _CHOICE.fullmatch(later) for later in overrides[index:])
+        (values if is_last and _VALUE.match(word) else others).append(word)
+    return _composer(tuple(others), config_dir, _files(config_dir)).tree(values)
+
+
+@lru_cache(maxsize=16)
+def _composer(overrides: tuple[str, ...], config_dir: Path | None, files: tuple[tuple[Path, int], ...]) -> "Composer":
+    """Of a process that composes more than once: a sweep, or several commands."""
+    return Composer(overrides, config_dir)
+
+
+def _files(config_dir: Path | None) -> tuple[tuple[Path, int], ...]:
+    """The YAML files that a configuration is composed of, and when each was last written."""
+    folders = [CONF, *([config_dir] if config_dir else [])]
+    found = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
+    return tuple((path.absolute(), path.stat().st_mtime_ns) for path in found)
 
 
 class Composer:
@@ -62,7 +82,7 @@ class Composer:
         with _told():
             config = copy.deepcopy(self._config)
             for word in more:
-                override = _parsed(word)
+                override = _value(word)
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
@@ -133,8 +153,8 @@ def _refuse_shadows(config_dir: Path) -> None:
             )
 
 
-def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
-    """One override as Hydra is to see it: a group choice as it is, a value forced in."""
+def _value(word: str) -> Override:
+    """One override, refused where no field could have it."""
     override = _parsed(word)
     key = override.key_or_group
     if not key:
@@ -146,6 +166,13 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
             f"{word}: several values for one field; one run takes one value, run --multirun tries each "
             "(quote a value that has commas)"
         )
+    return override
+
+
+def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
+    """One override as Hydra is to see it: a group choice as it is, a value forced in."""
+    override = _value(word)
+    key = override.key_or_group
     options = _options(key, loader, config_dir)
     if options:
         return _group(word, override, options)

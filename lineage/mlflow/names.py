@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.artifact import QUICKSTART, SOURCE, Kind
+from lineage.artifact import QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.python_source import PYTHON
@@ -124,6 +124,8 @@ def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
         return "quickstart", {"uri": source.path, "revision": source.revision}
     if source.path.startswith(PYTHON):
         return "code", {"uri": source.path, "revision": source.revision}
+    if source.path.startswith(WHEEL):
+        return "wheel", {"uri": source.path, "revision": source.revision}
     if is_url(source.path):
         return source.path.partition("://")[0], {"uri": source.path}
     if source.revision:

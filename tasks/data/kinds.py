@@ -23,6 +23,7 @@ Columns = Mapping[str, object]  # of one example: what a file of tokens holds of
 Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
 ROW_ID = "row_id"
+LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
@@ -177,17 +178,12 @@ def _answers_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str
 
 def _judged_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
     prompt, answer = (str(tokenizer.decode(columns[name])) for name in ("prompt_ids", "completion_ids"))
-    return f"{prompt}⟦{answer}⟧ ({label_name(bool(columns['label']))})"
+    return f"{prompt}⟦{answer}⟧ ({LABEL_NAMES[bool(columns['label'])]})"
 
 
 def _prompt_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
     more = columns["columns"]
     return str(tokenizer.decode(columns["prompt_ids"])) + (f" (columns: {more})" if more else "")
-
-
-def label_name(label: bool) -> str:
-    """What the label of a single answer is called."""
-    return "desirable" if label else "undesirable"
 
 
 _LABELLED = {"input_ids": Column.IDS, "labels": Column.IDS}

@@ -6,15 +6,32 @@ from lineage.errors import ConfigError
 from tasks.quickstart.documentation import documents
 from tasks.quickstart.instructions import instructions
 from tasks.quickstart.preferences import preferences
+from tasks.quickstart.questions import facts, usages
 
 QuickstartRow = Mapping[str, object]
+_MAX_TEXT = 400  # characters of a document: a small model learns more from the beginnings of many
 
 
 def corpus() -> Iterator[QuickstartRow]:
-    """Rows {text, group}: every document, under the name and signature that it documents."""
+    """Rows {text, group}: each document under its name and signature, with the facts of a signature."""
+    known = {usage.name: usage for usage in usages()}
     for document in documents():
-        title = document.name + document.signature
-        yield {"text": f"{title}\n\n{document.text}", "group": document.group}
+        usage = known.get(document.name)
+        title = f"{usage.call}\n{facts(usage)}" if usage else document.name + document.signature
+        yield {"text": f"{title}\n\n{_beginning(document.text)}", "group": document.group}
+
+
+def _beginning(text: str) -> str:
+    """As many whole paragraphs as fit, or of a first one that is too long its first words."""
+    first, *others = text.split("\n\n")
+    if len(first) > _MAX_TEXT:
+        return first[:_MAX_TEXT].rpartition(" ")[0]
+    kept = first
+    for paragraph in others:
+        if len(kept) + len(paragraph) > _MAX_TEXT:
+            break
+        kept += f"\n\n{paragraph}"
+    return kept
 
 
 ROWS: Mapping[str, Callable[[], Iterator[QuickstartRow]]] = {

@@ -40,7 +40,7 @@ class Document:
 
     Args:
         group: the top-level module that owns the object (``topic/NAME`` for a topic of ``help()``).
-        kind: ``function``, ``class``, ``module`` or ``topic``.
+        kind: ``function``, ``method``, ``class``, ``module`` or ``topic``.
         name: as one would write it, such as ``os.path.join`` or ``str.join``.
         parameters: each as in a signature, such as ``key=None``; None where there is no signature.
     """
@@ -141,7 +141,7 @@ def _of_module(module: ModuleType) -> Iterator[Document]:
             owned = _owner(value, module) == group
         text = getattr(value, "__doc__", None)
         if owned and isinstance(text, str):
-            kind = "class" if inspect.isclass(value) else "function"
+            kind = "class" if inspect.isclass(value) else "method" if "." in name else "function"
             yield Document(group=group, kind=kind, name=prefix + name, parameters=_parameters(value), text=text)
 
 

@@ -16,7 +16,8 @@ from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import short
 from lineage.manifest import SourceRecord
 from lineage.sources import pin
-from lineage.store import MANIFEST, Entry
+from lineage.store import CACHE, MANIFEST, Entry
+from lineage.view import VIEWS
 from tasks.fetch_model import fetch_model
 from tasks.method import ALL_LINEAR, Input, LoRA
 from tasks.train.quantization import look_for_quantized
@@ -95,7 +96,8 @@ def _base_directory(adapter: Path) -> Path:
             raise _lost(adapter, base, str(error)) from error
         if found != base.fingerprint:
             raise _lost(adapter, base, f"{source.path} is another model now ({short(found)})")
-        return fetch_model(source)
+        store = stores[1] if stores[0].name == VIEWS else stores[0]
+        return fetch_model(source, store / CACHE)
     raise _lost(adapter, base, f"{' and '.join(str(store) for store in stores[:1])} has no such artifact")
 
 

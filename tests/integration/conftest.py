@@ -1,4 +1,4 @@
-"""Servers and databases that several files start from: each is made once per file."""
+"""Servers and databases that several files start from: each is made once per worker."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ def prefect_database(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prefect_url(tmp_path_factory, prefect_database):
-    """One Prefect server, with a database of its own, for all tests of a file that are not of the embedded server."""
+    """One Prefect server, with a database of its own, for all tests of a worker that are not of the embedded server."""
     folder = tmp_path_factory.mktemp("prefect")
     shutil.copytree(prefect_database, folder, dirs_exist_ok=True)  # with what SQLite keeps beside it
     yield from _prefect_server(folder / "prefect.db")
@@ -47,7 +47,7 @@ def _prefect_server(database: Path) -> Iterator[str]:
         server.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
     """An MLflow database without a run: its migrations take a second."""
     from lineage.mlflow.client import connect

@@ -145,6 +145,7 @@ def test_a_refused_model_is_not_asked_about_and_its_flow_run_is_none_that_comple
     assert (last["state"]["type"], last["state"]["name"]) == ("FAILED", "Refused")
 
 
+@pytest.mark.slow
 def test_the_embedded_server_shows_its_pages_while_it_asks_and_ends_with_the_run(toy, ask):
     del toy.environment["PREFECT_API_URL"]
     asking = ask()

@@ -9,14 +9,15 @@ import sys
 import pytest
 
 from tests.chaos.record import digests
-from tests.command import CONF, REPOSITORY, family, wait_until
+from tests.command import CONF, REPOSITORY, call, family, wait_until
 from tests.prefect_api import PrefectApi
-from tests.toy_methods import ToyTraining
+from tests.toy_interrupted import HOLD_FILE, ToyInterrupted
 from tests.unbroken import unbroken
 
-WORDS = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "tracking=none", "sources.rows.path=rows.txt"]
-NUM_STEPS = 60
-TRAINS = [f"stages.left.method.num_steps={NUM_STEPS}", "stages.left.method.step_seconds=0.2"]
+TOY = ["pipeline=toy-interrupted", "model=none", "tracking=none", "sources.rows.path=rows.txt"]
+WORDS = ["--config-dir", str(CONF), *TOY]
+DEPLOYMENT = "toy-interrupted/local"
+NUM_STEPS = 8
 
 
 @pytest.fixture
@@ -46,31 +47,36 @@ def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, pre
     api = PrefectApi(prefect_url)
 
     def steps() -> list[int]:
-        files = list(tmp_path.glob("artifacts/left/*/metrics.jsonl"))
+        files = list(tmp_path.glob("artifacts/train/*/metrics.jsonl"))
         return [json.loads(line)["step"] for line in files[0].read_text().splitlines()] if files else []
 
     def saved() -> list[str]:
-        return [path.name for path in tmp_path.glob("artifacts/left/*/checkpoints/step-*")]
+        return sorted(path.name for path in tmp_path.glob("artifacts/train/*/checkpoints/step-*"))
 
-    run = api.start("toy/local", *TRAINS)
-    wait_until(lambda: len(steps()) > 2, "left steps")
+    def held_in(step: int) -> str:
+        """A run that waits in a step."""
+        hold.write_text(str(step))
+        run = api.start(DEPLOYMENT)
+        wait_until(lambda: len(steps()) == step - 1, "it steps")
+        return run
+
+    hold = tmp_path / "artifacts" / HOLD_FILE
+    hold.parent.mkdir()
+    run = held_in(4)
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
     wait_until(lambda: len(family(served)) == 1, "all processes end")
-    [first] = saved()
+    assert "step-4" in saved()
 
-    run = api.start("toy/local", *TRAINS)
-    before = len(steps())
-    wait_until(lambda: len(steps()) > before, "left goes on")
-    assert f"left: goes on from step {before} of {NUM_STEPS}" in api.log(run)
-    called = [sys.executable, "-m", "flows", "cancel", "latest"]
-    said = subprocess.run(called, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert " is stopped; " in said
+    run = held_in(7)
+    assert f"train: goes on from step 4 of {NUM_STEPS}" in api.log(run)
+    assert " is stopped; " in call(["cancel", "latest"], tmp_path, environment).stdout
     assert api.end(run)["type"] == "CANCELLED"
-    assert saved() != [first]
+    assert "step-7" in saved()
 
-    assert api.end(api.start("toy/local", *TRAINS))["type"] == "COMPLETED"
+    hold.unlink()
+    assert api.end(api.start(DEPLOYMENT))["type"] == "COMPLETED"
     assert steps() == list(range(1, NUM_STEPS + 1))
-    assert digests(tmp_path / "artifacts")["left"] == unbroken(ToyTraining(num_steps=NUM_STEPS))
-    [manifest] = tmp_path.glob("artifacts/left/*/manifest.json")
-    assert len(json.loads(manifest.read_text())["provenance"]["resumed_at"]) == 2
+    assert digests(tmp_path / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=NUM_STEPS))
+    [manifest] = tmp_path.glob("artifacts/train/*/manifest.json")
+    assert json.loads(manifest.read_text())["provenance"]["resumed_at"] == [4, 7]

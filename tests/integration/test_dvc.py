@@ -22,22 +22,33 @@ NOTHING = "nothing to do: all 4 stages are finished"
 STAGES = ("data", "model", "left", "right")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def environment(prefect_url):
     return {"PREFECT_API_URL": prefect_url}
 
 
-@pytest.fixture
-def repository(tmp_path, environment):
-    return DvcRepository(tmp_path / "repository", *WORDS, environment=environment).create()
+@pytest.fixture(scope="module")
+def created(tmp_path_factory, environment):
+    return DvcRepository(tmp_path_factory.mktemp("created") / "repository", *WORDS, environment=environment).create()
 
 
-@pytest.fixture
-def ran(repository):
-    """After the first run, all of it committed."""
+@pytest.fixture(scope="module")
+def ran_once(tmp_path_factory, created):
+    repository = created.copy(tmp_path_factory.mktemp("ran") / "repository")
     repository.posttrain("run")
     repository.commit("ran")
     return repository
+
+
+@pytest.fixture
+def repository(tmp_path, created):
+    return created.copy(tmp_path / "repository")
+
+
+@pytest.fixture
+def ran(tmp_path, ran_once):
+    """After the first run, all of it committed."""
+    return ran_once.copy(tmp_path / "repository")
 
 
 def edit(repository: DvcRepository, value: float) -> None:
@@ -248,23 +259,23 @@ def test_repro_does_not_take_a_damaged_output_for_a_new_one(ran):
 
 
 def test_one_stage_without_prefect(repository):
-    output = repository("posttrain", "stage", "model", *WORDS, fails=True)
+    output = repository.called("stage", "model", *WORDS, fails=True)
     assert "stage model reads data, which is not finished (never run)" in output
-    assert "no such stage" in repository("posttrain", "stage", "modl", *WORDS, fails=True)
+    assert "no such stage" in repository.called("stage", "modl", *WORDS, fails=True)
     for name in STAGES:
-        repository("posttrain", "stage", name, *WORDS, PREFECT_API_URL="http://127.0.0.1:9/api")
+        repository.called("stage", name, *WORDS, PREFECT_API_URL="http://127.0.0.1:9/api")
     assert repository.is_clean()
     assert NOTHING in repository.posttrain("run")
-    assert "nothing to do: left is finished" in repository("posttrain", "stage", "left", *WORDS)
+    assert "nothing to do: left is finished" in repository.called("stage", "left", *WORDS)
 
 
 def test_a_gate_that_refuses_fails_its_stage_too(repository):
     words = ["--config-dir", str(CONF), "pipeline=toy-gated", *WORDS[3:]]
     words.append("stages.gate.method.rules.beats_parent.min_gain=0.9")
-    assert "refuses left" in repository("posttrain", "run", *words, fails=True)
-    output = repository("posttrain", "stage", "gate", *words, fails=True)
+    assert "refuses left" in repository.called("run", *words, fails=True)
+    output = repository.called("stage", "gate", *words, fails=True)
     assert "nothing to do: gate is finished" in output and "refuses left" in output
-    repository("posttrain", "stage", "evaluate", *words)
+    repository.called("stage", "evaluate", *words)
 
 
 def test_repro_alone_makes_everything(repository):

@@ -66,7 +66,7 @@ def processes() -> Iterator[StageProcesses]:
     found = StageProcesses()
     found.warm_up(["flows.stages.ray_train"])
     yield found
-    found.stop()
+    found.end_all()
 
 
 @pytest.fixture

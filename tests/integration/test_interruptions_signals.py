@@ -1,11 +1,13 @@
 """What interrupts a run from without: it saves if it is asked to, leaves nothing, and goes on to the same bits.
 
-On a Ray cluster of its own too: there a worker, the head, and the driver are killed.
+On a Ray cluster of its own too: there a worker, the head, and the driver are killed. A file holds the training in one
+step until it is interrupted, so that no test hurries, and none waits.
 """
 
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +22,13 @@ from lineage.attempts import attempts
 from tests.chaos.record import digests
 from tests.command import Command, family, wait_until
 from tests.marked import MARK, left
-from tests.toy_interrupted import TROUBLE_FILE, ToyInterrupted
+from tests.toy_interrupted import HOLD_FILE, TROUBLE_FILE, ToyInterrupted
 from tests.unbroken import unbroken
 
-STEPS = 60
-WORDS = (
-    "pipeline=toy-interrupted", "model=none", "sources.rows.path=rows.txt",
-    f"stages.train.method.num_steps={STEPS}", "stages.train.method.step_seconds=0.1",
-)  # fmt: skip
+STEPS, HELD = 8, 5
+WORDS = ("pipeline=toy-interrupted", "model=none", "sources.rows.path=rows.txt")
 TWO = ("stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")
+SLOW = pytest.mark.slow
 UNSAVED = ("stages.train.resources.save_steps=1000",)  # but when it is asked to
 
 
@@ -39,13 +39,15 @@ class Started:
         self.toy, self.words = toy, words
         self.mark = secrets.token_hex(8)
         self.said = toy.folder / "said.txt"
+        self.hold = toy.folder / "artifacts" / HOLD_FILE
+        self.hold.write_text(str(HELD))
         with self.said.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows", *command, *toy._words("run"), *words],
                 cwd=toy.folder, env={**toy.environment, MARK: self.mark}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
             )  # fmt: skip
-        wait_until(lambda: self.steps() > 3 or self.process.poll() is not None, "it steps", 180)
+        wait_until(lambda: self.steps() == HELD - 1 or self.process.poll() is not None, "it steps", 180)
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -78,6 +80,7 @@ class Started:
 
     def resumed_at(self) -> list[int]:
         """Runs it to its end if it has not come there, and checks that it is what an unbroken run makes."""
+        self.hold.unlink(missing_ok=True)
         if self.toy.states(*self.words)["train"] != "reuse":
             self.toy.run(*self.words)
         assert digests(self.toy.folder / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=STEPS))
@@ -88,9 +91,19 @@ class Started:
         return found
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store has the rows."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "rows.txt").write_text("rows")
+    toy = Command(folder, *WORDS)
+    assert toy("stage", "data", *toy._words("run")).returncode == 0
+    return folder
+
+
 @pytest.fixture
-def toy(tmp_path: Path, prefect_url: str) -> Command:
-    (tmp_path / "rows.txt").write_text("rows")
+def toy(tmp_path: Path, prepared: Path, prefect_url: str) -> Command:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return Command(tmp_path, *WORDS, environment={"PREFECT_API_URL": prefect_url})
 
 
@@ -108,6 +121,11 @@ def to_all(run: Started) -> None:
         each.terminate()
 
 
+def kill_head(run: Started) -> None:
+    for each in run.named("gcs_server") + run.named("raylet"):
+        each.kill()
+
+
 @pytest.mark.parametrize(
     ("interrupt", "by", "command"),
     [
@@ -119,8 +137,6 @@ def to_all(run: Started) -> None:
     ids=["ctrl-c", "hang-up", "term-all", "one stage"],
 )
 def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt, by, command):
-    if command != ["run"]:
-        assert toy("stage", "data", *toy._words("run"), *UNSAVED).returncode == 0
     run = Started(toy, *UNSAVED, command=command)
     interrupt(run)
     assert run.wait() == 130
@@ -153,8 +169,7 @@ def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
 
 
 def test_who_asks_twice_does_not_wait_for_a_save(toy):
-    slow = (*UNSAVED, "stages.train.method.step_seconds=1")
-    run = Started(toy, *slow)
+    run = Started(toy, *UNSAVED)
     run.stage().suspend()  # it cannot save
     run.process.send_signal(signal.SIGINT)
     wait_until(lambda: (run.directory / "work" / "stop").exists(), "it is asked")
@@ -164,11 +179,12 @@ def test_who_asks_twice_does_not_wait_for_a_save(toy):
     assert run.wait() == 130
 
 
+@SLOW  # a stage is given 20 s to save
 def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
     trouble = toy.folder / "artifacts" / TROUBLE_FILE
-    trouble.parent.mkdir()
     trouble.write_text("hang:6:0")  # a step without end, after the checkpoint of step 4
     run = Started(toy)
+    run.hold.unlink()
     wait_until(lambda: not trouble.exists(), "it is in that step")
     run.process.terminate()
     run.process.wait(40)  # of which 30 are for a run, and the rest for a machine that is busy
@@ -180,22 +196,28 @@ def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
 @pytest.mark.parametrize(
     ("kill", "cause"),
     [
-        (lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step "),
-        (lambda run: [each.kill() for each in run.named("gcs_server") + run.named("raylet")], "its Ray cluster on "),
-        (lambda run: run.stage().kill(), "the process that leads its workers, on "),
-        (lambda run: run.named("RayTrainWorker")[-1].suspend(), " hangs at step "),
+        pytest.param(lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step ", id="worker"),
+        pytest.param(kill_head, "its Ray cluster on ", id="head", marks=SLOW),
+        pytest.param(
+            lambda run: run.stage().kill(),
+            "the process that leads its workers, on ",
+            id="stage",
+            marks=SLOW,
+        ),
+        pytest.param(lambda run: run.named("RayTrainWorker")[-1].suspend(), " hangs at step ", id="hang", marks=SLOW),
     ],
-    ids=["worker", "head", "stage", "hang"],
 )
 def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
     run = Started(toy, *TWO, "resources.hang_minutes=0.2")
     kill(run)
+    run.hold.unlink()
     assert run.wait() == 0
     [line] = [line for line in run.said.read_text().splitlines() if "it goes on from its checkpoint of step" in line]
     assert line.startswith("stage train failed: ") and cause in line
     assert len(run.resumed_at()) == 1
 
 
+@SLOW
 def test_on_a_cluster_a_signal_to_every_process_saves_too(toy):
     run = Started(toy, *TWO, *UNSAVED)
     to_all(run)
@@ -204,8 +226,8 @@ def test_on_a_cluster_a_signal_to_every_process_saves_too(toy):
     assert len(list((run.directory / "checkpoints").iterdir())) == 1
 
 
+@SLOW
 def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_none(toy):
-    (toy.folder / "artifacts").mkdir()
     trouble = toy.folder / "artifacts" / TROUBLE_FILE
     trouble.write_text("row:5:1")
     result = toy("run", *TWO)

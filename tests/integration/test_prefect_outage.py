@@ -19,6 +19,7 @@ from flows.prefect_server import CLIENT_SETTINGS
 from lineage.holder import Holder
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
+from tests.prefect_api import PrefectApi
 from tests.toy_methods import ToyTraining
 from tests.unbroken import unbroken
 from tests.users_prefect import UsersPrefect
@@ -67,6 +68,7 @@ def notes(toy: Command) -> list[Path]:
     return list((toy.folder / "artifacts/logs/prefect-open").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_server_of_ours_that_is_killed_is_started_again_and_hears_the_end(tmp_path, prefect_database):
     (tmp_path / "rows.txt").write_text("rows")
     shutil.copytree(prefect_database, tmp_path / "prefect")
@@ -92,6 +94,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_hears_the_end(tmp_
     assert not alive(started)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_for_a_minute_in_mid_stage_hears_of_every_end(toy, users, tmp_path):
     process = toy.start("run", *LONG, "stages.right.method.num_steps=40", "stages.right.method.step_seconds=0.1")
     wait_until(lambda: step(toy, "right") > 2, "right steps")
@@ -118,6 +121,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_a_crash_and_a_server_that_stays_away_costs_no_training(toy, users, tmp_path):
     database = tmp_path / "prefect/prefect.db"
     process = toy.start("run", *LONG)
@@ -152,7 +156,9 @@ def test_a_killed_run_is_a_crash_and_a_server_that_stays_away_costs_no_training(
     assert not notes(toy)
 
 
-@pytest.mark.parametrize(("number", "away"), [(signal.SIGTERM, "leave"), (signal.SIGINT, "hush")])
+@pytest.mark.parametrize(
+    ("number", "away"), [(signal.SIGTERM, "leave"), pytest.param(signal.SIGINT, "hush", marks=pytest.mark.slow)]
+)
 def test_a_stop_is_130_within_its_grace_though_prefect_does_not_answer(toy, users, number, away):
     process = toy.start("run", "stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
     wait_until(lambda: step(toy, "left") > 2, "left steps")
@@ -169,14 +175,17 @@ def test_a_stop_is_130_within_its_grace_though_prefect_does_not_answer(toy, user
     wait_until_gone(started)
 
 
-def test_a_run_that_was_asked_to_end_is_cancelled_in_prefect(toy, users, tmp_path):
+def test_a_run_that_was_asked_to_end_is_cancelled_in_prefect(tmp_path, prefect_url):
+    (tmp_path / "rows.txt").write_text("rows")
+    toy = Command(tmp_path, *TOY, environment={"PREFECT_API_URL": prefect_url})
     process = toy.start("run", "stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
     wait_until(lambda: step(toy, "left") > 2, "left steps")
     assert " is stopped; " in toy("cancel", "latest").stdout
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED"]
+    (last,) = PrefectApi(prefect_url).post("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert last["state_type"] == "CANCELLED"
     assert not notes(toy)
 
 

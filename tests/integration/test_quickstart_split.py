@@ -1,5 +1,8 @@
 """The quickstart through the data stages: hundreds of rows held out, none of their functions in training."""
 
+import re
+from collections import Counter
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -7,7 +10,7 @@ from lineage.artifact import Kind, Source
 from tasks.context import TrainContext
 from tasks.method import Input, Method
 from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
-from tasks.quickstart.instructions import usages
+from tasks.quickstart.questions import usages
 
 STAGES: dict[str, Method] = {
     "corpus": PrepareText(held_out=0.1),
@@ -33,11 +36,11 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rows, Row
 
 
 def functions(name: str, rows: Rows) -> set[str]:
-    """The functions that rows are about: a document's title, or the first name in backticks of a question."""
+    """The functions that rows are about: a document's title, or the name before the bracket of a question."""
     if name == "corpus":
         return {str(row["text"]).split("(")[0] for row in rows} & FUNCTIONS
     column = {"instructions": "messages", "preferences": "prompt"}[name]
-    return {str(row[column]).split("`")[1] for row in rows} & FUNCTIONS
+    return {re.findall(r"`([\w.]+)\(", str(row[column]))[0] for row in rows} & FUNCTIONS
 
 
 def test_hundreds_of_rows_are_held_out_and_thousands_trained(sides: dict[str, tuple[Rows, Rows]]) -> None:
@@ -55,6 +58,19 @@ def test_no_held_out_function_is_in_the_training_rows_of_any_stage(sides: dict[s
 
 def test_every_kind_of_fault_is_held_out_in_like_parts(sides: dict[str, tuple[Rows, Rows]]) -> None:
     held_out = sides["preferences"][1]
-    counts = [sum(row["kind"] == kind for row in held_out) for kind in {row["kind"] for row in held_out}]
-    assert len(counts) == 6
-    assert max(counts) <= 1.2 * min(counts)
+    counts = Counter(str(row["kind"]) for row in held_out)
+    wrong = counts.pop("wrong")
+    assert len(counts) == 3
+    assert max(counts.values()) <= 1.2 * min(counts.values())
+    assert 0.8 * wrong <= 2 * min(counts.values()) and 2 * max(counts.values()) <= 1.2 * wrong
+
+
+def test_no_held_out_question_is_answered_in_training_by_instructions_or_preferences(
+    sides: dict[str, tuple[Rows, Rows]],
+) -> None:
+    prompts = {
+        "instructions": [{str(row["messages"][0]["content"]) for row in side} for side in sides["instructions"]],  # type: ignore[index]
+        "preferences": [{str(row["prompt"][0]["content"]) for row in side} for side in sides["preferences"]],  # type: ignore[index]
+    }
+    trained = prompts["instructions"][0] | prompts["preferences"][0]
+    assert not trained & (prompts["instructions"][1] | prompts["preferences"][1])

@@ -130,6 +130,7 @@ def test_each_notification_block_of_prefect_is_told_how_to_make_one():
     assert "did you mean slack-webhook?" in _how_to_make("slack-webhok/team")
 
 
+@pytest.mark.slow
 def test_the_real_pipeline_goes_on_from_its_champion(tmp_path, prefect_url):
     rows = write_own_rows(tmp_path, 60)
     mini = Command(

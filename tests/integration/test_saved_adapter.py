@@ -179,7 +179,7 @@ def test_a_base_of_the_hub_is_named_by_its_commit(made: Made, root: Path, monkey
     assert (config["base_model_name_or_path"], config["revision"]) == ("owner/name", "a" * 40)
     fetched: list[Source] = []
 
-    def fetch(source: Source) -> Path:
+    def fetch(source: Source, cache: Path) -> Path:
         fetched.append(source)
         return root / "policy"
 

@@ -179,10 +179,15 @@ def test_a_refused_gate_is_no_completed_run(served, api):
     assert "beats_parent" in page["toy-gated-gate"]["data"]
     assert "| gate | `" in page["toy-gated-mlflow"]["data"] and "mlflow.db" in page["toy-gated-mlflow"]["description"]
 
+
+@pytest.mark.slow
+def test_a_champion_that_is_kept_completes_a_run(served, api):
+    worse = ["stages.evaluate.method.wins.left=0", "tracking.mlflow=true"]
     state = api.end(api.start("toy-gated/local", *worse, "retrain.promote=left"))
     assert (state["type"], state["name"]) == ("COMPLETED", "ChampionKept")  # what such a pipeline is for
 
 
+@pytest.mark.slow
 def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resuming_it(served, api, folder):
     def asked(learning_rate: float) -> str:
         model = [f"stages.left.method.learning_rate={learning_rate}", "stages.evaluate.method.wins.left=40"]
@@ -213,6 +218,7 @@ def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resumi
     assert len(said()) == 2  # nobody has said anything
 
 
+@pytest.mark.slow
 def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
     pipeline = folder / "groups/pipeline/toy.yaml"
     declared = pipeline.read_text()
@@ -228,6 +234,7 @@ def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
         pipeline.write_text(declared)
 
 
+@pytest.mark.slow
 def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
     long = ["stages.left.method.num_steps=1000", "stages.left.method.step_seconds=0.3"]
     wants = ["resources.gpu_pool=a100", "tracking.mlflow=true", *long]
@@ -244,6 +251,7 @@ def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
     assert api.get("/v2/concurrency_limits/a100")["active_slots"] == 0
 
 
+@pytest.mark.slow
 def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(served, api, folder, environment):
     run, processes = running(api, served)
     other = api.start("toy/local")
@@ -271,6 +279,7 @@ def test_one_run_of_a_pipeline_at_a_time_and_a_cancelled_one_leaves_nothing(serv
     wait_until(lambda: noted() == {}, "neither is noted any more")
 
 
+@pytest.mark.slow
 def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environment):
     run, processes = running(api, served)
     assert " is stopped; " in posttrain(folder, environment, "cancel", "latest")
@@ -278,16 +287,19 @@ def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environme
     assert api.end(run)["type"] == "CANCELLED"
 
 
-def test_a_failure_before_any_stage_is_told(served, api, heard):
-    for override, why in (
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
         ("sources.rows.path=gone.txt", "gone.txt: no such file"),
-        ("resources.gpu_pool=nowhere", "prefect gcl create nowhere"),
-        ("store=/proc/store", "/proc/store"),
-    ):
-        state = api.end(api.start("toy/local", "stages.data.method.seconds=0.1", NOTIFY, override))
-        assert state["type"] == "FAILED" and why in state["message"]
-        subject, body = said(heard)
-        assert subject == "toy: failed" and why in body
+        pytest.param("resources.gpu_pool=nowhere", "prefect gcl create nowhere", marks=pytest.mark.slow),
+        pytest.param("store=/proc/store", "/proc/store", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_before_any_stage_is_told(served, api, heard, override, why):
+    state = api.end(api.start("toy/local", "stages.data.method.seconds=0.1", NOTIFY, override))
+    assert state["type"] == "FAILED" and why in state["message"]
+    subject, body = said(heard)
+    assert subject == "toy: failed" and why in body
 
 
 def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
@@ -300,6 +312,7 @@ def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
     assert subject == "toy: crashed" and f"The run {api.run(run)['name']!r} crashed: " in body
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_unheard(
     served, api, folder, environment, heard
 ):
@@ -336,6 +349,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     assert subject == "toy: stopped" and "Runner is shutting down." in body
 
 
+@pytest.mark.slow
 def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):
     words = ["--config-dir", "groups", "pipeline=toy-own", *WORDS, "store=team"]
     team = {**environment, "POSTTRAIN_WORDS": " ".join(words)}

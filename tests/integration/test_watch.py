@@ -32,6 +32,7 @@ def rows(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
     """Data, twice more data during the run, an event: three runs, the last of which has nothing to do."""
     schedule = 'schedule={cron: "0 3 1 1 *", timezone: Europe/Berlin}'  # its runs are none that are waited for
@@ -59,6 +60,7 @@ def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
     assert (registered["schedule"]["cron"], registered["schedule"]["timezone"]) == ("0 3 1 1 *", "Europe/Berlin")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, tmp_path):
     left = tmp_path / "artifacts" / "left"
     with serving(server, tmp_path, *TOY, TRIGGER, "stages.left.method.step_seconds=100"):
@@ -128,6 +130,7 @@ def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, mo
     assert fingerprint() != before
 
 
+@pytest.mark.slow
 def test_a_schedule_makes_runs_by_itself(rows, tmp_path):
     """On the server that the command brings along; that of the other tests keeps to no schedule."""
     command = Command(tmp_path, environment={"PREFECT_HOME": str(tmp_path / "prefect")})

@@ -22,7 +22,7 @@ def detect(
     Args:
         sample: its first rows.
         place: its path, for messages.
-        columns: renames of the user.
+        columns: our names -> the columns of the user that hold them.
         stated: the name of the format, where the user says it.
 
     Raises:
@@ -104,5 +104,5 @@ def _way(sample: Sample, columns: Sequence[str]) -> str:
     if not sample.columns and columns:
         return "fill them: they are null in all rows looked at"
     if len(columns) == 1 and any(isinstance(fields[columns[0]], str) for fields in sample.rows if fields):
-        return f"rename it: columns={{{columns[0]}: text}}"
-    return "rename columns, such as columns={question: prompt}"
+        return f"name it: columns={{text: {columns[0]}}}"
+    return "name columns, such as columns={prompt: question}"

@@ -20,7 +20,7 @@ class Detected:
 
     Args:
         evidence: why, and how many of the rows that were looked at say so, for the report.
-        columns: the user's names -> the format's.
+        columns: the format's names -> the user's.
         seen: the format's columns that the source has.
         stated: the user says the format, and with it that what it does not read may be lost.
     """
@@ -38,9 +38,8 @@ class Detected:
     @property
     def mapping(self) -> dict[str, str]:
         """The user's columns -> what they become, for the report."""
-        names = {new: old for old, new in self.columns.items()}
         used = [name for name in self.format.mapping if name in self.seen or name == REST]
-        return {names.get(name, name): self.format.mapping[name] for name in used}
+        return {self.columns.get(name, name): self.format.mapping[name] for name in used}
 
     def read_columns(self, fields: Fields) -> set[str]:
         """The columns of a row that are read: what else it has is ignored."""
@@ -48,8 +47,8 @@ class Detected:
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        kept = {name for name in self.format.mapping if name not in self.columns}
-        return frozenset(kept | {old for old, new in self.columns.items() if new in self.format.mapping})
+        kept = self.format.mapping.keys() - set(self.columns.values())
+        return frozenset(kept | {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping})
 
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of its kind.

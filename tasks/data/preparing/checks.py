@@ -5,6 +5,7 @@ from pathlib import Path
 
 from duckdb import DuckDBPyConnection
 
+from tasks.data.kinds import LABEL_NAMES
 from tasks.data.preparing import leakage, lengths, near_duplicates
 from tasks.data.preparing.leakage import NamedSet
 from tasks.data.preparing.near_duplicates import BANDS
@@ -31,6 +32,16 @@ def check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: In
     report.lengths = _lengths(files, tokenizer)
     train, held_out = (NamedSet(name=file.stem, file=file) for file in files)
     report.counts["leaked_rows"], report.leakage = leakage.find([train], [held_out], connection, directory)
+    report.counts |= _labels(connection, train.file)
+
+
+def _labels(connection: DuckDBPyConnection, train: Path) -> dict[str, int]:
+    """Training rows with a desirable and with an undesirable answer; nothing of rows that have no label."""
+    rows = connection.read_parquet(str(train))
+    if "label" not in rows.columns:
+        return {}
+    found = dict(rows.aggregate("label, count(*)", "label").fetchall())
+    return {f"{name}_rows": found.get(label, 0) for label, name in LABEL_NAMES.items()}
 
 
 def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:

@@ -132,8 +132,7 @@ class ConvertRows:
 
     @property
     def _group_column(self) -> str:
-        renamed = self.detected.columns if self.detected else {}
-        return next((name for name, known in renamed.items() if known == GROUP), GROUP)
+        return self.detected.columns.get(GROUP, GROUP) if self.detected else GROUP
 
     def _finish(
         self, found: Converted, rows: list[CanonicalRow], places: list[int], named: list[tuple[int, int]]

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from tasks.data.kinds import label_name
+from tasks.data.kinds import LABEL_NAMES
 from tasks.data.tokens.fate import Fate
 
 MAX_NAMED = 20  # rows in one message; all of them are in the file of fates
@@ -76,7 +76,7 @@ class Account:
             self.num_tokens += fate.tokens
             self.num_trained += fate.trained
             if fate.label is not None:
-                name = label_name(fate.label)
+                name = LABEL_NAMES[fate.label]
                 self.labels[name] = self.labels.get(name, 0) + 1
 
     @property

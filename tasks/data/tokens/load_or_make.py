@@ -1,18 +1,12 @@
 """The tokens of prepared rows: made once, and used by every stage and trial that would make the same ones."""
 
-import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
-from lineage.digest import DigestCache, digest_file
+from lineage.cached import cached
+from lineage.digest import DigestCache
 from lineage.fingerprint import short
 from tasks.chat_template import install_chat_template
 from tasks.data.kinds import ROW_KINDS
@@ -23,7 +17,7 @@ from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tasks.data.tokens.tokens_key import tokens_key
-from tasks.data.tokens.write_tokens import FATES, TOKENS, write_tokens
+from tasks.data.tokens.write_tokens import TOKENS, write_tokens
 from tasks.train.models import tokenizer_of
 
 if TYPE_CHECKING:
@@ -31,10 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ACCOUNT, _DIGESTS = "account.json", "digests.json"
-_FILES = (TOKENS, FATES, _ACCOUNT)
+_ACCOUNT = "account.json"
 _NUM_SAMPLES = 3
-_SILENT_SECONDS = 5  # that pass before waiting for another run is worth a line
 
 
 def load_or_make(
@@ -63,36 +55,11 @@ def load_or_make(
             _make(tokenization, file, tokenizer_dir, workers, Path(scratch))
             return _read(Path(scratch))  # the file stays while it is mapped
     cache = cache_dir / "tokens"
-    cache.mkdir(parents=True, exist_ok=True)
-    digests = DigestCache(cache / "digests.json")
-    entry = cache / short(tokens_key(tokenization, digests.digest(file), tokenizer_dir))
-    with _alone_at(entry, rows.name):
-        is_lacking = not _is_whole(entry, digests)
-        if is_lacking:
-            draft = entry.with_suffix(".draft")
-            for old in (entry, draft):
-                shutil.rmtree(old, ignore_errors=True)
-            draft.mkdir()
-            _make(tokenization, file, tokenizer_dir, workers, draft)
-            draft.rename(entry)
-        with suppress(OSError):
-            os.utime(entry)  # by which `gc` knows that somebody still reads it
-        logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_lacking else "reused")
+    digest = DigestCache(cache / "digests.json").digest(file)
+    entry = cache / short(tokens_key(tokenization, digest, tokenizer_dir))
+    with cached(entry, lambda draft: _make(tokenization, file, tokenizer_dir, workers, draft)) as is_new:
+        logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_new else "reused")
         return _read(entry)
-
-
-@contextmanager
-def _alone_at(entry: Path, name: str) -> Iterator[None]:
-    lock = FileLock(f"{entry}.lock")
-    try:
-        lock.acquire(timeout=_SILENT_SECONDS)
-    except Timeout:
-        logger.info("rows_of=%s tokens=%s state=waiting for another run that makes these tokens", name, entry)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
@@ -109,16 +76,6 @@ def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: 
     if tokenization.packing and account.num_examples:
         account.packed, account.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
     (directory / _ACCOUNT).write_text(account.to_json())
-    (directory / _DIGESTS).write_text(json.dumps({name: digest_file(directory / name) for name in _FILES}))
-
-
-def _is_whole(entry: Path, digests: DigestCache) -> bool:
-    """Whether an entry is there and every file of it as it was written."""
-    try:
-        stated = json.loads((entry / _DIGESTS).read_text())
-        return bool(stated == {name: digests.digest(entry / name) for name in _FILES})
-    except (OSError, ValueError):
-        return False
 
 
 def _read(entry: Path) -> TokenizedRows:

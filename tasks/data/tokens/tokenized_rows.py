@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.errors import DataError
+from tasks.data.kinds import LABEL_NAMES
 from tasks.data.tokens.account import Account
 from tasks.data.tokens.chunks import FILLS_NO_CHUNK
 
@@ -48,12 +49,16 @@ class TokenizedRows:
     def require_like(self, previous_percent: float | None, stage: str = "STAGE") -> None:
         """That the share of trained tokens is like that of the last run: where it halves, a mask or a template broke.
 
+        Prompts have no such share: their answers are generated.
+
         Args:
             previous_percent: of the last run; None: there is none.
         Raises:
             DataError: it is less than half of what it was.
         """
         percent = self.account.trained_percent
+        if not self.account.gets_loss:
+            return
         if previous_percent is not None and percent < previous_percent / 2:
             raise DataError(
                 f"{percent:.3g} % of the tokens get loss, and the last run trained {previous_percent:.3g} %; at least "
@@ -80,6 +85,8 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
         logger.warning("prompts_cut=%d row_ids=%s", account.prompts_cut.count, account.prompts_cut)
     for reason, named in account.dropped.items():
         logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
+    if account.labels and len(account.labels) < len(LABEL_NAMES):
+        logger.warning("rows_of=%s labels=%s: every answer is %s", rows.name, account.labels, *account.labels)
     for sample in account.samples:
         logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)
 
@@ -89,6 +96,11 @@ def _nothing_to_train(account: Account, name: str, max_length: int) -> DataError
         return DataError(
             f"all texts of {name!r} together are {account.length} tokens, less than one chunk of "
             f"max_length={max_length}; lower max_length, or give more text"
+        )
+    if not account.gets_loss:
+        return DataError(
+            f"no prompt of {name!r} fits max_length={max_length}: all {account.num_rows} were left out; raise "
+            "max_length or max_prompt_length, or set too_long=cut_prompt"
         )
     return DataError(
         f"no row of {name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "

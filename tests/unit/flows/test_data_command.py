@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests import tiny
 from tests.data_command import call as call  # a fixture
 from tests.data_command import lines, texts, told
 
@@ -82,7 +83,6 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
         (["a.jsonl", "max_length=9"], "max_length=9: it is of tokens, which nothing but a model makes; state model="),
         (["a.jsonl", "chat_template=chatml"], "chat_template=chatml: it is of tokens, which nothing but a model"),
         (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through none, as"),
-        (["prompts.jsonl", "max_length=9", "model=."], "max_length=9: of prompts it is not told what would be trained"),
         (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; state a share for each"),
         (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
         (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),
@@ -91,16 +91,40 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
     ],
 )
 def test_what_cannot_be_is_refused_with_2(call, words, message):
-    prompts = lines([{"prompt": f"What is {place}?"} for place in range(9)])
-
-    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="", prompts_jsonl=prompts)
+    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="")
 
     assert code == 2 and message in err and "Traceback" not in err
 
 
+def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
+    """Real rows of each through the command: how many of each label, what is trained, what is cut."""
+    tiny.write_tokenizer(tmp_path / "model")
+    answers = [
+        {"prompt": f"what is {place}?", "completion": f"it is {place}", "label": place % 4 > 0} for place in range(80)
+    ]
+    asked = [{"prompt": "why " * (place % 20) + f"{place}?", "answer": place} for place in range(80)]
+
+    code, out, _ = call("a.jsonl", "model=model", "held_out=0.2", a_jsonl=lines(answers))
+    report = json.loads(call("a.jsonl", "model=model", "held_out=0.2", "--json")[1])
+    shown = told(out)
+    assert code == 0 and f"desirable rows {report['desirable_rows']}" in shown
+    assert report["desirable_rows"] + report["undesirable_rows"] == report["train_rows"]
+    assert f"undesirable answers {report['labels']['labels']['undesirable']}" in shown
+    assert report["labels"]["labels"]["undesirable"] == report["undesirable_rows"] > 0
+    assert "⟧ (" in out and 0 < report["labels"]["trained_tokens_percent"] < 100
+
+    code, out, _ = call("b.jsonl", "model=model", "max_length=20", "--html", "b.html", b_jsonl=lines(asked))
+    report = json.loads(call("b.jsonl", "model=model", "max_length=20", "--json")[1])
+    labels = report["labels"]
+    assert code == 0 and labels["trained_tokens_percent"] is None and 0 < labels["prompts_cut"] < report["train_rows"]
+    assert f"trained tokens none of {labels['num_tokens']}: answers are generated" in told(out)
+    assert f"prompts cut {labels['prompts_cut']} at max_length=20" in told(out)
+    assert 'columns: {"answer"' in out and "answers are generated" in (tmp_path / "b.html").read_text()
+
+
 def test_columns_and_other_overrides_reach_the_preparation(call):
     rows = lines([{"question": f"what is {place}?", "answer": f"it is {place}"} for place in range(300)])
-    words = ["a.jsonl", "columns.question=prompt", "columns.answer=completion", "--json"]
+    words = ["a.jsonl", "columns.prompt=question", "columns.completion=answer", "--json"]
 
     report = json.loads(call(*words, a_jsonl=rows)[1])
     sliced = json.loads(call(*words, "split=train[:100]", "held_out=0.5", "system_prompt=Be brief.")[1])
@@ -108,6 +132,18 @@ def test_columns_and_other_overrides_reach_the_preparation(call):
     assert report["rows"] == 300 and report["sources"]["rows"]["format"] == "prompt_completion"
     assert sliced["rows"] == 100 and sliced["held_out_rows"] > 30
     assert sliced["lengths"]["p50"] == pytest.approx(report["lengths"]["p50"] + len("Be brief.\n"), abs=2)
+
+
+def test_columns_the_other_way_round_are_refused_with_the_words_to_type(call):
+    rows = lines([{"question": f"what is {place}?", "answer": f"it is {place}"} for place in range(9)])
+
+    code, _, err = call("a.jsonl", "columns.question=prompt", "columns.answer=completion", a_jsonl=rows)
+
+    assert code == 2
+    assert (
+        "a.jsonl: columns.question=prompt: 'prompt' is no column; there are: question, answer; columns maps our name "
+        "to the rows' column: state columns.prompt=question" in err
+    )
 
 
 def test_several_sources_are_prepared_together(call):

@@ -10,7 +10,7 @@ from tests.data_command import lines, texts
 ASKED = [
     {"The Question": f"What is {place}?", "my-answer": f"It is {place}.", "context": "Facts:"} for place in range(99)
 ]
-RENAMED = ("columns.The Question=prompt", "columns.my-answer=completion")
+RENAMED = ("columns.prompt=The Question", "columns.completion=my-answer")
 
 
 def report_of(called):
@@ -43,7 +43,7 @@ def test_text_is_what_a_shell_hands_over(call, prompt):
 
 @pytest.mark.parametrize("template", ["{context} {The Question}", "{The Question}"])
 def test_a_template_is_what_a_shell_hands_over(call, template):
-    words = ("a.jsonl", "columns.my-answer=completion", f"prompt_template={template}", "--json")
+    words = ("a.jsonl", "columns.completion=my-answer", f"prompt_template={template}", "--json")
 
     report = report_of(call(*words, a_jsonl=lines(ASKED)))
 

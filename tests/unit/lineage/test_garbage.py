@@ -88,6 +88,19 @@ def test_tokens_that_nobody_has_read_for_long_go(written):
     assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == ["2" * 16]
 
 
+def test_a_model_from_a_wheel_that_was_not_used_for_long_goes(written):
+    cache = written.root / "cache" / "models"
+    for name in ("1" * 16, "2" * 16):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "model.safetensors").write_text("weights")
+    age(cache / ("1" * 16), RESUMABLE_SECONDS + 60)
+    [garbage], [young] = found(written)
+    assert (garbage.what, young.what) == (f"model {'1' * 16}", f"model {'2' * 16}")
+    assert find(written.root, {TOKENS: "run x"}, 0.0) == ([], [])  # any run under way may read it
+    assert free(written.root, garbage, nobody)
+    assert sorted(path.name for path in cache.glob("*/")) == ["2" * 16]
+
+
 def test_nothing_goes_while_a_record_cannot_be_read(written):
     made = written.chain()
     (entry_of(written, made["dpo"]).path / "manifest.json").write_text("{")

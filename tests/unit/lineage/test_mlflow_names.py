@@ -30,7 +30,10 @@ def test_a_source_keeps_its_whole_digest_where_mlflow_cuts_it(store):
     assert (profile["num_rows"], profile["digest"], profile["labels"]) == (7, record.digest, ["cc-by-4.0"])
 
 
-@pytest.mark.parametrize(("path", "source_type"), [("owner/name", "hugging_face"), ("quickstart:text", "quickstart")])
+@pytest.mark.parametrize(
+    ("path", "source_type"),
+    [("owner/name", "hugging_face"), ("quickstart:text", "quickstart"), ("wheel:a==1", "wheel")],
+)
 def test_a_source_without_bytes_is_told_by_its_revision(store, path, source_type):
     record = replace(store.source("corpus", path=path, revision="abc", files={}), digest=None)
     data = source_data(record, None)

@@ -1,10 +1,13 @@
 """What a source may not state, refused when it is pinned."""
 
+import hashlib
+
 import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
+from lineage.fingerprint import canonical_json
 from lineage.secrets import secrets_of, without_secrets
 from lineage.sources import pin as pin_with
 
@@ -67,7 +70,7 @@ def test_what_was_pinned_can_be_pinned_again(tmp_path):
 @pytest.mark.parametrize(
     "stated",
     [
-        {"format": "messages"}, {"columns": {"q": "prompt"}}, {"sample_count": 5}, {"shuffle_seed": 0},
+        {"format": "messages"}, {"columns": {"prompt": "q"}}, {"sample_count": 5}, {"shuffle_seed": 0},
         {"shuffle_seed": 0, "shuffle_buffer": 3}, {"split": "train[:5]"},
     ],
 )  # fmt: skip
@@ -77,6 +80,26 @@ def test_how_rows_are_read_is_identity_and_recorded(stated, tmp_path):
     plain, other = pin(Source(path=path), tmp_path), pin(Source(path=path, **stated), tmp_path)
     assert plain.fingerprint != other.fingerprint
     assert {**plain.record.stated(), **stated} == other.record.stated()
+
+
+def test_sources_whose_columns_were_stated_the_other_way_round_keep_their_fingerprint(tmp_path):
+    """Stores that were made while ``columns`` was the rows' column -> our name stay current."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"q": "a"}\n')
+    pinned = pin(Source(path=str(rows), columns={"prompt": "q", "completion": "a"}), tmp_path)
+    digest = pin(Source(path=str(rows)), tmp_path).digest
+    identity = {
+        "kind": "rows", "content": digest, "revision": None, "split": "train",
+        "columns": {"q": "prompt", "a": "completion"},
+    }  # fmt: skip
+    assert pinned.fingerprint == hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    assert pinned.record.reading == {"columns": {"prompt": "q", "completion": "a"}}
+
+
+def test_one_column_has_one_name(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"columns: the rows' column 'q' has two names of ours; one is accepted"):
+        pin(Source(path=str(tmp_path / "rows.jsonl"), columns={"prompt": "q", "text": "q"}), tmp_path)
 
 
 def test_execution_is_not_identity(tmp_path):

@@ -1,6 +1,9 @@
 """The quickstart's rows: the same everywhere, in equal parts, and with nothing held out that is in training."""
 
+import inspect
 import os
+import pydoc
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,8 +14,8 @@ import pytest
 from lineage.errors import ConfigError
 from tasks.quickstart import ROWS, quickstart_rows
 from tasks.quickstart.documentation import documents
-from tasks.quickstart.instructions import usages
 from tasks.quickstart.preferences import FAULTS
+from tasks.quickstart.questions import TOPICS, Question, asked, questions, usages
 
 REPOSITORY = Path(__file__).parents[3]
 DIGEST = """
@@ -61,46 +64,133 @@ def test_a_function_is_owned_by_one_module_whatever_it_is_imported_from() -> Non
     assert not any(name.startswith(("posixpath.", "posix.", "ntpath.", "_")) for name in found)
 
 
-def test_no_function_is_asked_or_told_about_in_the_rows_of_another_module() -> None:
+def test_no_function_is_asked_about_in_the_rows_of_another_module() -> None:
     owner = {usage.name: usage.group for usage in usages()}
-    answers = {usage.answer: usage.group for usage in usages()}
-    for row in quickstart_rows("preferences"):
-        assert all(answers.get(str(row[side]), row["group"]) == row["group"] for side in ("chosen", "rejected"))
-        told = [str(row[side]).partition("(")[0].strip("`") for side in ("chosen", "rejected")]
-        assert all(owner.get(name, row["group"]) == row["group"] for name in [*told, asked(str(row["prompt"]))])
-    for row in quickstart_rows("instructions"):
-        question = str(row["messages"][0]["content"])  # type: ignore[index]
-        assert owner.get(asked(question), row["group"]) == row["group"]
+    for name, column in (("instructions", "messages"), ("preferences", "prompt")):
+        for row in quickstart_rows(name):
+            assert owner[asked_about(str(row[column]))] == row["group"]
 
 
-def asked(question: str) -> str:
-    """The first name in backticks."""
-    return question.split("`")[1]
+def asked_about(question: str) -> str:
+    """The name before the only bracket that follows one."""
+    (name,) = re.findall(r"`([\w.]+)\(", question)
+    return str(name)
 
 
-def test_the_kinds_of_preference_are_in_equal_parts() -> None:
+def test_no_question_of_the_instructions_is_asked_in_the_preferences() -> None:
+    instructions = [row["messages"][0]["content"] for row in quickstart_rows("instructions")]  # type: ignore[index]
+    preferences = [row["prompt"] for row in quickstart_rows("preferences")]
+    assert len({*instructions, *preferences}) == len(instructions) + len(preferences)
+
+
+def test_no_topic_is_most_of_the_rows_and_no_answer_most_of_a_topic_but_yes_and_no() -> None:
+    for half in (0, 1):
+        rows = [question for _, question in asked(half)]
+        topics = Counter(question.topic for question in rows)
+        assert set(topics) == set(TOPICS)
+        assert max(topics.values()) <= 0.2 * len(rows)
+        for topic, count in topics.items():
+            answers = Counter(question.answer for question in rows if question.topic == topic)
+            assert answers.most_common(1)[0][1] <= 0.65 * count, topic
+
+
+# The standard library's own words for the objects of some modules: nothing of what makes the questions is asked.
+LIVE = (
+    "argparse",
+    "bisect",
+    "csv",
+    "fractions",
+    "heapq",
+    "json",
+    "logging",
+    "os",
+    "random",
+    "shutil",
+    "textwrap",
+    "zipfile",
+)
+
+
+def test_the_answers_are_those_that_the_interpreter_gives() -> None:
+    checked: Counter[str] = Counter()
+    for usage in (usage for usage in usages() if usage.group in LIVE):
+        value = pydoc.locate(usage.name)
+        parameters = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
+        if not inspect.isclass(value) and parameters and parameters[0].name in ("self", "cls"):
+            parameters = parameters[1:]
+        for question in questions(usage):
+            assert question.answer == recomputed(question, value, parameters), question.text
+            assert question.answer not in question.wrong
+            assert question.wrong
+            checked[question.topic] += 1
+    assert set(checked) == set(TOPICS)
+    assert min(checked.values()) >= 30
+
+
+def recomputed(question: Question, value: object, parameters: list[inspect.Parameter]) -> str:
+    """The answer to a question on an object, from the object."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    by_name = {stars.get(each.kind, "") + each.name: each for each in parameters}  # type: ignore[call-overload]
+    names, about = list(by_name), question.text.split("`")[1]
+    match question.topic:
+        case "count":
+            return f"It takes {len(names) or 'no'} parameter{'s' * (len(names) != 1)}."
+        case "kind":
+            owner = pydoc.locate(about.partition("(")[0].rpartition(".")[0])
+            return (
+                f"It is a {'class' if inspect.isclass(value) else 'method' if inspect.isclass(owner) else 'function'}."
+            )
+        case "module":
+            name = about.partition("(")[0]
+            return f"It is in `{max((each for each in sys.modules if name.startswith(f'{each}.')), key=len)}`."
+        case "takes":
+            name = question.text.split("`")[3]
+            found = name in (each.name for each in parameters)
+            return f"Yes, it takes `{name}`." if found else f"No, it takes no `{name}`."
+        case "last":
+            return f"The last parameter is `{names[-1]}`."
+        case "after":
+            return f"After `{about}` comes `{names[names.index(about) + 1]}`."
+        case "required":
+            required = [f"`{each}`" for each in names if by_name[each].default is inspect.Parameter.empty]
+            return f"It needs {' and '.join(required) or 'nothing'}."
+        case "default":
+            default = by_name[about].default
+            return f"The default of `{about}` is `{default.__name__ if callable(default) else repr(default)}`."
+        case _:
+            return f"The default of `{about}` is of type `{type(by_name[about].default).__name__}`."
+
+
+def test_the_corpus_states_what_the_questions_ask() -> None:
+    texts = {str(row["text"]).partition("\n")[0]: str(row["text"]) for row in quickstart_rows("corpus")}
+    for usage in usages()[::20]:
+        card = texts[usage.call].split("\n")[1]
+        stated = [question.answer for question in questions(usage) if question.topic != "takes"]
+        assert sorted(card) == sorted(" ".join(stated))
+        assert all(answer in card for answer in stated)
+
+
+def test_half_of_the_faults_that_are_easy_to_see_are_as_many_as_those_that_are_not() -> None:
     counts = Counter(str(row["kind"]) for row in quickstart_rows("preferences"))
     assert set(counts) == set(FAULTS)
-    assert max(counts.values()) - min(counts.values()) <= 2
+    easy = [count for kind, count in counts.items() if kind != "wrong"]
+    assert max(easy) - min(easy) <= 1
+    assert abs(counts["wrong"] - 2 * max(easy)) <= 2
 
 
 def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:
+    known = {question.text: (usage, question) for half in (0, 1) for usage, question in asked(half)}
     for row in quickstart_rows("preferences"):
-        chosen, rejected, kind = str(row["chosen"]), str(row["rejected"]), row["kind"]
-        call, _, summary = rejected.partition("\n\n")
-        right_call, _, right_summary = chosen.partition("\n\n")
-        assert chosen != rejected
-        if kind == "cut_off":
-            assert chosen.startswith(rejected)
-        elif kind == "scrambled":
-            assert sorted(summary.split()) == sorted(right_summary.split())
-        elif kind == "wrong_signature":
-            assert summary == right_summary
-            assert call != right_call
-        elif kind == "another_function":
-            assert call.partition("(")[0] != right_call.partition("(")[0]
-        elif kind == "evasive":
-            assert right_call not in rejected
+        chosen, rejected = str(row["chosen"]), str(row["rejected"])
+        usage, question = known[str(row["prompt"])]
+        others = [each.answer for each in questions(usage) if each.topic != question.topic]
+        assert chosen == question.answer
+        assert {
+            "evasive": "`" not in rejected and not rejected.startswith("It takes"),
+            "repeated": rejected.startswith(chosen[:-1]) and len(rejected.split()) > len(chosen.split()) + 1,
+            "off_topic": rejected in others and rejected != chosen,
+            "wrong": rejected in question.wrong and rejected.split()[0] in (chosen.split()[0], *("Yes,", "No,")),
+        }[str(row["kind"])]
 
 
 def test_an_unknown_quickstart_source_is_refused() -> None:

@@ -12,6 +12,16 @@ def test_a_drop_is_accepted_of_a_stage_that_trains(tmp_path):
         make_plan(load_pipeline([f"store={tmp_path}", "accept_label_drop=[stf]"]))
 
 
+def test_columns_the_other_way_round_are_refused_with_the_line_to_type(tmp_path):
+    words = [f"store={tmp_path}", "sources.instructions.columns.The_Question=prompt"]
+    with pytest.raises(
+        ConfigError, match=r"columns maps our name to the rows' column; state sources.instructions.columns.prompt=The_Q"
+    ):
+        make_plan(load_pipeline(words))
+    make_plan(load_pipeline([words[0], "sources.instructions.columns.prompt=The_Question"]))
+    make_plan(load_pipeline([*words, "sources.instructions.format=prompts"]))  # a reward function calls it so
+
+
 def test_a_mixture_is_checked_with_the_plan(tmp_path):
     words = [f"store={tmp_path}", "stages.corpus.inputs.more=source:instructions"]
     with pytest.raises(

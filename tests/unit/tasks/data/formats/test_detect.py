@@ -74,7 +74,7 @@ def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> N
         "rows.jsonl: no format fits the columns instruction, answers, id ("
         "alpaca: no field 'output' (fields: answers, id, instruction); "
         "function_calling: no field 'query' (fields: answers, id, instruction)); "
-        f"accepted: {NAMES}; rename columns, such as columns={{question: prompt}}, "
+        f"accepted: {NAMES}; name columns, such as columns={{prompt: question}}, "
         "or say which format is meant with format=NAME"
     )
     assert "(alpaca: no field 'output' (fields: instruction);" in refused(ALPACA, *[{"instruction": "q"}] * 2)
@@ -82,10 +82,10 @@ def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> N
 
 def test_the_one_column_of_texts_is_named() -> None:
     assert refused({"body": "a"}) == (
-        f"rows.jsonl: no format fits the columns body; accepted: {NAMES}; rename it: columns={{body: text}}, "
+        f"rows.jsonl: no format fits the columns body; accepted: {NAMES}; name it: columns={{text: body}}, "
         "or say which format is meant with format=NAME"
     )
-    assert detect([{"body": "a"}], "rows.jsonl", columns={"body": "text"}).convert({"body": "a"}) == {"text": "a"}
+    assert detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a"}) == {"text": "a"}
 
 
 def test_an_empty_source_is_refused() -> None:
@@ -99,15 +99,15 @@ def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
     )
     assert refused(ALPACA, stated="text") == (
         "rows.jsonl: not of format=text (text: no field 'text' (fields: input, instruction, output)); "
-        "columns found: instruction, input, output; give its columns, or rename columns, such as "
-        "columns={question: prompt}"
+        "columns found: instruction, input, output; give its columns, or name columns, such as "
+        "columns={prompt: question}"
     )
     assert detect([{"odd": 1}] * 9 + [ALPACA], "rows.jsonl", stated="alpaca").name == "alpaca"
 
 
 def test_columns_are_renamed_before_anything_is_told() -> None:
     row: Row = {"context": "c", "question": "q", "answer": "a", "score": 1}
-    columns = {"question": "instruction", "context": "input", "answer": "output"}
+    columns = {"instruction": "question", "input": "context", "output": "answer"}
     detected = detect([row], "rows.jsonl", columns=columns)
     assert detected.convert(row) == {"messages": [{"role": "user", "content": "q\nc"}, A]}
     assert detected.mapping == {
@@ -128,18 +128,23 @@ def test_two_columns_can_change_names() -> None:
     ("columns", "problem"),
     [
         (
-            {"body": "text"},
-            "columns renames 'body', which is no column; there are: instruction, input, output; name one of these",
+            {"text": "body"},
+            "columns.text=body: 'body' is no column; there are: instruction, input, output; name one of these",
         ),
         (
-            {"input": "output"},
-            "columns renames 'input' to 'output', and there is such a column already; one column of a name is "
+            {"instruction": "prompt", "output": "completion"},
+            "columns.instruction=prompt: 'prompt' is no column; there are: instruction, input, output; columns maps "
+            "our name to the rows' column: state columns.prompt=instruction",
+        ),
+        (
+            {"output": "input"},
+            "columns.output=input: there is a column 'output' already; one column of a name is "
             "accepted; give the other one another name as well",
         ),
         (
-            {"input": "text", "output": "text"},
-            "columns renames 'input' to 'text', and there is such a column already; one column of a name is "
-            "accepted; give the other one another name as well",
+            {"text": "output", "prompt": "output"},
+            "columns.text=output: the column 'output' is named twice; one name for a column is accepted; remove the "
+            "other",
         ),
     ],
 )
@@ -148,7 +153,7 @@ def test_renames_that_do_not_fit_are_refused(columns: dict[str, str], problem: s
 
 
 def test_a_later_row_that_a_rename_would_damage_is_refused() -> None:
-    detected = detect([{"body": "a"}], "rows.jsonl", columns={"body": "text"})
+    detected = detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"})
     with pytest.raises(BadRowError) as refusal:
         detected.convert({"body": "a", "text": "b"})
     assert str(refusal.value) == (

@@ -169,7 +169,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_a_renamed_column_groups_rows(tmp_path: Path) -> None:
     rows = [{"body": f"row {index}", "page": f"p{index % 20}"} for index in range(200)]
-    prepare(tmp_path, PrepareText(held_out=0.3), rows, columns={"body": "text", "page": "group"})
+    prepare(tmp_path, PrepareText(held_out=0.3), rows, columns={"text": "body", "group": "page"})
     page = {row["body"]: row["page"] for row in rows}
     train, held_out = ({page[str(row["text"])] for row in side(tmp_path, name)} for name in ("train", "held_out"))
     assert held_out and not train & held_out

@@ -216,13 +216,13 @@ def test_rows_that_ship_with_python_are_named_by_their_number() -> None:
 
 def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json in .*; save it with model\.save_pretrained"):
-        fetch_model(Source(path=str(tmp_path)))
+        fetch_model(Source(path=str(tmp_path)), tmp_path)
     write(tmp_path / "config.json", "{}")
     write(tmp_path / "pytorch_model.bin", "")
     with pytest.raises(ConfigError, match="no weights in safetensors"):
-        fetch_model(Source(path=str(tmp_path)))
+        fetch_model(Source(path=str(tmp_path)), tmp_path)
     write(tmp_path / "model.safetensors", "")
-    assert fetch_model(Source(path=str(tmp_path))) == tmp_path
+    assert fetch_model(Source(path=str(tmp_path)), tmp_path) == tmp_path
 
 
 def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
@@ -237,7 +237,7 @@ def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert fetch_model(Source(path="owner/name", revision="abc")) == tmp_path
+    assert fetch_model(Source(path="owner/name", revision="abc"), tmp_path) == tmp_path
     (repo_id, options), patterns = calls[0], calls[0][1]["allow_patterns"]
     assert (repo_id, options["revision"]) == ("owner/name", "abc")
     assert isinstance(patterns, list)

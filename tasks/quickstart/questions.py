@@ -1,0 +1,231 @@
+"""Questions on a function, method or class whose only right answer follows from the signature that they show."""
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tasks.quickstart.documentation import documents
+
+_MAX_SIGNATURE = 100  # characters, so that a row stays below 128 tokens
+_MAX_LISTED = 3  # parameters that one answer names
+_KINDS = {"class": "a class", "function": "a function", "method": "a method"}
+_TYPES = ("bool", "float", "int", "str", "tuple")
+_DEFAULTS = ("None", "True", "False", "0", "1", "''")  # the most common ones
+_OTHER_NAMES = ("name", "x", "data", "path", "value", "key", "file", "mode", "size", "encoding", "timeout", "flags")
+_PLAIN_DEFAULT = re.compile(r"-?\w[\w.]*|'[\w.-]*'|\(\)")  # one that needs no comma, space or bracket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter; ``default`` as the signature writes it, None where there is none."""
+
+    name: str
+    default: str | None
+
+    @property
+    def required(self) -> bool:
+        return self.default is None and not self.name.startswith("*")
+
+    @property
+    def type_name(self) -> str | None:
+        """Of the default, where it is a literal of a common type."""
+        try:
+            found = type(ast.literal_eval(self.default or "")).__name__
+        except (ValueError, SyntaxError):
+            return None
+        return found if found in _TYPES else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """A function, method or class with its signature.
+
+    Args:
+        group: the top-level module that owns it.
+        kind: ``function``, ``method`` or ``class``.
+        name: with its module and class.
+    """
+
+    group: str
+    kind: str
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def call(self) -> str:
+        """As questions show it. Without spaces, a name is the same token here, in a question and in an answer."""
+        shown = (p.name if p.default is None else f"{p.name}={p.default}" for p in self.parameters)
+        return f"{self.name}({','.join(shown)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question with its only right answer, and wrong answers of the same form."""
+
+    topic: str
+    text: str
+    answer: str
+    wrong: tuple[str, ...]
+
+
+# A question, its right answer, and wrong ones, among which the right one may be too.
+Asked = tuple[str, str, Sequence[str]]
+
+
+def draw(*parts: str) -> int:
+    """A number that depends on nothing but its arguments: the same on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:8])
+
+
+@cache
+def usages() -> tuple[Usage, ...]:
+    """Every function, method and class whose signature is short and consists of plain parameters."""
+    found = (
+        Usage(group=each.group, kind=each.kind, name=each.name, parameters=tuple(map(_parameter, each.parameters)))
+        for each in documents()
+        if each.kind in _KINDS and each.parameters is not None
+    )
+    return tuple(usage for usage in found if len(usage.call) <= _MAX_SIGNATURE and all(map(_plain, usage.parameters)))
+
+
+def _parameter(shown: str) -> Parameter:
+    name, equals, default = shown.partition("=")
+    return Parameter(name=name, default=default if equals else None)
+
+
+def _plain(parameter: Parameter) -> bool:
+    return parameter.default is None or _PLAIN_DEFAULT.fullmatch(parameter.default) is not None
+
+
+def questions(usage: Usage) -> list[Question]:
+    """One question of each topic that its signature answers."""
+    found = []
+    for topic, ask in TOPICS.items():
+        if asked := ask(usage):
+            text, answer, wrong = asked
+            others = tuple(each for each in dict.fromkeys(wrong) if each != answer)
+            found.append(Question(topic=topic, text=text, answer=answer, wrong=others))
+    return found
+
+
+def _count(usage: Usage) -> Asked:
+    def answer(count: int) -> str:
+        return f"It takes {count or 'no'} parameter{'' if count == 1 else 's'}."
+
+    number = len(usage.parameters)
+    near = [answer(each) for each in (number - 1, number + 1) if each >= 0]
+    return f"How many parameters does `{usage.call}` take?", answer(number), near
+
+
+def _kind(usage: Usage) -> Asked:
+    answers = {kind: f"It is {shown}." for kind, shown in _KINDS.items()}
+    return f"Is `{usage.call}` a class, a function or a method?", answers[usage.kind], list(answers.values())
+
+
+def _module(usage: Usage) -> Asked | None:
+    module, _, name = usage.name.rpartition(".")
+    if usage.kind == "method" or not module:
+        return None
+    wrong = [usage.name, name, *([module.rpartition(".")[0]] if "." in module else [])]
+    return f"In which module is `{usage.call}`?", f"It is in `{module}`.", [f"It is in `{each}`." for each in wrong]
+
+
+def _takes(usage: Usage) -> Asked | None:
+    names = [parameter.name.lstrip("*") for parameter in usage.parameters]
+    yes = draw("takes", usage.name) % 2 == 0
+    among = names if yes else [name for name in _OTHER_NAMES if name not in names]
+    if not names:
+        return None
+    name = among[draw("name", usage.name) % len(among)]
+    answers = (f"No, it takes no `{name}`.", f"Yes, it takes `{name}`.")
+    return f"Does `{usage.call}` take `{name}`?", answers[yes], answers
+
+
+def _last(usage: Usage) -> Asked | None:
+    names = [parameter.name for parameter in usage.parameters]
+    if len(names) < 2:
+        return None
+    answers = [f"The last parameter is `{name}`." for name in names]
+    return f"What is the last parameter of `{usage.call}`?", answers[-1], answers
+
+
+def _after(usage: Usage) -> Asked | None:
+    names = [parameter.name for parameter in usage.parameters]
+    if len(names) < 3:  # of two there is no wrong answer but the name that is asked about
+        return None
+    place = draw("after", usage.name) % (len(names) - 1)
+    answers = [f"After `{names[place]}` comes `{name}`." for name in names]
+    wrong = [answer for other, answer in enumerate(answers) if other != place]
+    return f"Which parameter comes after `{names[place]}` in `{usage.call}`?", answers[place + 1], wrong
+
+
+def _required(usage: Usage) -> Asked | None:
+    required = [parameter.name for parameter in usage.parameters if parameter.required]
+    others = [parameter.name for parameter in usage.parameters if not parameter.required]
+    if not usage.parameters or len(required) > _MAX_LISTED or any(name.startswith("*") for name in others):
+        return None
+    wrong = [required[:-1], required[1:], [*required, *others[:1]], others]
+    return (
+        f"Which arguments does `{usage.call}` need?",
+        _needs(required),
+        [_needs(names) for names in wrong if len(names) <= _MAX_LISTED],
+    )
+
+
+def _needs(names: Sequence[str]) -> str:
+    return f"It needs {' and '.join(f'`{name}`' for name in names) or 'nothing'}."
+
+
+def _default(usage: Usage) -> Asked | None:
+    optional = [(parameter.name, parameter.default) for parameter in usage.parameters if parameter.default is not None]
+    if not optional:
+        return None
+    name, default = optional[draw("default", usage.name) % len(optional)]
+    others = [value for _, value in optional if value != default] or list(_DEFAULTS)
+
+    def answer(value: str) -> str:
+        return f"The default of `{name}` is `{value}`."
+
+    return f"What is the default of `{name}` in `{usage.call}`?", answer(default), [answer(value) for value in others]
+
+
+def _type(usage: Usage) -> Asked | None:
+    typed = [(parameter.name, parameter.type_name) for parameter in usage.parameters if parameter.type_name]
+    if not typed:
+        return None
+    name, right = typed[draw("type", usage.name) % len(typed)]
+    answers = {each: f"The default of `{name}` is of type `{each}`." for each in _TYPES}
+    return f"Of which type is the default of `{name}` in `{usage.call}`?", answers[str(right)], list(answers.values())
+
+
+TOPICS: Mapping[str, Callable[[Usage], Asked | None]] = {
+    "count": _count,
+    "kind": _kind,
+    "module": _module,
+    "takes": _takes,
+    "last": _last,
+    "after": _after,
+    "required": _required,
+    "default": _default,
+    "type": _type,
+}
+# Percent of the questions that are asked; of the other topics all: so that no topic is most of the rows.
+_ASKED = {"count": 60, "kind": 40, "takes": 80, "required": 70}
+
+
+def facts(usage: Usage) -> str:
+    """What its documentation says of a signature: every answer that is a statement without its question."""
+    stated = [each for each in questions(usage) if each.topic != "takes"]
+    return " ".join(each.answer for each in sorted(stated, key=lambda each: draw("fact", each.text)))
+
+
+def asked(half: int) -> Iterator[tuple[Usage, Question]]:
+    """Half of the questions (0 or 1): what one half asks the other does not."""
+    for usage in usages():
+        for question in questions(usage):
+            chance = draw("asked", question.text)
+            if chance % 100 < _ASKED.get(question.topic, 100) and chance // 100 % 2 == half:
+                yield usage, question
