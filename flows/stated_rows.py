@@ -14,7 +14,8 @@ from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
 from lineage.source_checks import check_options
-from lineage.sources import local_paths, pin
+from lineage.sources import files_of, local_paths, pin
+from lineage.text_split import check_split
 from tasks.data.examine import OpenedRows, method_of, open_rows
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
@@ -134,8 +135,9 @@ def stated_source(path: str, stated: Mapping[str, object], config_dir: Path | No
 
 def _present(source: Source) -> Source:
     """A source that is there, as ``pin`` would have it; the bytes of local files are not read for that."""
-    if local_paths(source.path):
+    if paths := local_paths(source.path):
         check_options("rows", source, is_hub=False, is_url=False)
+        check_split("rows", source.path, source.split_by, files_of(paths))
         return source
     return pin("rows", source, DigestCache(None)).source
 

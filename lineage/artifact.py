@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from lineage.text_split import SplitBy
+
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
 QUICKSTART = "quickstart:"  # before the name of rows that ship with Python
 ALIAS = "alias:"  # before the name of an alias of the model registry
@@ -47,6 +49,8 @@ class Source:
         split: of a hub data set or of one saved on disk; a slice of any rows: ``train[90%:]``, ``train[:1000]``.
         format: the shape of the rows, where it shall not be detected: the name of one of ``tasks.data.formats``.
         columns: names that a format knows -> the rows' columns that hold them, such as ``prompt: question``.
+        split_by: what of a plain text is a document: each line, each paragraph (blank lines part them), or the file.
+            None: paragraphs where there are blank lines, else lines; of Markdown the file.
         sample_count: so many rows of the source, drawn by ``shuffle_seed``; None: all.
         shuffle_seed: of the order in which rows are written; None: as they stand.
         shuffle_buffer: how far a row may move when shuffled, in rows; None: anywhere.
@@ -69,6 +73,7 @@ class Source:
     split: str = "train"
     format: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
+    split_by: SplitBy | None = None
     sample_count: Annotated[int, Gt(0)] | None = None
     shuffle_seed: Annotated[int, Ge(0)] | None = None
     shuffle_buffer: Annotated[int, Gt(0)] | None = None

@@ -5,8 +5,10 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from glob import has_magic
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
@@ -66,6 +68,14 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
 def revision_of(versions: dict[str, str]) -> str:
     """One name for the content of files in their order; what they are called is no part of it."""
     return digest_of({str(place): version for place, version in enumerate(versions.values())})
+
+
+def place_of(url: str) -> PurePosixPath:
+    """Without its file system's name, and of a web page without the query; a bucket's names may hold question marks."""
+    place = url.partition("://")[2]
+    if url.startswith(("http://", "https://")):
+        place = urlsplit(url).netloc + urlsplit(url).path
+    return PurePosixPath(place.lstrip("/"))
 
 
 @contextlib.contextmanager

@@ -6,14 +6,16 @@ from collections import Counter
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.python_source import PYTHON
+from lineage.text_split import check_split
 
-_READING = ("format", "columns", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
+_READING = ("format", "columns", "split_by", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
 
 _BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an unknown number
 
 
 def reading_options(source: Source) -> dict[str, object]:
     """What a source states beyond where its rows are: how they are read. What is not stated is left out.
+
     Streaming is among it: of a stream a sample is drawn as it goes by, of a whole data set from all of its rows.
     """
     stated: dict[str, object] = {name: getattr(source, name) for name in _READING}
@@ -50,6 +52,8 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
             f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; state "
             f"sources.{name}.shuffle_seed=0, or remove shuffle_buffer"
         )
+    if source.split_by is not None and (is_hub or source.path.startswith((PYTHON, QUICKSTART))):
+        check_split(name, source.path, source.split_by, [])
     if source.streaming:
         _check_streaming(name, source, is_hub)
     if source.credentials and not is_url:

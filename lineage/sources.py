@@ -5,9 +5,11 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
+from glob import glob, has_magic
 from pathlib import Path
+from types import MappingProxyType
 
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
@@ -16,9 +18,19 @@ from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
 from lineage.python_source import PYTHON, code_of, row_function
-from lineage.remote_files import is_url, remote_versions, revision_of
+from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.source_checks import check_options, reading_identity, reading_options
+from lineage.text_split import (
+    SplitBy,
+    check_split,
+    compression_of,
+    detected_split,
+    detected_split_of,
+    is_text,
+    split_identity,
+)
 
+NOTHING: Mapping[str, object] = MappingProxyType({})
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
@@ -54,13 +66,13 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         # These rows come from the interpreter's own documentation, so the interpreter is their revision.
         return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
     if is_url(source.path):
-        return _by_revision(source, _remote_revision(name, source))
+        return _by_url(name, source)
     if source.path.startswith(WHEEL):
         return _by_revision(source, _wheel_digest(name, source))
     if source.path.startswith(PYTHON):
         return _by_code(name, source)
     if matches:
-        return _by_content(source, matches, cache)
+        return _by_content(name, source, matches, cache)
     if is_hub:
         return _by_revision(source, _hub_commit(name, source))
     raise ConfigError(
@@ -74,10 +86,35 @@ def never_changes(source: Source) -> bool:
     return source.path.startswith((QUICKSTART, WHEEL)) or (_is_hub_id(source.path) and _is_commit(source.revision))
 
 
-def _by_revision(source: Source, revision: str) -> Pinned:
+def _by_revision(source: Source, revision: str, detected: Mapping[str, object] = NOTHING) -> Pinned:
     pinned = replace(source, revision=revision)
-    record = _record(pinned, files={}, dvc=None)
-    return Pinned(source=pinned, fingerprint=_identity(pinned, pinned.path), digest=None, record=record)
+    record = _record(pinned, files={}, dvc=None, detected=detected)
+    fingerprint = _identity(pinned, pinned.path, detected)
+    return Pinned(source=pinned, fingerprint=fingerprint, digest=None, record=record)
+
+
+def _by_url(name: str, source: Source) -> Pinned:
+    if source.kind == Kind.CHECKPOINT:
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: a model is not read from a URL; "
+            "give a directory, a hub id or alias:NAME"
+        )
+    versions = remote_versions(name, source.path, source.credentials)
+    places = {url: place_of(url) for url in versions}
+    check_split(name, source.path, source.split_by, list(places.values()))
+    in_directory = place_of(source.path) not in places.values() and not has_magic(source.path)
+    texts = [url for url, place in places.items() if is_text(place, in_directory=in_directory)]
+    splits = [_remote_split(url, source) for url in texts] if not source.split_by else []
+    return _by_revision(source, revision_of(versions), split_identity(splits))
+
+
+def _remote_split(url: str, source: Source) -> SplitBy:
+    """Of the beginning of a remote file; what cannot be read is named when its rows are."""
+    try:
+        with open_remote(url, source.credentials) as file:
+            return detected_split_of(file, compression_of(place_of(url)))
+    except Exception:  # of a file system's own library: no common base
+        return "line"
 
 
 def _by_code(name: str, source: Source) -> Pinned:
@@ -102,21 +139,33 @@ def _by_code(name: str, source: Source) -> Pinned:
     return Pinned(source=pinned, fingerprint=_identity(pinned, PYTHON + function.name), digest=None, record=record)
 
 
-def _by_content(source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
+def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
     # Absolute, for a worker that was started elsewhere; the identity is the content alone.
     path = os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
     pinned = replace(source, revision=None, path=path)
-    paths = [file.absolute() for match in matches for file in _files(match)]
+    paths = [file.absolute() for file in files_of(matches)]
     files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
     digest = digest_of(_by_place(matches, files))
-    record = _record(pinned, files=files, dvc=tracked_hash(Path(path), cache))
-    return Pinned(source=pinned, fingerprint=_identity(pinned, digest), digest=digest, record=record)
+    detected = _detected(name, source, matches)
+    record = _record(pinned, files=files, dvc=tracked_hash(Path(path), cache), detected=detected)
+    return Pinned(source=pinned, fingerprint=_identity(pinned, digest, detected), digest=digest, record=record)
 
 
-def _record(source: Source, files: dict[str, str], dvc: str | None) -> SourceRecord:
+def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, object]:
+    """How rows are read where the source leaves it open, as far as it is another way than it once was."""
+    if source.kind != Kind.ROWS:
+        return {}
+    check_split(name, source.path, source.split_by, files_of(matches))
+    texts = [file for match in matches for file in _files(match) if is_text(file, in_directory=file != match)]
+    return split_identity([detected_split(file) for file in texts]) if not source.split_by else {}
+
+
+def _record(
+    source: Source, files: dict[str, str], dvc: str | None, detected: Mapping[str, object] = NOTHING
+) -> SourceRecord:
     return SourceRecord(
         path=source.path, kind=source.kind, revision=source.revision, split=source.split,
-        labels=sorted(source.labels), files=files, dvc=dvc, reading=reading_options(source),
+        labels=sorted(source.labels), files=files, dvc=dvc, reading={**reading_options(source), **detected},
     )  # fmt: skip
 
 
@@ -126,9 +175,14 @@ def local_paths(path: str) -> list[Path]:
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
 
 
-def _identity(source: Source, content: str) -> str:
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """Files, and those below directories."""
+    return [file for path in paths for file in _files(path)]
+
+
+def _identity(source: Source, content: str, detected: Mapping[str, object] = NOTHING) -> str:
     where = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
-    identity = {**where, **reading_identity(source)}
+    identity = {**where, **reading_identity(source), **detected}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
@@ -157,15 +211,6 @@ def _is_hub_id(path: str) -> bool:
 
 def _is_commit(revision: str | None) -> bool:
     return bool(revision and _COMMIT.fullmatch(revision))
-
-
-def _remote_revision(name: str, source: Source) -> str:
-    if source.kind == Kind.CHECKPOINT:
-        raise ConfigError(
-            f"sources.{name}.path={source.path}: a model is not read from a URL; "
-            "give a directory, a hub id or alias:NAME"
-        )
-    return revision_of(remote_versions(name, source.path, source.credentials))
 
 
 def _wheel_digest(name: str, source: Source) -> str:

@@ -12,7 +12,7 @@ from lineage.errors import ConfigError
 from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import TRAIN
-from tasks.method import Inputs, Method
+from tasks.recipe import Inputs, Method
 from tasks.train.sharding import leave_out_deepspeed
 
 if TYPE_CHECKING:

@@ -11,18 +11,18 @@ from lineage.artifact import DATA
 from lineage.digest import DigestCache
 from lineage.fingerprint import canonical_json, short
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
-from tasks.method import Inputs, Training
+from tasks.recipe import Inputs, TrainingRecipe
 
 if TYPE_CHECKING:
     from tasks.context import Metrics, TrainContext
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 _VERSION = 2  # raise it when the same rows are now found to repeat others
 POLICY = "policy"  # the slot of what a training stage starts from, and takes its tokenizer from
 
 
 def check_rows(
-    method: Training,
+    method: TrainingRecipe,
     inputs: Inputs,
     ctx: "TrainContext",
     *,
@@ -55,7 +55,7 @@ def check_rows(
     return tokens.metrics
 
 
-def rows_slot(method: Training) -> str:
+def rows_slot(method: TrainingRecipe) -> str:
     """The slot of the rows that a method trains on."""
     return next(slot for slot, kind in method.consumes.items() if kind in DATA)
 

@@ -13,7 +13,7 @@ from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.method import ALL_LINEAR, LoRA, Training
+from tasks.recipe import ALL_LINEAR, LoRA, TrainingRecipe
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
 _ADAM_BYTES = 8  # the two moments of each weight, in fp32
@@ -87,7 +87,7 @@ class DiskNeed:
         return max(each, key=lambda moment: moment.bytes)
 
 
-def disk_need(method: Training, resources: Resources, shapes: Shapes) -> DiskNeed:
+def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> DiskNeed:
     """What a stage writes that starts from a model of these shapes."""
     weights = sum(map(math.prod, shapes.values()))
     adapter = adapter_weights(method.adapter, shapes) if method.adapter else 0
@@ -107,7 +107,7 @@ def disk_need(method: Training, resources: Resources, shapes: Shapes) -> DiskNee
     )
 
 
-def _saves(method: Training, resources: Resources) -> tuple[int, int]:
+def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
     """How many checkpoints are surely made, and at the most: none of the last step; any step may be the last."""
     before_last = method.num_steps - 1
     by_steps = before_last // resources.save_steps if resources.save_steps else 0
@@ -119,7 +119,7 @@ def _saves(method: Training, resources: Resources) -> tuple[int, int]:
 
 
 def require_room(
-    stage: str, method: Training, resources: Resources, model: Path | None, entry: Entry, before: int = 0
+    stage: str, method: TrainingRecipe, resources: Resources, model: Path | None, entry: Entry, before: int = 0
 ) -> int:  # fmt: skip
     """Refuses a stage that its disk has surely no room for, and warns of one that it may have none for.
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from lineage.store import Entry
 from tasks import held_out_rows as held_out
 from tasks.context import Metrics, TrainContext
 from tasks.evaluation_report import POLICY_METRICS, write_report
-from tasks.measured import Measured, over_pairs, perplexities, policy_scores, win
-from tasks.method import Input, Inputs, Method
+from tasks.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.recipe import Input, Inputs, Method
 from tasks.row_scores import RowScores, write_scores
 from tasks.scoring import greedy_answers, logps, rewards
 
@@ -27,10 +28,23 @@ if TYPE_CHECKING:
 class Evaluate(Method):
     """Compares policies on rows that none of them was trained on.
 
-    Every slot that ``consumes`` does not name is a policy, and its name labels its numbers.
+    Every slot that ``consumes`` does not name is a policy, and its name labels its numbers. A row that is too long
+    loses the beginning of its prompt, so that its answer is measured whole where that is possible; what is lost is
+    counted.
+
+    Args:
+        num_rows: held-out rows per measure, at most.
+        num_prompts: of the pairs, answered greedily by each policy.
+        num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
+        max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
+        max_dropped: largest share of the rows of a kind that nothing can be measured on.
+        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part.
+        seed: of the choice of rows.
     """
 
-    version: ClassVar[int] = 3  # 2: writes the scores of each row. 3: exact match; greedy answers are greedy
+    # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
+    # answers are greedy, exact match, win rate.
+    version: ClassVar[int] = 3
     consumes: ClassVar[Mapping[str, Kind]] = {
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
@@ -44,12 +58,29 @@ class Evaluate(Method):
     uses_gpu: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = "reference"
 
-    num_rows: Annotated[int, Gt(0)] = 200  # held-out rows per measure, at most
-    num_prompts: Annotated[int, Gt(0)] = 32  # of the pairs, answered greedily by each policy
-    num_questions: Annotated[int, Gt(0)] | None = None  # of the conversations, likewise; None: num_prompts
+    num_rows: Annotated[int, Gt(0)] = 200
+    num_prompts: Annotated[int, Gt(0)] = 32
+    num_questions: Annotated[int, Gt(0)] | None = None
     max_new_tokens: Annotated[int, Gt(0)] = 64
-    max_length: Annotated[int, Gt(1)] = 256  # tokens of a row that are scored
-    seed: Annotated[int, Ge(0)] = 0  # of the choice of rows
+    max_length: Annotated[int, Gt(1)] | None = None
+    max_dropped: Annotated[float, Ge(0), Le(1)] = 0.05
+    max_cut: Annotated[float, Ge(0), Le(1)] = 0.5
+    seed: Annotated[int, Ge(0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None:
+            self.lengths(self.max_length)
+
+    def lengths(self, max_length: int) -> held_out.Lengths:
+        """What may be measured of a row.
+
+        Raises:
+            ConfigError: ``max_new_tokens`` leaves no capacity for a prompt.
+        """
+        return held_out.Lengths(
+            max_length=max_length, max_new_tokens=self.max_new_tokens, max_dropped=self.max_dropped,
+            max_cut=self.max_cut,
+        )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
@@ -61,17 +92,20 @@ class Evaluate(Method):
         # One tokenizer and template for all: a base model may have none, and equal tokens make numbers comparable.
         tokenizer = load_tokenizer(inputs["reference"])
         require_chat_template(tokenizer, inputs["reference"])
-        _require_same_tokens(policies, inputs["reference"], tokenizer.get_vocab())
+        models = {**policies, "reward_model": inputs["reward_model"]}
+        require_same_tokens(models, inputs["reference"], tokenizer)
+        lengths = self.lengths(self.max_length or trained_length([*models.values(), inputs["reference"]]))
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
-            num_questions=self.num_questions or self.num_prompts, max_length=self.max_length, seed=self.seed,
+            num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
-        reward_scores, by_kind = self._rewards(inputs["reward_model"], rows, answers, tokenizer, ctx)
-        scores = [*policy_scores(rows, measured, reference), *reward_scores]
+        of_rewards, by_kind = self._rewards(inputs["reward_model"], rows, lengths, measured, reference, tokenizer, ctx)
+        scores = [*policy_scores(rows, measured, reference), *of_rewards]
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
+        metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
+        answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
         write_report(ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers)
         write_scores(ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()})
         return metrics
@@ -115,7 +149,9 @@ class Evaluate(Method):
         self,
         reward_model: Input,
         rows: held_out.Rows,
-        answers: Mapping[str, Sequence[str]],
+        lengths: held_out.Lengths,
+        measured: Mapping[str, Measured],
+        reference: Measured,
         tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
@@ -124,6 +160,11 @@ class Evaluate(Method):
 
         model = load_model(reward_model).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
+
+        def of_answers(policy: Measured) -> list[float]:
+            tokens = held_out.answered_tokens(rows.prompts, policy.greedy, tokenizer, lengths)
+            return rewards(model, tokens, batch_size)
+
         chosen, rejected = (
             rewards(model, [row.input_ids for row in side], batch_size)
             for side in (rows.pairs.chosen, rows.pairs.rejected)
@@ -133,38 +174,72 @@ class Evaluate(Method):
         for kind in sorted({kind for kind in rows.pairs.kinds if kind}):
             of_kind = [win for win, found in zip(wins, rows.pairs.kinds, strict=True) if found == kind]
             by_kind[f"reward_model/accuracy/{kind}"] = fmean(of_kind)
-        scored = {
-            name: rewards(model, held_out.answered_tokens(rows.prompts, texts, tokenizer, self.max_length), batch_size)
-            for name, texts in answers.items()
-        }
-        prompts = [prompt.name for prompt in rows.prompts]
-        return [
-            over_pairs("accuracy", rows, {"reward_model": wins}),
-            RowScores(
-                metric="reward_score", row_ids=prompts, groups=prompts, weights=[1] * len(prompts), scores=scored
-            ),
-        ], by_kind
+        scored = {name: of_answers(policy) for name, policy in measured.items()}
+        same = [name for name, policy in measured.items() if policy is reference]
+        against = scored[same[0]] if same else of_answers(reference)
+        return [over_pairs("accuracy", rows, {"reward_model": wins}), *reward_scores(rows, scored, against)], by_kind
 
 
-def _require_same_tokens(policies: Inputs, reference: Input, vocabulary: Mapping[str, int]) -> None:
-    """That every policy reads the tokens as they are meant.
+def trained_length(models: Sequence[Input]) -> int:
+    """The longest ``max_length`` that the records of the models state.
 
     Raises:
-        ConfigError: one has another tokenizer.
+        ConfigError: none of them does.
+    """
+    manifests = [Entry(model.path.parent).manifest() for model in models if model.path.name == "output"]
+    found = [manifest.recipe.get("max_length") for manifest in manifests if manifest]
+    lengths = [length for length in found if isinstance(length, int)]
+    if not lengths:
+        raise ConfigError(
+            f"max_length of evaluate is not set, and no record of {', '.join(model.name for model in models)} says how "
+            "long the rows are that it was trained on; a number of tokens is accepted; set max_length of evaluate"
+        )
+    return max(lengths)
+
+
+def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """That every model reads the tokens as they are meant, and the reward model the turns too.
+
+    Args:
+        models: the policies, and the reward model in the slot ``reward_model``.
+        tokenizer: the reference's.
+
+    Raises:
+        ConfigError: one has another tokenizer, or the reward model has another chat template.
     """
     from tasks.train.models import load_tokenizer
 
-    for name, policy in policies.items():
-        own, known = (given.path / "tokenizer.json" for given in (policy, reference))
-        if own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False):
-            continue
+    vocabulary = tokenizer.get_vocab()
+    for slot, model in models.items():
+        own, known = (given.path / "tokenizer.json" for given in (model, reference))
+        same = own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False)
         # A model further on may know more tokens; the same token is never another one.
-        if any(vocabulary.get(token, index) != index for token, index in load_tokenizer(policy).get_vocab().items()):
+        if not same and differing(load_tokenizer(model).get_vocab(), vocabulary):
+            raise ConfigError(other_tokens(slot, model.name, reference.name))
+        if slot == "reward_model" and load_tokenizer(model).chat_template != tokenizer.chat_template:
             raise ConfigError(
-                f"{name} ({policy.name}) and {reference.name} have different tokenizers, so what is measured cannot be "
-                f"compared; leave {name} out, or begin both from the same base: cpt-sft-dpo-retrain goes on from the "
-                "champion"
+                f"reward_model ({model.name}) and {reference.name} have different chat templates, so it would score "
+                "conversations in a form that it was not trained on; a reward model trained from a policy of the same "
+                "chain is accepted"
             )
+
+
+def differing(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> bool:
+    """Whether a token of one vocabulary is another one in the other, or is missing there."""
+    return any(known.get(token, index) != index for token, index in vocabulary.items())
+
+
+def other_tokens(slot: str, name: str, reference: str) -> str:
+    """The message of a model that cannot be compared."""
+    remedy = (
+        "train the reward model from a model of the same base"
+        if slot == "reward_model"
+        else f"leave {slot} out, or begin both from the same base: cpt-sft-dpo-retrain goes on from the champion"
+    )
+    return (
+        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared; models "
+        f"whose tokens are the same are accepted; {remedy}"
+    )
 
 
 def _device(ctx: TrainContext) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
 POLICY_METRICS = (
-    "text_perplexity", "answer_perplexity", "exact_match", "preference_accuracy", "logp_accuracy", "reward_score",
-    "unfinished_share",
+    "text_perplexity", "answer_perplexity", "exact_match", "preference_accuracy", "logp_accuracy",
+    "mean_logp_accuracy", "reward_score", "win_rate", "unfinished_share",
 )  # fmt: skip
+LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
 _NUM_SAMPLES = 3
 _MAX_SHOWN = 120  # characters of a sample answer
 # Metric of a policy -> title of its column, and digits after the point.
@@ -19,7 +20,9 @@ _COLUMNS = {
     "exact_match": ("exact match ↑", 2),
     "preference_accuracy": ("preference acc. (implicit reward) ↑", 3),
     "logp_accuracy": ("preference acc. (log-prob.) ↑", 3),
+    "mean_logp_accuracy": ("preference acc. (log-prob. per token) ↑", 3),
     "reward_score": ("reward of answers ↑", 2),
+    "win_rate": ("win rate over the reference ↑", 2),
     "unfinished_share": ("answers cut off ↓", 2),
 }
 
@@ -38,8 +41,8 @@ def write_report(
         for index, prompt in enumerate(prompts)
     ]
     (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _samples(prompts, answers)]
-    (directory / TABLE_FILE).write_text("\n".join(parts), encoding="utf-8")
+    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), _samples(prompts, answers)]
+    (directory / TABLE_FILE).write_text("\n".join(filter(None, parts)), encoding="utf-8")
 
 
 def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
@@ -58,6 +61,16 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
         if key.startswith(prefix)
     }
     return markdown_table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
+
+
+def _lost(metrics: Mapping[str, float]) -> str:
+    """How many held-out rows were dropped or cut, where any were."""
+    rows = [
+        [what, kind, f"{count:.0f}"]
+        for kind, _, what in (key.rpartition("/") for key in metrics)
+        if what in LOST and (count := metrics[f"{kind}/{what}"])
+    ]
+    return markdown_table(["held-out rows", "of", "number"], rows) if rows else ""
 
 
 def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:

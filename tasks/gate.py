@@ -12,7 +12,7 @@ from lineage.verdict import CHAMPION, VERDICT_FILE, VERDICT_TABLE, Approval, Jud
 from tasks.bootstrap import Bootstrap
 from tasks.context import Metrics, TrainContext
 from tasks.gate_rule import PARENT, Evidence, Rule
-from tasks.method import Input, Inputs, Method
+from tasks.recipe import Input, Inputs, Method
 from tasks.row_scores import read_policies, read_scores
 from tasks.verdict_table import verdict_table
 

@@ -1,26 +1,27 @@
 """The held-out rows that policies are measured on, as tokens."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from lineage.errors import DataError
+from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import messages_of, tools_of
-from tasks.data.tokens.encoding import encoder_of
+from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.fate import TokenRow
+from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
-from tasks.scoring import Scored
+from tasks.scoring import Answer, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input, Inputs
+    from tasks.recipe import Input, Inputs
 
 Row = dict[str, object]
 Message = dict[str, str]  # as a file of prepared rows holds it
@@ -84,6 +85,7 @@ class Rows:
     Args:
         prompts, prompt_ids: of the pairs.
         questions, question_ids: of the conversations: what an exact match is measured on.
+        lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
 
     text: Sequence[Scored]
@@ -93,6 +95,35 @@ class Rows:
     prompt_ids: Sequence[Sequence[int]]
     questions: Sequence[Question]
     question_ids: Sequence[Sequence[int]]
+    lost: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How many tokens of a row are measured, and how many rows may lose some.
+
+    Args:
+        max_length: of a row, prompt and answer.
+        max_new_tokens: capacity that is reserved for an answer.
+        max_dropped, max_cut: shares of the rows of a kind.
+    """
+
+    max_length: int
+    max_new_tokens: int
+    max_dropped: float = 1.0
+    max_cut: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens >= self.max_length:
+            raise ConfigError(
+                f"max_new_tokens={self.max_new_tokens} of evaluate leaves no capacity for a prompt in "
+                f"max_length={self.max_length}; fewer new tokens than max_length are accepted; lower max_new_tokens, "
+                "or raise max_length"
+            )
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self.max_length - self.max_new_tokens
 
 
 def draw(
@@ -102,35 +133,38 @@ def draw(
     num_rows: int,
     num_prompts: int,
     num_questions: int,
-    max_length: int,
+    lengths: Lengths,
     seed: int,
 ) -> Rows:
     """At most so many rows of each kind.
 
     Raises:
-        DataError: of one kind there is none.
+        DataError: of one kind there is none, or too many are dropped or cut.
     """
     text, conversations, pairs = (
         draw_rows(inputs[slot], num_rows, seed) for slot in ("text", "conversations", "pairs")
     )
     prompts = distinct_prompts(pairs, num_prompts)
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed))
-    rows = Rows(
-        text=text_tokens(text, tokenizer, max_length),
-        answers=answer_tokens(conversations, tokenizer, max_length),
-        pairs=pair_tokens(pairs, tokenizer, max_length),
+    tokens = {
+        "text": _text(text, tokenizer, lengths.max_length),
+        "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length),
+        "pairs": _tokens(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length),
+    }
+    asked = [*prompts, *(question.prompt for question in questions)]
+    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length)
+    for slot, found in tokens.items():
+        _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
+    return Rows(
+        text=text_tokens(tokens["text"]),
+        answers=answer_tokens(tokens["conversations"]),
+        pairs=pair_tokens(tokens["pairs"]),
         prompts=prompts,
-        prompt_ids=prompt_tokens(prompts, tokenizer, max_length),
+        prompt_ids=ids[: len(prompts)],
         questions=questions,
-        question_ids=prompt_tokens([question.prompt for question in questions], tokenizer, max_length),
+        question_ids=ids[len(prompts) :],
+        lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
     )
-    for slot, found in (("text", rows.text), ("conversations", rows.answers), ("pairs", rows.pairs.kinds)):
-        if not found:
-            raise DataError(
-                f"no held-out row of {inputs[slot].name!r} has a token to score within max_length={max_length}; "
-                "raise max_length of evaluate, or hold out more rows"
-            )
-    return rows
 
 
 def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
@@ -141,19 +175,79 @@ def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
     return sorted(found, key=lambda row: hashlib.sha256(f"{seed}:{row['row_id']}".encode()).digest())[:count]
 
 
-def text_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Scored]:
+Tokens = Sequence[tuple[Row, TokenRow]]  # each row that was drawn, and what is measured of it
+
+
+def _text(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Tokens:
+    found = list(RowTokenizer.of(Tokenization(kind=Kind.TEXT, max_length=max_length), tokenizer)(rows))
+    for each in found:
+        each.fate.cut = len(each.columns["input_ids"]) > max_length
+        del each.columns["input_ids"][max_length:]
+        if len(each.columns["input_ids"]) < 2:  # the first token has nothing before it
+            each.fate.dropped = "one_token"
+    return list(zip(rows, found, strict=True))
+
+
+def _tokens(kind: Kind, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Tokens:
+    """A row that is too long loses the beginning of its prompt; where half of ``max_length`` is left of the prompt and
+    the row is still too long, it loses the end of its answer."""
+    by_prompt = Tokenization(kind=kind, max_length=max_length, too_long="cut_prompt")
+    by_answer = Tokenization(kind=kind, max_length=max_length, max_prompt_length=max(1, max_length // 2))
+    found = list(RowTokenizer.of(by_prompt, tokenizer)(rows))
+    long = [index for index, each in enumerate(found) if each.fate.dropped == ANSWER_TOO_LONG]
+    again = RowTokenizer.of(by_answer, tokenizer)([rows[index] for index in long])
+    for index, each in zip(long, again, strict=True):
+        found[index] = each
+    return list(zip(rows, found, strict=True))
+
+
+def _require_enough(name: str, slot: str, tokens: Sequence[TokenRow], lengths: Lengths) -> None:
+    dropped = [each for each in tokens if each.fate.dropped]
+    num_cut = sum(each.fate.cut for each in tokens if not each.fate.dropped) if slot != "text" else 0
+    reasons = ", ".join(sorted({str(each.fate.dropped) for each in dropped}))
+    if len(dropped) == len(tokens):
+        raise DataError(
+            f"no held-out row of {name!r} ({slot}) has a token to score within max_length={lengths.max_length}"
+            f"{f' ({reasons})' if reasons else ''}; raise max_length of evaluate, or hold out more rows"
+        )
+    for count, what, limit, field in (
+        (len(dropped), f"dropped ({reasons})", lengths.max_dropped, "max_dropped"),
+        (num_cut, "cut in their answers", lengths.max_cut, "max_cut"),
+    ):
+        if count > limit * len(tokens):
+            raise DataError(
+                f"{count} of {len(tokens)} held-out rows of {name!r} ({slot}) are {what} with "
+                f"max_length={lengths.max_length}, and the others do not speak for all; at most {field}={limit:g} of "
+                f"the rows are accepted; raise max_length or {field} of evaluate"
+            )
+
+
+def _lost(tokens: Mapping[str, Tokens]) -> dict[str, float]:
+    lost: dict[str, float] = {}
+    for slot, rows in tokens.items():
+        fates = [each.fate for _, each in rows]
+        kept = [fate for fate in fates if not fate.dropped]
+        lost[f"{slot}/rows_dropped"] = float(len(fates) - len(kept))
+        lost[f"{slot}/rows_cut"] = float(sum(fate.cut for fate in kept))
+        if slot != "text":
+            lost[f"{slot}/prompts_cut"] = float(sum(fate.prompt_cut for fate in kept))
+    return lost
+
+
+def text_tokens(rows: Tokens) -> list[Scored]:
     """Each document with its end; every token but the first counts."""
-    cut = [
-        (row, each.columns["input_ids"][:max_length]) for row, each in _tokens(Kind.TEXT, rows, tokenizer, max_length)
-    ]
     return [
-        Scored(input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row))
-        for row, ids in cut
-        if len(ids) > 1
+        Scored(
+            input_ids=each.columns["input_ids"],
+            mask=[1] * len(each.columns["input_ids"]),
+            row_id=str(row["row_id"]),
+            group=_content(row),
+        )
+        for row, each in _kept(rows)
     ]
 
 
-def answer_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Scored]:
+def answer_tokens(rows: Tokens) -> list[Scored]:
     """Each conversation; what the assistant says counts, as in training."""
     return [
         Scored(
@@ -162,13 +256,13 @@ def answer_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max
             row_id=str(row["row_id"]),
             group=_content(row),
         )
-        for row, each in _tokens(Kind.CONVERSATIONS, rows, tokenizer, max_length)
+        for row, each in _kept(rows)
     ]
 
 
-def pair_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Pairs:
+def pair_tokens(rows: Tokens) -> Pairs:
     """Each pair's two conversations; the answers count, as in training."""
-    found = list(_tokens(Kind.PREFERENCES, rows, tokenizer, max_length))
+    found = _kept(rows)
     sides = {
         side: [
             Scored(
@@ -185,12 +279,8 @@ def pair_tokens(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_l
     return Pairs(chosen=sides["chosen_ids"], rejected=sides["rejected_ids"], kinds=kinds)
 
 
-def _tokens(
-    kind: Kind, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> Iterator[tuple[Row, TokenRow]]:
-    """The tokens of each row that would be trained on."""
-    tokenize = RowTokenizer.of(Tokenization(kind=kind, max_length=max_length), tokenizer)
-    return ((row, each) for row, each in zip(rows, tokenize(rows), strict=True) if not each.fate.dropped)
+def _kept(rows: Tokens) -> Tokens:
+    return [(row, each) for row, each in rows if not each.fate.dropped]
 
 
 def prompt_of(row: Row) -> Prompt:
@@ -225,17 +315,53 @@ def distinct_prompts(rows: Sequence[Row], count: int) -> list[Prompt]:
     return list({prompt.name: prompt for prompt in prompts}.values())[:count]
 
 
-def prompt_tokens(prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[list[int]]:
-    """Each prompt up to where the assistant begins to speak; a long one keeps its end."""
+def prompt_tokens(
+    prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_prompt_length: int
+) -> tuple[list[list[int]], int]:
+    """Each prompt up to where the assistant begins to speak, and how many are cut: a long one keeps its end."""
     renderer = Renderer.of(tokenizer)
-    texts = [prompt.text(renderer) for prompt in prompts]
-    return [each.ids[-max_length:] for each in encoder_of(tokenizer).encode(texts)]
+    encoded = encoder_of(tokenizer).encode([prompt.text(renderer) for prompt in prompts])
+    whole = [each.ids for each in encoded]
+    cut = [without_beginning(ids, len(ids) - max_prompt_length, tokenizer.bos_token_id) for ids in whole]
+    return cut, sum(len(ids) > max_prompt_length for ids in whole)
 
 
 def answered_tokens(
-    prompts: Sequence[Prompt], answers: Sequence[str], tokenizer: "PreTrainedTokenizerBase", max_length: int
+    prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: "PreTrainedTokenizerBase", lengths: Lengths
 ) -> list[list[int]]:
-    """Each prompt with an answer to it, as a reward model reads them."""
+    """Each prompt with an answer to it, as a reward model reads them; only a finished answer ends its turn.
+
+    A long prompt keeps the end that it was answered by; should the answer be longer as text than it was as tokens, the
+    prompt loses more.
+    """
     renderer = Renderer.of(tokenizer)
-    texts = [prompt.text(renderer, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    return [each.ids[:max_length] for each in encoder_of(tokenizer).encode(texts)]
+    asked = [prompt.text(renderer) for prompt in prompts]
+    texts = [
+        _answered(before, prompt.text(renderer, answer.text), answer)
+        for before, prompt, answer in zip(asked, prompts, answers, strict=True)
+    ]
+    found = []
+    for before, text, each in zip(asked, texts, encoder_of(tokenizer).encode(texts), strict=True):
+        prompt_length = each.tokens_before(common_prefix(before, text))
+        over = max(prompt_length - lengths.max_prompt_length, len(each.ids) - lengths.max_length)
+        found.append(without_beginning(each.ids, over, tokenizer.bos_token_id))
+    return found
+
+
+def _answered(before: str, whole: str, answer: Answer) -> str:
+    """A rendered conversation, up to its last word where the answer was cut off."""
+    if answer.finished:
+        return whole
+    said = answer.text.rstrip()
+    start = common_prefix(before, whole)
+    place = whole.rfind(said, start) if said else start
+    if place < 0:  # the template rewrites what was said
+        said = said.strip()
+        place = max(whole.rfind(said, start), start)
+    return whole[: place + len(said)]
+
+
+def without_beginning(ids: Sequence[int], count: int, bos: int | None) -> list[int]:
+    """Tokens without so many of the first; a token that begins every text stays."""
+    head = int(bos is not None and ids[:1] == [bos])
+    return [*ids[:head], *ids[head + max(0, count) :]]

@@ -28,7 +28,8 @@ class Measured:
 
 
 def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
-    """Every metric that needs no reward model; the implicit reward is measured against the reference."""
+    """Every metric that needs no reward model; the implicit reward (Rafailov et al. 2023, eq. 5) is measured against
+    the reference."""
     wins = {
         name: [
             win(chosen - reference_chosen, rejected - reference_rejected)
@@ -39,12 +40,35 @@ def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measu
         for name, policy in measured.items()
     }
     likelier = {name: list(map(win, policy.chosen, policy.rejected)) for name, policy in measured.items()}
+    # A sum over tokens prefers the shorter answer.
+    per_token = {
+        name: list(map(win, _means(policy.chosen, rows.pairs.chosen), _means(policy.rejected, rows.pairs.rejected)))
+        for name, policy in measured.items()
+    }
     return [
         *perplexities(rows, measured),
         over_pairs("preference_accuracy", rows, wins),
         over_pairs("logp_accuracy", rows, likelier),
+        over_pairs("mean_logp_accuracy", rows, per_token),
         *_of_answers(rows, measured),
     ]
+
+
+def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference: Sequence[float]) -> list[RowScores]:
+    """The rewards of each policy's answers to the prompts, and how often they are better than the reference's.
+
+    Args:
+        rewards: policy -> of its answer to each prompt.
+        reference: of the reference's answers.
+    """
+    prompts = [prompt.name for prompt in rows.prompts]
+    wins = {name: list(map(win, of_policy, reference)) for name, of_policy in rewards.items()}
+    return [_equal("reward_score", prompts, prompts, rewards), _equal("win_rate", prompts, prompts, wins)]
+
+
+def _means(logps: Sequence[float], rows: Sequence[Scored]) -> list[float]:
+    """Per token."""
+    return [logp / row.num_tokens for logp, row in zip(logps, rows, strict=True)]
 
 
 def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
@@ -101,6 +125,6 @@ def _over_rows(
     )
 
 
-def win(chosen: float, rejected: float) -> float:
-    """1 where the chosen answer has the higher implicit reward (Rafailov et al. 2023, eq. 5), 0.5 for a tie."""
-    return 0.5 if chosen == rejected else float(chosen > rejected)
+def win(score: float, other: float) -> float:
+    """1 where the first of two scores is higher, 0.5 for a tie."""
+    return 0.5 if score == other else float(score > other)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.options import Prepare, slots
-from tasks.method import Inputs
+from tasks.recipe import Inputs
 
 
 class PrepareRows(Prepare):

@@ -45,7 +45,7 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
     import torch
 
     found = [0.0] * len(rows)
-    with torch.inference_mode():
+    with torch.inference_mode(), _without_router_loss(model):
         for batch in _batches([len(row.input_ids) for row in rows], batch_size):
             sums = _batch_logps(model, [rows[index] for index in batch])
             for index, total in zip(batch, sums, strict=True):
@@ -79,15 +79,14 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
     """The reward model's score of each tokenized conversation, in order."""
     import torch
 
+    from tasks.train.rewards import sequence_scores
+
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in _batches([len(row) for row in rows], batch_size):
-            ids_BT, attention_BT = _pad(
-                [rows[i] for i in batch], model.device, left=False, pad=model.config.pad_token_id
-            )
-            scores_B = model(input_ids=ids_BT, attention_mask=attention_BT).logits[:, 0]
-            for index, score in zip(batch, scores_B, strict=True):
-                found[index] = float(score)
+            ids_BT, attention_BT = _pad([rows[index] for index in batch], model.device, left=False)
+            for index, score in zip(batch, sequence_scores(model, ids_BT, attention_BT).tolist(), strict=True):
+                found[index] = score
     return found
 
 
@@ -120,7 +119,7 @@ def greedy_answers(
     stops = _stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
     found: dict[int, Answer] = {}
-    with torch.inference_mode(), _greedy(model, sorted(stops), pad, max_new_tokens):
+    with torch.inference_mode(), _without_router_loss(model), _greedy(model, sorted(stops), pad, max_new_tokens):
         for batch in _batches([len(prompt) for prompt in prompts], batch_size):
             ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
             output_BT = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :]
@@ -128,6 +127,20 @@ def greedy_answers(
             for index, text, ids in zip(batch, texts, output_BT.tolist(), strict=True):
                 found[index] = Answer(text=text, finished=not stops.isdisjoint(ids))
     return [found[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def _without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
+    """Mixtures of experts that were trained with a router loss compute it in generation too, and fail there."""
+    config = model.config.get_text_config()
+    own = getattr(config, "output_router_logits", None)
+    if own:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if own:
+            config.output_router_logits = own
 
 
 def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -8,6 +8,7 @@ from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.champion import Champion, resolve_champions
 from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
+from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
@@ -143,6 +144,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_replay(pipeline)
     check_data(pipeline)
     check_models(pipeline)
+    check_evaluations(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json")

@@ -14,7 +14,6 @@ from tasks.context import Resources, TrainContext
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.rejects import REJECTS
 from tasks.data.preparing.report import NUM_LISTED, REPORT, DataReport
-from tasks.method import Input
 from tasks.prepare_data import (
     PrepareConversations,
     PreparePreferences,
@@ -22,6 +21,7 @@ from tasks.prepare_data import (
     PrepareText,
     PrepareUnpaired,
 )
+from tasks.recipe import Input
 
 if TYPE_CHECKING:
     from tasks.data.preparing.detect_source import Opened

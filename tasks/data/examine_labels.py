@@ -7,7 +7,7 @@ from pathlib import Path
 from lineage.errors import ConfigError, DataError
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
-from tasks.method import Input
+from tasks.recipe import Input
 
 
 def fetch_tokenizer(model: str) -> Path:

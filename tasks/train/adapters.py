@@ -5,7 +5,7 @@ The base of an output that is an adapter is named by its fingerprint, found in t
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +19,11 @@ from lineage.sources import pin
 from lineage.store import CACHE, MANIFEST, Entry
 from lineage.view import VIEWS
 from tasks.fetch_model import fetch_model
-from tasks.method import ALL_LINEAR, Input, LoRA
+from tasks.recipe import ALL_LINEAR, Input, LoRA
 from tasks.train.quantization import look_for_quantized
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftConfig, PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE_FILE = "base.json"
@@ -140,14 +140,16 @@ def _lost(adapter: Path, base: Base, cause: str) -> ArtifactError:
     )
 
 
-def lora_config(adapter: LoRA | None, model: "PreTrainedModel") -> "LoraConfig | None":
-    """PEFT's form of ``adapter``; the new score head of a reward model is trained and saved in full.
+def peft_config(adapter: LoRA | None, model: "PreTrainedModel") -> "PeftConfig | None":
+    """PEFT's form of what a method states; the new head of a reward model is trained and saved in full.
 
     Raises:
         ConfigError: the model has no module of a name.
     """
-    if adapter is None:
-        return None
+    return ADAPTERS[type(adapter)](adapter, model) if adapter else None
+
+
+def _lora(adapter: LoRA, model: "PreTrainedModel") -> "PeftConfig":
     from peft import LoraConfig
 
     look_for_quantized(adapter.quantization is not None)
@@ -174,6 +176,10 @@ def _found(adapter: LoRA, model: "PreTrainedModel") -> list[str]:
             f"it has {', '.join(sorted(set(ends)))}; name some of these, or {ALL_LINEAR}"
         )
     return adapter.target_names
+
+
+# How each kind of adapter is built; a row more is a dataclass more in tasks/recipe.py.
+ADAPTERS: Mapping[type, Callable[[LoRA, "PreTrainedModel"], "PeftConfig"]] = {LoRA: _lora}
 
 
 def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:

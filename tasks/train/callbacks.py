@@ -5,6 +5,7 @@ import random
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
 from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -19,30 +20,74 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.heartbeat import Doing
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from tasks.context import TrainContext
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 # Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels, in fp32
 # they differ by the order of additions; bf16 has 8 bits of it.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
 
 
-class TokenCount(TrainerCallback):
-    """Lets TRL's count of tokens go on where the checkpoint's ended: it keeps none in a checkpoint."""
+class StepCounts(TrainerCallback):
+    """Counts the tokens of each step and keeps its gradient norm, whether or not the trainer logs them.
+
+    It is the first to see a log, and adds to it what is lacking. The count goes on where a checkpoint's ended.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
+        self.num_tokens = 0
+        self.new_tokens: list[Tensor] = []  # of the micro batches since the last log, on this worker
+        self.grad_norm = math.nan
+        self._step, self._norm = trainer.training_step, trainer._get_grad_norm
+        trainer.training_step, trainer._get_grad_norm = self._counted_step, self._kept_norm
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
-        self.trainer._total_train_tokens = counts[-1] if counts else 0
+        self.num_tokens = int(counts[-1]) if counts else 0
+        self.trainer._total_train_tokens = self.num_tokens  # TRL keeps none in a checkpoint
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        if "loss" not in logs:
+            return
+        if self.new_tokens:
+            counted = torch.stack(self.new_tokens).sum()
+            self.num_tokens += int(self.trainer.accelerator.reduce(counted, "sum").item())
+            self.new_tokens.clear()
+        else:  # it trains on what it generates: it alone can count it
+            self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
+        logs["num_tokens"] = self.num_tokens
+        logs.setdefault("grad_norm", self.grad_norm)
+        state.log_history[-1] |= {name: logs[name] for name in ("num_tokens", "grad_norm")}
+
+    def _counted_step(self, model: object, inputs: object, *args: object, **kwargs: object) -> "Tensor":
+        """A micro batch; as a trainer's ``training_step``."""
+        counted = inputs.get("attention_mask", inputs.get("input_ids")) if isinstance(inputs, Mapping) else None
+        if counted is not None:
+            is_mask = "attention_mask" in inputs
+            self.new_tokens.append(counted.sum() if is_mask else counted.new_tensor(counted.numel()))
+        return self._step(model, inputs, *args, **kwargs)
+
+    def _kept_norm(self, *args: object, **kwargs: object) -> object:
+        found = self._norm(*args, **kwargs)
+        self.grad_norm = float(found)
+        return found
 
 
 class Recorder(TrainerCallback):
@@ -135,12 +180,18 @@ class NewRandomState(TrainerCallback):
 
 
 class StepZeroProof(TrainerCallback):
-    """Fails a preference stage whose policy and reference did not agree before the first optimizer step."""
+    """Fails a preference stage whose policy and reference did not agree before the first optimizer step.
 
-    def __init__(self, policy: "Input", precision: str, loss_type: str) -> None:
-        self.policy = policy
+    Of the loss only the preference loss is proven: that of a mixture of experts holds its routers' loss too.
+
+    Args:
+        loss_type: of the trainer; ``["sigmoid"]`` is ln 2 where the two agree.
+    """
+
+    def __init__(self, trainer: "Trainer", policy: "Input", precision: str, loss_type: object) -> None:
+        self.trainer, self.policy = trainer, policy
         self.tolerance = TOLERANCE[precision]
-        self.loss_type = loss_type
+        self.is_sigmoid = loss_type in ("sigmoid", ["sigmoid"])
 
     def on_log(
         self,
@@ -152,15 +203,17 @@ class StepZeroProof(TrainerCallback):
     ) -> None:
         if state.global_step != 1 or "loss" not in logs:
             return
-        rewards = [logs["rewards/chosen"], logs["rewards/rejected"], logs["rewards/margins"]]
-        wrong_loss = self.loss_type == "sigmoid" and abs(logs["loss"] - math.log(2)) > self.tolerance
+        rewards = {name: logs[name] for name in REWARDS if name in logs}
+        loss = logs["loss"] - getattr(self.trainer, "router_aux_loss_coef", 0.0) * logs.get("aux_loss", 0.0)
         # Written so that nan fails: it is neither above nor below the tolerance.
-        if not all(abs(reward) <= self.tolerance for reward in rewards) or wrong_loss:
+        is_off = self.is_sigmoid and not abs(loss - math.log(2)) <= self.tolerance
+        if is_off or not all(abs(reward) <= self.tolerance for reward in rewards.values()):
             name = f"{self.policy.name} ({self.policy.fingerprint[:16]})"
+            found = " ".join(f"{each}={reward:.4g}" for each, reward in rewards.items())
             raise PipelineError(
-                f"policy and reference differ at step 0: both must be {name}, and rewards/chosen={rewards[0]:.4g} "
-                f"rewards/rejected={rewards[1]:.4g} loss={logs['loss']:.6f} (0, 0 and ln 2 = {math.log(2):.6f} for "
-                "loss_type=sigmoid); the reference is not the policy that the stage was given"
+                f"policy and reference differ at step 0: both must be {name}, and {found} loss={loss:.6f} (0, 0 and "
+                f"ln 2 = {math.log(2):.6f} for loss_type=sigmoid); the reference is not the policy that the stage was "
+                "given"
             )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from tasks.method import Inputs, Training
+    from tasks.recipe import Inputs, TrainingRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class BestModel(TrainerCallback):
         return float(broadcast(found))
 
 
-def held_out_rows(method: "Training", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
+def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
     """The tokens of the held-out rows, made as those that are trained on.
 
     Raises:

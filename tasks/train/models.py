@@ -1,12 +1,14 @@
 """Loading what a stage starts from, and saving what it made so that it loads alone."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from tasks.method import Input, Training
+from lineage.errors import ConfigError
+from tasks.recipe import Input, TrainingRecipe
 from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
 from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized
 
@@ -33,6 +35,11 @@ TOKENIZER_FILES = (
 )
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADAPTER_DIR = "adapter"
+# Architectures that look positions up in a table; all others compute them, or bias attention by distance.
+_LEARNED_POSITIONS = frozenset(
+    {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "biogpt", "xglm", "imagegpt", "decision_transformer"}
+)
+_POSITIONS = ("max_position_embeddings", "n_positions")
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 _GENERATION = "generation_config.json"
 
@@ -64,7 +71,7 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_policy(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """A causal language model to train, in fp32: what optimizers step; bf16 is the trainer's autocast.
 
     Under QLoRA its linear layers, which are not trained, are in 4 bits.
@@ -73,7 +80,7 @@ def load_policy(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
-def load_reward_model(method: Training, policy: Input, ctx: "TrainContext") -> Policy:
+def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """The policy's backbone, as ``load_policy`` has it, under a new head with one output, drawn from the seed."""
     from transformers import AutoConfig, set_seed
 
@@ -83,6 +90,76 @@ def load_reward_model(method: Training, policy: Input, ctx: "TrainContext") -> P
     model = whole_model(Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method, ctx))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
+
+
+def load_value_model(method: TrainingRecipe, start: Input, ctx: "TrainContext") -> "PreTrainedModel":
+    """What ``tasks.train.rewards.token_values`` reads: begun as a reward model, or as a policy under a new head."""
+    if start.kind == Kind.REWARD_MODEL:
+        return whole_model(Kind.REWARD_MODEL, start.path)
+    return load_reward_model(method, start, ctx).model
+
+
+def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
+    """That a model has a position for every token of a row, where it looks positions up in a table.
+
+    Raises:
+        ConfigError: it has fewer, and would end with an IndexError at the first long row.
+    """
+    text = config.get_text_config()
+    positions = learned_positions(text.to_dict())
+    if positions is not None and max_length > positions:
+        raise ConfigError(too_few_positions(max_length, positions, text.model_type))
+
+
+def learned_positions(config: Mapping[str, object]) -> int | None:
+    """How many tokens a model of such a ``config.json`` takes; None: its positions are computed."""
+    if config.get("model_type") not in _LEARNED_POSITIONS:
+        return None
+    found = next((config[name] for name in _POSITIONS if name in config), None)
+    return found if isinstance(found, int) else None
+
+
+def too_few_positions(max_length: int, positions: int, model_type: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"max_length={max_length}: the model ({model_type}) has a table of {positions} positions, and a longer row "
+        f"would end its training; state max_length={positions} or less"
+    )
+
+
+def frozen(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model, of which nothing is trained and no dropout is drawn."""
+    model.requires_grad_(False)
+    model.eval()
+    return model
+
+
+def disable_dropout(model: "PreTrainedModel") -> None:
+    """Switches off all dropout of a model that has no adapter yet: that of an adapter stays."""
+    from torch.nn import Dropout
+
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):  # of attention, which has no module for it
+                setattr(module, name, 0.0)
+
+
+def require_same_tokens(policy: Input, other: Input) -> None:
+    """That two models read the same tokens.
+
+    Raises:
+        ConfigError: their tokenizers differ, naming a token.
+    """
+    ours, theirs = (load_tokenizer(each).get_vocab() for each in (policy, other))
+    apart = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if apart:
+        raise ConfigError(
+            f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
+            f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); give a model that was trained from the "
+            f"same base as {policy.name}"
+        )
 
 
 def load_model(given: Input) -> "PreTrainedModel":
@@ -149,7 +226,9 @@ def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     return merged
 
 
-def save_output(method: Training, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext") -> None:
+def save_output(
+    method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext"
+) -> None:
     """Writes what was trained, with the tokenizer and chat template of its input; rank 0 only.
 
     A LoRA is merged into the weights, and kept by itself in ``adapter/``; with ``save=adapter`` it is all that is
@@ -182,7 +261,7 @@ def _save_adapter_alone(model: "PeftModel", policy: Input, directory: Path) -> N
         base.generation_config.save_pretrained(directory)
 
 
-def _merge(method: Training, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
+def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
     base = model.get_base_model()
     if not is_quantized(base):
         whole: PreTrainedModel = model.merge_and_unload()

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tasks.context import TrainContext
-    from tasks.method import Training
+    from tasks.recipe import TrainingRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class FourBit:
     device: str
 
     @staticmethod
-    def of(method: "Training", ctx: "TrainContext") -> "FourBit | None":
+    def of(method: "TrainingRecipe", ctx: "TrainContext") -> "FourBit | None":
         """What a training asks for; None: full precision."""
         if method.adapter is None or method.adapter.quantization is None:
             return None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from tasks.train.padding_free import Batch, Collator, Example
+
 
 def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
     """The score (B) of each row in fp32, of a finished reward model or of one that trains.
@@ -32,6 +34,12 @@ def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_
     ).last_hidden_state
     rows_B = torch.arange(len(input_ids_BT), device=hidden_BTH.device)
     return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
+
+
+def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
+    """The value (B, T) of each token in fp32: what the head of a reward model says there, of a VALUE_MODEL."""
+    outputs = model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
+    return _score(model, outputs.last_hidden_state)
 
 
 def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":
@@ -63,6 +71,16 @@ def _forward(
     return SequenceClassifierOutputWithPast(logits=_score(self, last_BH).unsqueeze(1))
 
 
-def _score(model: "PreTrainedModel", hidden_BH: "Tensor") -> "Tensor":
-    with torch.autocast(hidden_BH.device.type, enabled=False):
-        return model.score(hidden_BH.float()).squeeze(-1).float()
+def _score(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
+    with torch.autocast(hidden.device.type, enabled=False):
+        return model.score(hidden.float()).squeeze(-1).float()
+
+
+def whole_sequences(collate: "Collator") -> "Collator":
+    """Collates prompt and answer as one sequence: what a reward model reads."""
+
+    def joined(examples: "list[Example]") -> "Batch":
+        sides = ("chosen_ids", "rejected_ids")
+        return collate([{side: example["prompt_ids"] + example[side] for side in sides} for example in examples])
+
+    return joined

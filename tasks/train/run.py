@@ -1,42 +1,201 @@
-"""What every training method shares: the arguments of its trainer, and running it."""
+"""What every training shares: what it loads, the arguments of its trainer, the loop, and the output."""
 
 import contextlib
+import difflib
+import inspect
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback
-from trl import DPOTrainer
+from peft import get_peft_model
+from transformers import PrinterCallback, Trainer
 
+from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS, Best
-from tasks.train.callbacks import NewRandomState, Recorder, StepMarks, TokenCount, summary
+from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
+from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.stop_tokens import stop_at
+from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.data.tokens.tokenized_rows import show
+from tasks.recipe import Role
+from tasks.train import models
+from tasks.train.adapters import peft_config
+from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, StepZeroProof, summary
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
+from tasks.train.optimizers import optimizer_args
+from tasks.train.padding_free import collator_for, install, unpacked
 from tasks.train.quantization import step_in_fp32
+from tasks.train.rewards import install_scores
+from tasks.train.schedules import schedule_args
 from tasks.train.sharding import autocast, name_accumulation, zero_args
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
+    from peft import PeftModel
+    from transformers import PreTrainedModel, TrainerCallback
 
     from tasks.context import TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
-    from tasks.method import Inputs, Training
-
+    from tasks.recipe import Inputs, TrainingRecipe
+    from tasks.train.models import Policy
 
 logger = logging.getLogger(__name__)
 
-# Transformers' own "constant" has no warmup.
 _REFUSED = "does not have a deterministic implementation"  # what torch says of an operation that has none
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+_POLICY = "policy"
 
 
-def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
-    """Arguments that every TRL config takes: identity from ``method``, execution from ``ctx``.
+class TrainingRun:
+    """One training: a method, its inputs, and where it runs. Models and rows are loaded when they are asked for.
+
+    Attributes:
+        method, inputs, ctx: as the stage has them.
+        trained: the model that is saved; None: that of ``policy``.
+    """
+
+    def __init__(self, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> None:
+        self.method, self.inputs, self.ctx = method, inputs, ctx
+        self.trained: PreTrainedModel | PeftModel | None = None
+
+    @cached_property
+    def policy(self) -> "Policy":
+        """The model that is trained, and its tokenizer."""
+        is_reward_model = self.method.models[_POLICY] == Role.REWARD_HEAD
+        load = models.load_reward_model if is_reward_model else models.load_policy
+        policy = load(self.method, self.inputs[_POLICY], self.ctx)
+        models.require_positions(policy.model.config, self.method.max_length)
+        if self._chat_template:
+            install_chat_template(policy.tokenizer, self._chat_template)
+        return policy
+
+    @cached_property
+    def rows(self) -> "TokenizedRows":
+        """The tokens of the rows; what is cut and dropped of them is logged.
+
+        Generation of the policy stops at what the assistant's turns in them end in.
+        """
+        reads, tokenization = type(self.method).reads, self.method.tokenization()
+        assert tokenization
+        if reads.chat:
+            require_chat_template(self.policy.tokenizer, self.inputs[_POLICY])
+        given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
+        rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
+        show(rows, given, self.method.max_length)
+        if self.policy.model.can_generate():
+            stop_at(self.policy.model.generation_config, rows.account.stop_tokens)
+        return rows
+
+    def model(self, name: str) -> "PreTrainedModel | None":
+        """A model that the method names beside its policy, as its role has it; a new one at each call.
+
+        Returns:
+            None for a FROZEN_POLICY where the policy has an adapter: the reference is the policy without it.
+        """
+        role = self.method.models[name]
+        if role == Role.FROZEN_POLICY:
+            if self.method.adapter:
+                return None
+            return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
+        if role == Role.VALUE_MODEL:
+            start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
+            return models.load_value_model(self.method, self.inputs[start], self.ctx)
+        assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the model that is trained"
+        models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
+        return models.frozen(models.load_model(self.inputs[name]))
+
+    def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
+        """A trainer of TRL, of transformers or of a user's own, with all that trainings share.
+
+        Args:
+            own: what the method adds: fields of the config, and parameters of the trainer. A ``data_collator`` gets
+                examples of the rows' kind.
+
+        Raises:
+            ConfigError: neither the config nor the trainer has an argument of such a name.
+        """
+        known = {each.name for each in fields(config_class) if each.init}
+        parameters = _parameters(trainer_class)
+        _require_known(own, known, parameters, f"{config_class.__name__} and {trainer_class.__name__}")
+        policy, reference = self.policy, self._reference()
+        # TRL turns off all dropout, that of an adapter too, which is asked for.
+        off = {"disable_dropout": False} if "disable_dropout" in known else {}
+        if off and own.get("disable_dropout", True):
+            for model in filter(None, (policy.model, reference)):
+                models.disable_dropout(model)
+        arguments = {**trainer_args(self.method, self.ctx), **own, **off}
+        is_line = _reads_lines(trainer_class)
+        shared = {
+            "train_dataset": ordered(self.rows, self.method),
+            "data_collator": self._collator(own.get("data_collator"), is_line),
+            "processing_class": policy.tokenizer,
+            "ref_model": reference,
+        }
+        adapter, model = peft_config(self.method.adapter, policy.model), policy.model
+        if "peft_config" in parameters:
+            shared["peft_config"] = adapter
+        elif adapter:
+            model = get_peft_model(model, adapter)
+        arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
+        trainer = _on_tokens(trainer_class)(
+            model=model,
+            args=config_class(**{name: value for name, value in arguments.items() if name in known}),
+            **arguments_of_trainer,
+        )
+        self._prepare(trainer, reference, is_line)
+        if Role.FROZEN_POLICY in self.method.models.values():
+            given = self.inputs[_POLICY]
+            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
+        return trainer
+
+    def fit(self, trainer: Trainer) -> dict[str, float]:
+        """Trains to the last step; see ``fit``."""
+        self.trained = trainer.model
+        return fit(self.method, trainer, self.inputs, self.ctx)
+
+    def save(self) -> None:
+        """Writes the trained model with its tokenizer and chat template; rank 0 only."""
+        model = self.policy.model if self.trained is None else self.trained
+        models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
+        if self._chat_template and self.ctx.rank == 0:
+            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self._chat_template])
+
+    @property
+    def _chat_template(self) -> str | None:
+        tokenization = self.method.tokenization()
+        return tokenization.chat_template if tokenization else None
+
+    def _reference(self) -> "PreTrainedModel | None":
+        names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
+        return self.model(names[0]) if names else None
+
+    def _collator(self, own: object, is_line: bool) -> object:
+        """Of the rows' kind or the method's own; for a padding-free forward, with the layout of the tokens."""
+        reads, tokenization = type(self.method).reads, self.method.tokenization()
+        collate = own or reads.collator(self.policy.tokenizer.pad_token_id)
+        if is_line and tokenization and reads.kind != Kind.TEXT:  # chunks are of one length: there is no padding
+            collate = collator_for(self.policy.model, collate, pairs=reads.kind == Kind.PREFERENCES)
+        return unpacked(collate) if tokenization and tokenization.packing else collate
+
+    def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
+        """Gives the models the forward that trains; after the trainer, which replaces it too, is built."""
+        if self.method.models[_POLICY] == Role.REWARD_HEAD:
+            install_scores(trainer.model)
+        for model in filter(None, (trainer.model, reference)) if is_line else ():
+            install(model)
+        if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
+            # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
+            trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+
+def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
+    """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
 
     Raises:
         ConfigError: the global batch does not divide, or the workers are not those of ``resources``.
@@ -53,10 +212,8 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
         "per_device_train_batch_size": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "max_steps": method.num_steps,
-        "learning_rate": method.learning_rate,
-        "lr_scheduler_type": SCHEDULES[method.lr_schedule],
-        "warmup_steps": method.warmup_ratio,  # below 1, transformers 5 takes it for a ratio
-        "weight_decay": method.weight_decay,
+        **optimizer_args(method),
+        **schedule_args(method),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         "bf16": method.precision == "bf16",
@@ -66,6 +223,8 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
         "dataloader_pin_memory": on_gpu,
         "train_sampling_strategy": "sequential",  # the dataset stands in the order of training
         "max_length": None,  # rows are cut before, and counted
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
+        "remove_unused_columns": False,  # the collator reads what it needs
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
@@ -75,12 +234,56 @@ def trainer_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
     }
 
 
-def ordered(rows: "TokenizedRows", method: "Training") -> Dataset:
+def _parameters(trainer_class: type) -> set[str]:
+    """What the constructor takes by name, and those that it hands its keywords on to."""
+    found: set[str] = set()
+    for base in trainer_class.__mro__:
+        if "__init__" in base.__dict__:
+            each = inspect.signature(base.__init__).parameters
+            found |= each.keys()
+            if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in each.values()):
+                break
+    return found - {"self", "model", "args", "kwargs"}
+
+
+def _require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
+    for name in own.keys() - known - parameters:
+        nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise ConfigError(f"{name} is no argument of {where}{hint}; remove it from run.trl(...), or name one they have")
+
+
+def _reads_lines(trainer_class: type) -> bool:
+    """Whether a trainer calls the model as the padding-free forward is called: for log-probabilities, or for scores."""
+    names = {base.__name__ for base in trainer_class.__mro__}
+    return bool(names & {"SFTTrainer", "DPOTrainer", "RewardTrainer", "PairTrainer"})
+
+
+def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
+    """The trainer on rows that are tokens already: TRL's would tokenize, and drop."""
+    if not hasattr(trainer_class, "_prepare_dataset"):
+        return trainer_class
+
+    class OnTokens(trainer_class):
+        def _prepare_dataset(self, dataset: Dataset, *args: object, **kwargs: object) -> Dataset:
+            return dataset
+
+        def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
+            """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
+            if getattr(self, "ref_model", self) is None:
+                return autocast(self.args)
+            return super().autocast_smart_context_manager(cache_enabled)
+
+    OnTokens.__name__, OnTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
+    return OnTokens
+
+
+def ordered(rows: "TokenizedRows", method: "TrainingRecipe") -> Dataset:
     """Exactly the rows that training consumes, in their one order."""
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
-def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
+def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
     """Trains to the last step, reporting each; a trainer that is already there is not stepped again.
 
     The trainer ends with the weights that are the stage's output: of the last step, or of the best.
@@ -120,7 +323,7 @@ def fit(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainCon
     return {**summary(trainer.state, before + time.perf_counter() - start, step), **notes}
 
 
-def _best_model(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
+def _best_model(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
     if method.best is None:
         return None
     rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None
@@ -128,7 +331,7 @@ def _best_model(method: "Training", trainer: "Trainer", inputs: "Inputs", ctx: "
 
 
 def _train(
-    trainer: "Trainer",
+    trainer: Trainer,
     ctx: "TrainContext",
     watching: Sequence["TrainerCallback"],
     best: Best | None,
@@ -137,7 +340,7 @@ def _train(
     checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
     # Reports come after what is measured for them, checkpoints after what is decided of them.
-    for callback in (NewRandomState(ctx), TokenCount(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
+    for callback in (NewRandomState(ctx), StepCounts(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
@@ -197,14 +400,3 @@ def adding_in_one_order(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-class TokenizedDPOTrainer(DPOTrainer):
-    """``DPOTrainer`` that takes ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: TRL would tokenize, and drop."""
-
-    def _prepare_dataset(self, dataset: Dataset, *args: object) -> Dataset:
-        return dataset
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
-        """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
-        return autocast(self.args)

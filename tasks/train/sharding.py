@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
     from tasks.context import Resources, TrainContext
-    from tasks.method import Training
+    from tasks.recipe import TrainingRecipe
 
 _BUCKET_ELEMENTS = 50_000_000  # of gradients that are added up over the workers in one call: 200 MB
 
 
-def zero_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
+def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
     """The trainer's arguments that say who divides what: nothing without ZeRO.
 
     Raises:
@@ -39,7 +39,7 @@ def zero_args(method: "Training", ctx: "TrainContext") -> dict[str, object]:
     return {"deepspeed": zero_config(method, resources), "bf16": False}
 
 
-def zero_config(method: "Training", resources: "Resources") -> dict[str, object]:
+def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, object]:
     """DeepSpeed's own configuration. Nothing is "auto": transformers compares each number with the trainer's."""
     return {
         "train_batch_size": method.global_batch_size,

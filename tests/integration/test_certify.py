@@ -95,6 +95,7 @@ def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) ->
     assert f"{path} has SHA-256" in verified.stdout
 
 
+@pytest.mark.slow
 def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_the_tolerance(tmp_path: Path) -> None:
     own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
     leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]

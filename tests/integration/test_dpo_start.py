@@ -1,5 +1,6 @@
 """A preference stage starts from the policy that it was given, and keeps that policy as its reference."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -35,17 +36,18 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
     from_lora: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tasks.train.run import TokenizedDPOTrainer
+    from trl import DPOTrainer
 
     references: list[dict[str, torch.Tensor]] = []
-    original = TokenizedDPOTrainer.__init__
+    original = DPOTrainer.__init__
 
-    def remember(self: TokenizedDPOTrainer, *args: object, **kwargs: object) -> None:
+    @functools.wraps(original)
+    def remember(self: DPOTrainer, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         model = self.ref_model or self.model.get_base_model()
         references.append({name.replace(".base_layer", ""): p.clone() for name, p in model.named_parameters()})
 
-    monkeypatch.setattr(TokenizedDPOTrainer, "__init__", remember)
+    monkeypatch.setattr(DPOTrainer, "__init__", remember)
     policy = lora_policy if from_lora else root / "policy"
     run = training.train(training.method("dpo", adapter=adapter), root, tmp_path / "output", policy=policy)
     first = run.reports[0][1]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,16 @@ import pytest
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from lineage.store import Store
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate import Evaluate
 from tasks.method import Input
 from tasks.row_scores import read_policies, read_scores
 from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
+from tests.tiny_models import tiny_config
+from tests.written_store import WrittenStore
 
+SIDES = ("chosen", "rejected")
 SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128)
 
 
@@ -193,7 +198,9 @@ def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict
     scores = read_scores(tmp_path)
     assert set(scores) == set(Evaluate.metrics)
     made = {name: value for each in scores.values() for name, value in each.metrics().items()}
-    assert made == {name: value for name, value in metrics.items() if not name.startswith("reward_model/accuracy/")}
+    counts = ("rows_dropped", "rows_cut", "prompts_cut", "max_length")
+    others = [name for name in metrics if name.startswith("reward_model/accuracy/") or name.endswith(counts)]
+    assert made == {name: value for name, value in metrics.items() if name not in others}
     assert read_policies(tmp_path) == {name: inputs[name].fingerprint for name in ("sft", "dpo")}
     for metric, slot in (("text_perplexity", "text"), ("answer_perplexity", "conversations"), ("accuracy", "pairs")):
         assert sorted(scores[metric].row_ids) == sorted(str(row["row_id"]) for row in held_out(inputs, slot))
@@ -248,3 +255,83 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, I
     given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
     with pytest.raises(ConfigError, match="evaluate has no policy to measure; give it inputs of any other name"):
         evaluate(tmp_path, given)
+
+
+def test_the_win_rate_is_over_the_answers_of_the_reference(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    dpo, sft = (write_talker(tmp_path / name, seed) for seed, name in enumerate(("dpo", "sft")))
+    given = {**inputs, **{path.name: replace(inputs[path.name], path=path) for path in (dpo, sft)}}
+    given["reference"] = replace(inputs["reference"], path=sft)
+    metrics = evaluate(tmp_path / "out", given)
+    assert metrics["sft/win_rate"] == 0.5
+    scores = read_scores(tmp_path / "out")
+    rewards = scores["reward_score"].scores
+    wins = [float(mine > theirs) for mine, theirs in zip(rewards["dpo"], rewards["sft"], strict=True)]
+    assert scores["win_rate"].scores["dpo"] == wins
+    assert rewards["dpo"] != rewards["sft"]
+    apart = {**given, "reference": replace(given["reference"], fingerprint="other")}  # measured by itself
+    assert evaluate(tmp_path / "apart", apart)["dpo/win_rate"] == metrics["dpo/win_rate"]
+
+
+def test_the_accuracy_per_token_does_not_depend_on_the_answers_length(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    metrics = evaluate(tmp_path, inputs)
+    means = [
+        [logp / count for logp, count in (answer_logp(inputs["dpo"].path, row["prompt"], row[side]) for side in SIDES)]
+        for row in held_out(inputs, "pairs")
+    ]
+    share = sum(chosen > rejected for chosen, rejected in means) / len(means)
+    assert metrics["dpo/mean_logp_accuracy"] == pytest.approx(share)
+    assert metrics["dpo/mean_logp_accuracy"] != metrics["dpo/logp_accuracy"]
+
+
+def test_a_reward_model_with_other_tokens_or_turns_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    other = tmp_path / "reward"
+    shutil.copytree(inputs["reward_model"].path, other)
+    given = {**inputs, "reward_model": replace(inputs["reward_model"], path=other)}
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# #}")
+    with pytest.raises(ConfigError, match=r"reward_model .* have different chat templates"):
+        evaluate(tmp_path, given)
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=r"reward_model .* different tokenizers.*train the reward model from"):
+        evaluate(tmp_path, given)
+
+
+def test_rows_are_as_long_as_those_that_the_models_were_trained_on(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    free = replace(SMALL, max_length=None)
+    with pytest.raises(ConfigError, match="max_length of evaluate is not set, and no record of sft, dpo, reward_model"):
+        evaluate(tmp_path / "none", inputs, free)
+    store, stored = WrittenStore(tmp_path / "store"), {}
+    for slot, max_length in (("sft", 30), ("dpo", 40), ("reward_model", 35)):
+        manifest = store.stage(slot, {}, recipe={"max_length": max_length})
+        output = Store(tmp_path / "store").entry(slot, manifest.fingerprint).output
+        shutil.copytree(inputs[slot].path, output, dirs_exist_ok=True)
+        stored[slot] = replace(inputs[slot], path=output)
+    metrics = evaluate(tmp_path / "found", {**inputs, **stored}, free)
+    assert metrics["max_length"] == 40
+    assert metrics == evaluate(tmp_path / "set", {**inputs, **stored}, replace(SMALL, max_length=40))
+
+
+def test_lost_rows_are_metrics_and_stand_in_the_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24, max_cut=1))
+    assert metrics["pairs/prompts_cut"] > 0
+    table = re.sub(" +", " ", (tmp_path / "short" / "table.md").read_text())
+    assert f"| prompts_cut | pairs | {metrics['pairs/prompts_cut']:.0f} |" in table
+    whole = evaluate(tmp_path / "whole", inputs)
+    assert not any(whole[f"{kind}/rows_{what}"] for kind in ("text", "pairs") for what in ("dropped", "cut"))
+    assert "held-out rows" not in (tmp_path / "whole" / "table.md").read_text()
+
+
+def test_a_reward_model_of_a_composite_gemma_3_is_read(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(tiny_config("gemma3", num_labels=1))
+    assert not hasattr(model.config, "pad_token_id")
+    model.save_pretrained(tmp_path / "reward")
+    write_tokenizer(tmp_path / "reward")
+    given = {**inputs, "reward_model": replace(inputs["reward_model"], path=tmp_path / "reward")}
+    assert 0 <= evaluate(tmp_path / "out", given)["reward_model/accuracy"] <= 1

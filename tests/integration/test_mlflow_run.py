@@ -116,6 +116,7 @@ def test_a_killed_run_is_closed_by_the_next_command(toy):
     assert "RUNNING" not in {status for _, status in statuses(client)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_closed_by_a_command_with_nothing_to_do_too(toy):
     toy.run()
     process = toy.start("run", *SLOW_LEFT)
@@ -160,6 +161,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_starts(toy):
     assert not list((toy.folder / "artifacts").glob("*/*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_many_runs_at_once_share_one_fresh_database(toy):
     rates = ["0.2", "0.3", "0.4"]
     started = [toy.start("run", f"stages.left.method.learning_rate={rate}") for rate in rates]
@@ -204,6 +206,7 @@ def _answers(url):
         return False
 
 
+@pytest.mark.slow
 def test_the_same_on_a_server(toy, server):
     toy.environment["MLFLOW_TRACKING_URI"] = server
     toy.run()

@@ -109,6 +109,7 @@ def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
     assert losses(here["sft"]) == pytest.approx(losses(there["sft"]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_command_takes_its_ray_cluster_with_it(own):
     process = own.start(
         "run", "store=here", *ONLY_SFT, "stages.sft.method.num_steps=20000", "stages.sft.resources.launcher=cluster"
@@ -123,6 +124,7 @@ def test_a_killed_command_takes_its_ray_cluster_with_it(own):
     wait_until_gone(started)
 
 
+@pytest.mark.slow
 def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(own):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

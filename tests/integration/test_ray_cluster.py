@@ -51,6 +51,7 @@ def toy(tmp_path, prefect_url, cluster) -> Command:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_trials_of_a_sweep_run_side_by_side_on_a_cluster(toy):
     slow = ("stages.left.method.num_steps=20", "stages.left.method.step_seconds=0.5")
     result = toy("run", "--multirun", "--json", RATES, *slow)
@@ -82,6 +83,7 @@ def test_doctor_joins_a_cluster_and_says_what_it_holds(toy):
     assert "-> set RAY_AUTH_MODE=token and put the token" in refused.stdout
 
 
+@pytest.mark.slow
 def test_what_has_no_room_on_the_cluster_waits(toy):
     wide = ("stages.left.resources.num_workers=2", "stages.left.resources.micro_batch_size=2")
     result = toy("run", "--multirun", "--json", RATES, *wide)

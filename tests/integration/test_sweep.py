@@ -201,6 +201,7 @@ def test_a_pruned_trial_ends_its_process_and_the_sweep_goes_on(tracked, folder, 
     assert [run.info.status for run in runs if run.info.run_name.startswith("sweep")] == ["FINISHED"]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_stopped_goes_on_with_the_trial_it_was_at(toy, folder):
     words = ("sweep=optuna", "sweep.num_trials=2", BEST, "sweep.parallel=1",
              "stages.left.method.step_seconds=interval(0.01,0.02)", "stages.left.method.num_steps=100")  # fmt: skip

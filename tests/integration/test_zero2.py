@@ -25,6 +25,7 @@ from tests.stage_folder import write_inputs
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps
 
+pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
 LORA = LoRA(rank=4, alpha=8)

@@ -29,6 +29,7 @@ def _report_of(staged: StagedSource) -> SourceReport:
         format=detected.name if detected else "unknown",
         evidence=detected.evidence if detected else "not one of the first rows can be read",
         mapping=detected.mapping if detected else {},
+        split_by=" or ".join(sorted(staged.splits)) or None,
         rows_read=staged.rows_read,
         remarks=staged.remarks,
         ignored_columns=dict(sorted(staged.ignored.items())),

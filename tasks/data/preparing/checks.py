@@ -11,7 +11,7 @@ from tasks.data.preparing.leakage import NamedSet
 from tasks.data.preparing.near_duplicates import BANDS
 from tasks.data.preparing.report import DataReport, Lengths
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
-from tasks.method import Input
+from tasks.recipe import Input
 
 
 def check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: Input | None, directory: Path) -> None:

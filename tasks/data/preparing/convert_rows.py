@@ -22,6 +22,7 @@ from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
+from tasks.data.reading.text_files import TextChunk
 from tasks.data.schema import texts_of
 
 GROUP = "group"
@@ -67,6 +68,7 @@ class Converted:
         keys: one row for each of them: ``place`` among all rows of the chunk, ``content`` and ``share`` (their hashes),
             ``bytes`` of text, and the bands of near-duplicates.
         remarks, ignored: as in the report of the source.
+        splits: what of plain text was a row.
     """
 
     count: int = 0
@@ -75,6 +77,7 @@ class Converted:
     rejects: list[Reject] = field(default_factory=list)
     remarks: dict[str, Remark] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
+    splits: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class ConvertRows:
     detected: Detected | None = None
 
     def __call__(self, chunk: Chunk) -> Converted:
-        found = Converted()
+        found = Converted(splits={chunk.split_by} if isinstance(chunk, TextChunk) else set())
         rows: list[CanonicalRow] = []
         places: list[int] = []
         named: list[tuple[int, int]] = []  # content and share of each

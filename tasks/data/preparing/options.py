@@ -12,7 +12,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.formats.prompting import placeholders
 from tasks.data.kinds import ROW_KINDS
-from tasks.method import Method
+from tasks.recipe import Method
 
 ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
 

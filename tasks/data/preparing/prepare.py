@@ -24,7 +24,7 @@ from tasks.data.preparing.report_page import write_reports
 from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
 from tasks.data.preparing.staging import Staging, stage
 from tasks.data.preparing.write import SideFiles, placed_rows
-from tasks.method import Inputs
+from tasks.recipe import Inputs
 
 
 def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping[str, Opened] | None = None) -> Metrics:

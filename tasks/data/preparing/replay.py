@@ -15,7 +15,7 @@ from duckdb import DuckDBPyConnection
 from tasks.data.batches import row_batches
 from tasks.data.preparing.database import number
 from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
-from tasks.method import Input
+from tasks.recipe import Input
 
 _ROWS_PER_READ = 10_000
 

@@ -27,6 +27,7 @@ class SourceReport:
 
     Args:
         format, evidence, mapping: how its rows were read, and why.
+        split_by: what of plain text is a row; None: it is none.
         rows_read: lines or rows, good and bad; ``rows_used`` of them are in the output.
         dropped: reason -> rows that are not in the output: bad ones, those outside a slice or a sample, those that a
             mixture left out.
@@ -37,6 +38,7 @@ class SourceReport:
     format: str
     evidence: str
     mapping: Mapping[str, str]
+    split_by: str | None = None
     rows_read: int = 0
     rows_used: int = 0
     dropped: dict[str, int] = field(default_factory=dict)

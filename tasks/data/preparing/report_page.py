@@ -55,6 +55,8 @@ def _sections(report: DataReport, is_kept: bool) -> Iterator[str]:
 
 def _source(slot: str, source: SourceReport) -> str:
     body = f"<p>Read as <b>{_text(source.format)}</b>: {_text(source.evidence)}.</p>"
+    if source.split_by:
+        body += f"<p>Each {_text(source.split_by)} is a row.</p>"
     body += f"<p>{source.rows_used} of {source.rows_read} rows are used.</p>"
     body += _counted("column", "becomes", source.mapping)
     body += _counted("not used because", "rows", source.dropped)

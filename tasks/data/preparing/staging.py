@@ -34,6 +34,7 @@ class StagedSource:
         number: of its slot, in the order in which the slots are read.
         rows_read: good and bad.
         start, stop: its slice, among all rows that were read.
+        splits: what of its plain texts was a row.
     """
 
     number: int
@@ -44,6 +45,7 @@ class StagedSource:
     stop: int = 0
     remarks: dict[str, Remark] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
+    splits: set[str] = field(default_factory=set)
 
 
 @dataclass(kw_only=True)
@@ -151,6 +153,7 @@ def _note(bad: TextIO, staged: StagedSource, converted: Converted) -> None:
         fields = {**asdict(reject), "place": staged.rows_read + reject.place, "slot": staged.number}
         bad.write(json.dumps(fields) + "\n")
     staged.rows_read += converted.count
+    staged.splits.update(converted.splits)
     staged.ignored.update(converted.ignored)
     for words, remark in converted.remarks.items():
         known = staged.remarks.setdefault(words, Remark())

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from lineage.errors import DataError
+from lineage.text_split import SplitBy
 from tasks.data.reading.chunk import Chunk
 from tasks.data.reading.data_sets import is_saved, read_saved
 from tasks.data.reading.files import read_file
 from tasks.data.reading.splits import choose, is_hidden
 
 
-def read_directory(directory: Path, split: str) -> Iterator[Chunk]:
+def read_directory(directory: Path, split: str, split_by: SplitBy | None) -> Iterator[Chunk]:
     """The rows of a directory, or of a data set saved in it; never of a part of it without a word.
 
     Raises:
@@ -21,7 +22,7 @@ def read_directory(directory: Path, split: str) -> Iterator[Chunk]:
         yield from read_saved(directory, split)
         return
     for name in choose(_files_below(directory), split, str(directory)):
-        yield from read_file(directory / name, str(directory / name))
+        yield from read_file(directory / name, str(directory / name), split_by)
 
 
 def _files_below(directory: Path) -> list[PurePosixPath]:

@@ -43,20 +43,29 @@ def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chu
         DataError: there is none, or the lines end otherwise.
     """
     found = False
-    for first, data in _blocks(stream):
+    for first, data in blocks(stream):
         if data is None:
             found = True
             yield ParsedChunk(entries=(_endless(f"{name}:{first}"),))
         elif not data.isspace():
-            if not found and b"\n" not in data and b"\r" in data.strip():
-                raise DataError(
-                    f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
-                    "convert it: `tr '\\r' '\\n' < FILE > NEW`"
-                )
+            require_line_feeds(data, name, found=found)
             found = True
             yield LinesChunk(name=name, first=first, data=data, parse=parse)
     if not found:
         raise no_rows(name, "blank lines alone")
+
+
+def require_line_feeds(data: bytes, name: str, *, found: bool) -> None:
+    """Refuses lines that end otherwise.
+
+    Args:
+        found: lines were read before.
+    """
+    if not found and b"\n" not in data and b"\r" in data.strip():
+        raise DataError(
+            f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
+            "convert it: `tr '\\r' '\\n' < FILE > NEW`"
+        )
 
 
 def shown(raw: bytes) -> str:
@@ -73,7 +82,7 @@ def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
     )  # fmt: skip
 
 
-def _blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
+def blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
     """Number of the first line, and whole lines; None in the place of a line that is too long to be read."""
     number, pending, block = 1, bytearray(), stream.read(BLOCK_BYTES)
     while block:

@@ -4,13 +4,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
-from pathlib import Path, PurePath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lineage.errors import DataError
+from lineage.text_split import compression_of
 
 _BUFFER_BYTES = 2**20
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _BOM = b"\xef\xbb\xbf"  # of UTF-8; says nothing
 
 _ICONV = "UTF-8 is accepted; convert it: `iconv -f {} -t UTF-8 FILE > NEW`"
@@ -29,11 +29,6 @@ _NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit
     b"%PDF-": ("PDF", "text is accepted; extract its text"),
     b"version https://git-lfs": ("a pointer of Git LFS, not the data", "the data is accepted; run `git lfs pull`"),
 }
-
-
-def data_suffix(path: PurePath) -> str:
-    """What a file's name says of its rows, without its compression: ``.jsonl`` of ``rows.jsonl.gz``."""
-    return (PurePath(path.stem) if _compression(path) else path).suffix.lower()
 
 
 @contextmanager
@@ -60,7 +55,7 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
 @contextmanager
 def on_disk(path: Path, name: str) -> Iterator[Path]:
     """The file unpacked, for a reader that goes back and forth in it."""
-    if not _compression(path):
+    if not compression_of(path):
         yield path
         return
     with TemporaryDirectory() as scratch:
@@ -82,7 +77,7 @@ def unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
         with stream:
             yield stream
     except OSError as error:  # of the disk, and of every decompressor
-        if packing := _compression(path):
+        if packing := compression_of(path):
             raise DataError(
                 f"{name}: cannot be unpacked ({error}); {packing} is accepted, to its end; "
                 "it was cut or damaged: write or download it again"
@@ -120,12 +115,8 @@ def _known(head: bytes) -> tuple[str, str]:
     return ("text" if head[:1] in b'{["' else "of another kind"), ""
 
 
-def _compression(path: PurePath) -> str | None:
-    return _COMPRESSIONS.get(path.suffix.lower())
-
-
 def _raw(path: Path) -> RawIOBase:
-    packing = _compression(path)
+    packing = compression_of(path)
     if not packing:
         return path.open("rb", buffering=0)
     import pyarrow as pa

@@ -42,10 +42,10 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
     elif paths := local_paths(source.path):
         for path in paths:
             if path.is_dir():
-                yield from read_directory(path, split)
+                yield from read_directory(path, split, source.split_by)
             else:
                 require_no_splits(source, split)
-                yield from read_file(path, str(path))
+                yield from read_file(path, str(path), source.split_by)
     else:
         yield from read_hub(source, split, part)
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from urllib.parse import urlsplit
 
 from lineage.artifact import Source
 from lineage.errors import DataError
-from lineage.remote_files import open_remote, remote_versions, revision_of
+from lineage.remote_files import open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
 from tasks.data.reading.chunk import Chunk
 from tasks.data.reading.files import read_file
@@ -33,15 +32,15 @@ def read_remote(source: Source, split: str) -> Iterator[Chunk]:
         )
     for url in _chosen(source, list(versions), split):
         with TemporaryDirectory() as scratch:
-            copy = Path(scratch, _place(url).name)
+            copy = Path(scratch, place_of(url).name)
             _copy(url, source, copy)
-            yield from read_file(copy, url)
+            yield from read_file(copy, url, source.split_by)
 
 
 def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
     """As of this machine: a directory has splits and notes, what a file or a glob names is read."""
-    depth = len(_place(source.path).parts)
-    below = {PurePosixPath(*_place(url).parts[depth:]): url for url in urls}
+    depth = len(place_of(source.path).parts)
+    below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in urls}
     if has_magic(source.path) or PurePosixPath() in below:
         require_no_splits(source, split)
         return urls
@@ -57,11 +56,3 @@ def _copy(url: str, source: Source, target: Path) -> None:
             f"{url}: cannot be copied here ({without_secrets(error, source.credentials)}); a file that stays as it is "
             "and that the credentials may read is accepted; look for it there, and run again"
         ) from error
-
-
-def _place(url: str) -> PurePosixPath:
-    """Without its file system's name, and of a web page without the query; a bucket's names may hold question marks."""
-    place = url.partition("://")[2]
-    if url.startswith(("http://", "https://")):
-        place = urlsplit(url).netloc + urlsplit(url).path
-    return PurePosixPath(place.lstrip("/"))

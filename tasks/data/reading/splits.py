@@ -7,13 +7,12 @@ from pathlib import PurePosixPath
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
+from lineage.text_split import NOTE, data_suffix
 from tasks.data.reading.files import is_readable
-from tasks.data.reading.opened import data_suffix
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 5  # files in a message
-_NOTE = re.compile(r"(?:readme|licen[cs]e|notice|changelog)(?:[._-][a-z]{2})?", re.IGNORECASE)
 _TEXT = (".md", ".txt", ".text")  # suffixes in which notes come too
 _BESIDE = ("dataset_infos.json", "dataset_info.json")  # as `datasets` writes them beside its data
 
@@ -82,8 +81,8 @@ def _is_beside_data(name: PurePosixPath) -> bool:
     if is_hidden(name) or name.name in _BESIDE:
         return True
     if not is_readable(name):
-        return name.name.startswith("_") or bool(_NOTE.match(name.name))
-    return data_suffix(name) in _TEXT and bool(_NOTE.fullmatch(name.stem))
+        return name.name.startswith("_") or bool(NOTE.match(name.name))
+    return data_suffix(name) in _TEXT and bool(NOTE.fullmatch(name.stem))
 
 
 def _split_of(name: PurePosixPath) -> str:

@@ -7,6 +7,7 @@ from tasks.data.tokens.fate import Fate
 from tasks.data.tokens.tokenization import Tokenization
 
 REFUSED = "refused"  # the reason for which no row is left out: the whole is an error
+ANSWER_TOO_LONG = "answer_too_long"  # nothing of the prompt would be left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def keep(tokenization: Tokenization, fate: Fate, prompt: int, head: int) -> Kept
             case "cut_prompt":
                 removed += over
                 if removed >= prompt - head:  # an answer to nothing teaches to answer nothing
-                    fate.dropped = "answer_too_long"
+                    fate.dropped = ANSWER_TOO_LONG
             case "drop":
                 fate.dropped = "too_long"
             case "refuse":

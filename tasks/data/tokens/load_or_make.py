@@ -21,7 +21,7 @@ from tasks.data.tokens.write_tokens import TOKENS, write_tokens
 from tasks.train.models import tokenizer_of
 
 if TYPE_CHECKING:
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 logger = logging.getLogger(__name__)
 

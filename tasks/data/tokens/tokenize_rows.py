@@ -18,7 +18,7 @@ from tasks.data.tokens.tokenization import Tokenization
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 NOTHING_TO_TRAIN = "nothing_to_train"
 _NO_TEMPLATE = (

@@ -13,7 +13,7 @@ from tasks.data.tokens.chunks import FILLS_NO_CHUNK
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from tasks.method import Input
+    from tasks.recipe import Input
 
 logger = logging.getLogger(__name__)
 

@@ -146,6 +146,18 @@ def test_columns_the_other_way_round_are_refused_with_the_words_to_type(call):
     )
 
 
+def test_how_a_text_is_split_is_shown_and_can_be_set(call):
+    text = "".join(f"paragraph {place}\nsays {place * 7919}\n\n" for place in range(90))
+
+    code, out, _ = call("a.txt", a_txt=text)
+    report = json.loads(call("a.txt", "split_by=line", "--json")[1])
+
+    assert code == 0 and "split by paragraph (split_by=line|paragraph|document sets it)" in told(out)
+    assert "rows 90 read, 90 used" in told(out)
+    assert report["rows"] == 180 and report["sources"]["rows"]["split_by"] == "line"
+    assert call("a.txt", "split_by=word")[0] == 2
+
+
 def test_several_sources_are_prepared_together(call):
     code, out, _ = call("a.jsonl", "b.jsonl", "--json", a_jsonl=lines(texts(100)), b_jsonl=lines(texts(120)))
 

@@ -8,6 +8,7 @@ import pytest
 
 from tasks.scoring import Scored, greedy_answers, logps, rewards
 from tests.tiny import sentence, write_policy
+from tests.tiny_models import ARCHITECTURES, tiny_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,3 +141,48 @@ def _tensor(tokens: list[list[int]]) -> "Tensor":
     import torch
 
     return torch.tensor(tokens)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_batches_of_every_architecture_say_what_each_row_says_alone(architecture: str, policy: Path) -> None:
+    """Log-probabilities, rewards and greedy answers, against plain transformers without padding."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokens = rows(policy)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
+    torch.manual_seed(0)
+    reward = AutoModelForSequenceClassification.from_config(tiny_config(architecture, num_labels=1)).eval()
+    by_hand, scores, texts = [], [], []
+    with torch.no_grad():
+        for ids in tokens:
+            found = model(_tensor([ids])).logits[0].log_softmax(-1)
+            by_hand.append(sum(float(found[place - 1, ids[place]]) for place in range(1, len(ids))))
+            scores.append(float(reward.score(reward.base_model(_tensor([ids])).last_hidden_state[:, -1])))
+            new = list(ids)
+            for _ in range(3):
+                new.append(int(model(_tensor([new])).logits[0, -1].argmax()))
+                if new[-1] in (2, tokenizer.eos_token_id):
+                    break
+            texts.append(tokenizer.decode(new[len(ids) :], skip_special_tokens=True))
+    scored = [Scored(input_ids=ids, mask=[1] * len(ids)) for ids in tokens]
+    assert logps(model, scored, 3) == pytest.approx(by_hand, abs=2e-4)
+    assert rewards(reward, tokens, 3) == pytest.approx(scores, abs=1e-5)
+    answers = greedy_answers(model, tokenizer, tokens, max_new_tokens=3, batch_size=3)
+    assert [answer.text for answer in answers] == texts
+
+
+def test_a_finished_and_a_cut_off_answer_score_differently_where_padding_is_the_end(policy: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = tiny_config("llama", num_labels=1, pad_token_id=2, eos_token_id=2)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    finished, cut_off, longer = rewards(model, [[5, 6, 7, 2], [5, 6, 7], [5, 6, 7, 8, 9]], batch_size=3)
+    assert abs(finished - cut_off) > 1e-4
+    assert [finished, cut_off, longer] == pytest.approx(
+        [rewards(model, [row], 1)[0] for row in ([5, 6, 7, 2], [5, 6, 7], [5, 6, 7, 8, 9])], abs=1e-5
+    )

@@ -1,0 +1,84 @@
+"""Checks of evaluations that need no model: made with the plan, not after hours of training."""
+
+import json
+from pathlib import Path
+
+from flows.declare.pipeline import Pipeline
+from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.errors import ConfigError
+from lineage.sources import local_paths
+from tasks.evaluate import Evaluate, differing, other_tokens
+
+
+def check_evaluations(pipeline: Pipeline) -> None:
+    """That what an evaluation compares can be compared, and that its rows have a length.
+
+    Raises:
+        ConfigError: a model has another tokenizer than the reference, or ``max_length`` is unknown or too small.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Evaluate):
+            _check_tokenizers(pipeline, name)
+            _check_length(pipeline, name, stage.method)
+
+
+def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
+    inputs = pipeline.stages[name].inputs
+    reference = _root(pipeline, inputs["reference"])
+    known = _vocabulary(pipeline, reference)
+    for slot, ref in _models(pipeline, name).items():
+        root = _root(pipeline, ref)
+        own = None if root == reference else _vocabulary(pipeline, root)
+        if own and known and differing(own, known):
+            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'])}")
+
+
+def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
+    if method.max_length is not None:
+        return
+    refs = list(_models(pipeline, name).values())
+    sources = [pipeline.sources[ref.removeprefix(SOURCE)] for ref in refs if pipeline.is_source(ref)]
+    recipes = [pipeline.stages[ref].method.recipe() for ref in refs if not pipeline.is_source(ref)]
+    lengths = [length for recipe in recipes if isinstance(length := recipe.get("max_length"), int)]
+    if lengths:
+        method.lengths(max(lengths))
+    elif not any(_has_record(source.path) for source in sources):
+        raise ConfigError(
+            f"stages.{name}.method.max_length is not set, and none of the models is trained by a stage whose length it "
+            f"could follow; a number of tokens is accepted; set stages.{name}.method.max_length=1024"
+        )
+
+
+def _has_record(path: str) -> bool:
+    """Whether what made a source may say how long its rows were."""
+    return path.startswith(ALIAS) or Path(path).name == "output"
+
+
+def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
+    """Slot -> what fills it, of every model that is measured."""
+    stage = pipeline.stages[name]
+    kinds = stage.method.consumes
+    return {slot: ref for slot, ref in stage.inputs.items() if kinds.get(slot, kinds["*"]) in MODELS}
+
+
+def _root(pipeline: Pipeline, ref: str) -> str:
+    """The source or stage that a model's tokenizer comes from."""
+    while not pipeline.is_source(ref) and "policy" in pipeline.stages[ref].inputs:
+        ref = pipeline.stages[ref].inputs["policy"]
+    return ref
+
+
+def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
+    """Token -> index, of a model in a local directory; None: not known before it is fetched or made."""
+    if not pipeline.is_source(ref):
+        return None
+    paths = local_paths(pipeline.sources[ref.removeprefix(SOURCE)].path)
+    try:
+        document = json.loads((paths[0] / "tokenizer.json").read_text(encoding="utf-8")) if paths else None
+        if document is None:
+            return None
+        model = document["model"]["vocab"]
+        tokens = model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
+        return {**tokens, **{token["content"]: token["id"] for token in document.get("added_tokens", [])}}
+    except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
+        return None

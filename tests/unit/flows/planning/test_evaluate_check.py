@@ -1,0 +1,78 @@
+"""Evaluations that could not compare their models are refused with the plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.evaluate_check import check_evaluations
+from lineage.errors import ConfigError
+from tests.tiny import write_tokenizer
+
+METHOD = "stages.evaluate.method"
+
+
+def check(*overrides: str) -> None:
+    check_evaluations(load_pipeline([*overrides]))
+
+
+@pytest.mark.parametrize("pipeline", ["cpt-sft-dpo", "cpt-sft-dpo-gated", "cpt-sft-dpo-retrain"])
+def test_the_shipped_evaluations_are_sound(pipeline: str) -> None:
+    check(f"pipeline={pipeline}")
+
+
+@pytest.fixture
+def bases(tmp_path: Path) -> tuple[str, str]:
+    """Two directories with tokenizers that differ in two tokens; and the overrides that start from the first."""
+    known, other = (write_tokenizer(tmp_path / name) for name in ("known", "other"))
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    return str(known), str(other)
+
+
+def start_from(directory: str) -> tuple[str, ...]:
+    return "model=pretrained", f"sources.base.path={directory}"
+
+
+def source(name: str, kind: str, path: str) -> tuple[str, ...]:
+    return f"+source@sources.{name}=rows", f"sources.{name}.kind={kind}", f"sources.{name}.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind", "remedy"),
+    [
+        ("reward_model", "reward_model", "train the reward model from a model of the same base"),
+        ("dpo", "checkpoint", "leave dpo out, or begin both from the same base"),
+    ],
+)
+def test_a_model_with_other_tokens_is_refused(bases: tuple[str, str], slot: str, kind: str, remedy: str) -> None:
+    known, other = bases
+    given = (*start_from(known), f"stages.evaluate.inputs.{slot}=source:own")
+    check(*given, *source("own", kind, known))
+    with pytest.raises(ConfigError, match=rf"stages\.evaluate\.inputs: {slot} .* different tokenizers.*{remedy}"):
+        check(*given, *source("own", kind, other))
+
+
+def test_the_length_of_the_longest_stage_leaves_capacity_for_a_prompt() -> None:
+    with pytest.raises(
+        ConfigError, match="max_new_tokens=4096 of evaluate leaves no capacity for a prompt in max_length="
+    ):
+        check(f"{METHOD}.max_new_tokens=4096")
+    check(f"{METHOD}.max_new_tokens=4096", f"{METHOD}.max_length=5000")
+
+
+def test_models_that_no_stage_trains_need_a_length(bases: tuple[str, str]) -> None:
+    known, _ = bases
+    slots = ("reference", "cpt", "sft", "dpo")
+    given = (
+        *start_from(known),
+        *(f"stages.evaluate.inputs.{slot}=source:base" for slot in slots),
+        "stages.evaluate.inputs.reward_model=source:own",
+        *source("own", "reward_model", known),
+    )
+    with pytest.raises(ConfigError, match=r"stages\.evaluate\.method\.max_length is not set, and none of the models"):
+        check(*given)
+    check(*given, f"{METHOD}.max_length=512")
