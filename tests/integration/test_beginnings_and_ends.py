@@ -17,7 +17,7 @@ OWN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-STEPS = {"num_steps": 1, "global_batch_size": 2}
+STEPS = {"num_steps": 1, "global_batch_size": 4}
 
 
 def write_base(directory: Path) -> Path:
