@@ -5,16 +5,16 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -28,7 +28,15 @@ from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
-from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, StepZeroProof, summary
+from tasks.train.callbacks import (
+    NewRandomState,
+    Recorder,
+    StepCounts,
+    StepMarks,
+    StepZeroProof,
+    require_agreement,
+    summary,
+)
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import collator_for, install, unpacked
@@ -39,6 +47,7 @@ from tasks.train.sharding import autocast, name_accumulation, zero_args
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedModel, TrainerCallback
 
     from tasks.context import TrainContext
@@ -141,6 +150,7 @@ class TrainingRun:
         if "peft_config" in parameters:
             shared["peft_config"] = adapter
         elif adapter:
+            set_seed(self.method.seed)  # of what an adapter begins with; TRL's trainers do so
             model = get_peft_model(model, adapter)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         trainer = _on_tokens(trainer_class)(
@@ -149,10 +159,14 @@ class TrainingRun:
             **arguments_of_trainer,
         )
         self._prepare(trainer, reference, is_line)
-        if Role.FROZEN_POLICY in self.method.models.values():
+        if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
             trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
         return trainer
+
+    def start_proof(self) -> Callable[["Tensor"], None]:
+        """What fails a stage whose policy and reference give answers other log-probabilities before the first step."""
+        return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""

@@ -17,7 +17,7 @@ from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
-from tasks.scoring import Answer, Scored
+from tasks.evaluate.scoring import Answer, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,14 +12,14 @@ from annotated_types import Ge, Gt, Le
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Entry
-from tasks import held_out_rows as held_out
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.thinking import Thinking
-from tasks.evaluation_report import POLICY_METRICS, write_report
-from tasks.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.evaluate import rows as held_out
+from tasks.evaluate.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.evaluate.report import POLICY_METRICS, write_report
+from tasks.evaluate.row_scores import RowScores, write_scores
+from tasks.evaluate.scoring import greedy_answers, logps, rewards
 from tasks.recipe import Input, Inputs, Method
-from tasks.row_scores import RowScores, write_scores
-from tasks.scoring import greedy_answers, logps, rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
