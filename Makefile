@@ -32,7 +32,7 @@ check: $(READY)  ## what to run before a commit
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
-	$(BIN)/pytest tests/unit
+	$(PYTEST) -m "not slow and not nightly" tests/unit
 
 bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; what a wrong resume would show
 	$(BIN)/python bench/run.py

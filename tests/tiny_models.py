@@ -1,6 +1,9 @@
 """Tiny random models of several architectures, for tests that hold for all of them."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.tiny import write_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,3 +42,17 @@ def tiny_config(architecture: str, **fields: object) -> "PreTrainedConfig":
         config.num_labels = 1
         return config
     return AutoConfig.for_model(architecture, **{**stated, **_OWN.get(architecture, {})})
+
+
+def write_model(directory: Path, architecture: str, **fields: object) -> Path:
+    """Saves a random causal language model with the tokenizer of ``tests.tiny``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(tiny_config(architecture, **{**ids, **fields})).save_pretrained(directory)
+    return directory

@@ -32,6 +32,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels, in fp32
 # they differ by the order of additions; bf16 has 8 bits of it.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+PROOF_BETA = 0.1  # of the implicit reward, where it is proven on log-ratios
 WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
 
 
@@ -177,6 +178,25 @@ class NewRandomState(TrainerCallback):
     ) -> None:
         if state.global_step == self.step:
             set_seed(random.Random(f"{args.seed} {self.step} {self.rank}").getrandbits(32))
+
+
+def require_agreement(policy: "Input", precision: str, log_ratios_R: "Tensor") -> None:
+    """That the reference is the policy: at step 0 the two give every answer the same log-probability.
+
+    Args:
+        log_ratios_R: of policy and reference, summed over an answer, in nats.
+
+    Raises:
+        PipelineError: they differ, or are non-finite.
+    """
+    worst = float(log_ratios_R.abs().max())
+    tolerance = TOLERANCE[precision] / PROOF_BETA
+    if not worst <= tolerance:  # nan fails
+        raise PipelineError(
+            f"policy and reference differ at step 0: both must be {policy.name} ({policy.fingerprint[:16]}), and the "
+            f"log-probability of an answer differs by {worst:.4g} nats, {tolerance:g} are accepted; the reference is "
+            "not the policy that the stage was given"
+        )
 
 
 class StepZeroProof(TrainerCallback):

@@ -357,4 +357,5 @@ def _evaluating(trainer: "Trainer") -> Iterator[None]:
             yield
         finally:
             trainer.model.train()
-            trainer._metrics["eval"].clear()
+            if hasattr(trainer, "_metrics"):  # TRL's, and ours
+                trainer._metrics["eval"].clear()

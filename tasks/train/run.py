@@ -5,16 +5,16 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -22,12 +22,21 @@ from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS, Best
 from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.stop_tokens import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
-from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, StepZeroProof, summary
+from tasks.train.callbacks import (
+    NewRandomState,
+    Recorder,
+    StepCounts,
+    StepMarks,
+    StepZeroProof,
+    require_agreement,
+    summary,
+)
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import collator_for, install, unpacked
@@ -38,6 +47,7 @@ from tasks.train.sharding import autocast, name_accumulation, zero_args
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedModel, TrainerCallback
 
     from tasks.context import TrainContext
@@ -72,13 +82,14 @@ class TrainingRun:
         models.require_positions(policy.model.config, self.method.max_length)
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-            if policy.model.can_generate():
-                models.stop_at_end_of_turn(policy)
         return policy
 
     @cached_property
     def rows(self) -> "TokenizedRows":
-        """The tokens of the rows; what is cut and dropped of them is logged."""
+        """The tokens of the rows; what is cut and dropped of them is logged.
+
+        Generation of the policy stops at what the assistant's turns in them end in.
+        """
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         assert tokenization
         if reads.chat:
@@ -86,6 +97,8 @@ class TrainingRun:
         given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
+        if self.policy.model.can_generate():
+            stop_at(self.policy.model.generation_config, rows.account.stop_tokens)
         return rows
 
     def model(self, name: str) -> "PreTrainedModel | None":
@@ -137,6 +150,7 @@ class TrainingRun:
         if "peft_config" in parameters:
             shared["peft_config"] = adapter
         elif adapter:
+            set_seed(self.method.seed)  # of what an adapter begins with; TRL's trainers do so
             model = get_peft_model(model, adapter)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         trainer = _on_tokens(trainer_class)(
@@ -145,10 +159,14 @@ class TrainingRun:
             **arguments_of_trainer,
         )
         self._prepare(trainer, reference, is_line)
-        if Role.FROZEN_POLICY in self.method.models.values():
+        if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
             trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
         return trainer
+
+    def start_proof(self) -> Callable[["Tensor"], None]:
+        """What fails a stage whose policy and reference give answers other log-probabilities before the first step."""
+        return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""

@@ -47,6 +47,7 @@ def shell(folder: Path, setup: str, command: str) -> subprocess.CompletedProcess
 def test_the_page_needs_one_python_file_and_one_yaml() -> None:
     names = [name for name, _ in FILE.findall(PAGE.read_text())]
     assert names == ["our_methods/simpo.py", "our_conf/stage/simpo.yaml", "our_conf/pipeline/simpo.yaml"]
+    assert len(dict(FILE.findall(PAGE.read_text()))["our_methods/simpo.py"].splitlines()) <= 30
 
 
 def test_a_method_added_by_the_page_plans_trains_and_is_reused(folder: Path) -> None:

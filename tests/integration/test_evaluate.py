@@ -16,8 +16,8 @@ from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate import Evaluate
+from tasks.evaluate.row_scores import read_policies, read_scores
 from tasks.method import Input
-from tasks.row_scores import read_policies, read_scores
 from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
 from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore

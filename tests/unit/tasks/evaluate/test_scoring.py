@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tasks.scoring import Scored, greedy_answers, logps, rewards
+from tasks.evaluate.scoring import Scored, greedy_answers, logps, rewards
 from tests.tiny import sentence, write_policy
 from tests.tiny_models import ARCHITECTURES, tiny_config
 

@@ -1,0 +1,88 @@
+"""Methods on preference pairs whose loss is a function of the answers' log-probabilities.
+
+Shapes: B pairs of a micro batch.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Gt
+
+from lineage.errors import ConfigError
+from tasks.data.kinds import PREFERENCES
+from tasks.data.tokens.tokenization import TooLong
+from tasks.method import FROZEN_POLICY, Training
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Trainer
+
+    from tasks.train.run import TrainingRun
+
+    Loss = Callable[["Logps", "Logps"], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logps:
+    """Log-probabilities of one answer of each pair, given its prompt, in nats.
+
+    Args:
+        sum_B: over the answer's tokens.
+        num_tokens_B: of the answer; at least 1 where it divides.
+        reference: ``sum_B`` of the frozen policy, where the method's ``models`` have one.
+    """
+
+    sum_B: "Tensor"
+    num_tokens_B: "Tensor"
+    reference: "Tensor | None" = None
+
+    @property
+    def mean_B(self) -> "Tensor":
+        """Per token of the answer."""
+        return self.sum_B / self.num_tokens_B
+
+    @property
+    def reference_sum_B(self) -> "Tensor":
+        """What the frozen policy says of the same tokens; without a gradient."""
+        if self.reference is None:
+            raise ConfigError(
+                "the loss asks for the reference's log-probabilities, and the method has no reference; state "
+                'models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'
+            )
+        return self.reference
+
+    @property
+    def reference_mean_B(self) -> "Tensor":
+        return self.reference_sum_B / self.num_tokens_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(Training):
+    """States ``loss``; all else is shared.
+
+    Prompt and answers go through one forward without padding, and only the answers' tokens through the head. Dropout is
+    off, but for that of an adapter. Where ``models`` have a FROZEN_POLICY, that it agrees with the policy is proven at
+    step 0.
+    """
+
+    reads: ClassVar = PREFERENCES
+
+    learning_rate: Annotated[float, Gt(0)] = 1e-6
+    num_steps: Annotated[int, Gt(0)] = 1000
+    global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
+    max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
+    too_long: TooLong | None = None
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+
+    @abstractmethod
+    def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":
+        """The loss of a micro batch, a mean over its pairs; and metrics, of each pair (B) or one number."""
+
+    def trainer(self, run: "TrainingRun") -> "Trainer":
+        """transformers' loop around ``loss``."""
+        from tasks.train.pair_trainer import PairConfig, PairTrainer
+
+        has_reference = FROZEN_POLICY in self.models.values()
+        return run.trl(PairTrainer, PairConfig, pair_loss=self.loss, proof=run.start_proof() if has_reference else None)

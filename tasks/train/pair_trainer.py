@@ -1,0 +1,123 @@
+"""The trainer of a ``PairLoss``: transformers' loop, TRL's collator and fused head, and a loss that is a function.
+
+Shapes: B pairs, R = 2B rows (the chosen answers, then the rejected ones), T tokens of the longest row.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from peft import PeftModel
+from transformers import Trainer, TrainingArguments
+from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.trainer.utils import add_fused_lm_head, use_adapter
+
+from tasks.train.pair_loss import Logps
+from tasks.train.sharding import autocast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.train.pair_loss import Loss
+
+    Batch = dict[str, Tensor]
+
+
+@dataclass
+class PairConfig(TrainingArguments):
+    """transformers' arguments, and whether dropout is switched off, as in TRL's preference trainers."""
+
+    disable_dropout: bool = True
+
+
+class PairTrainer(Trainer):
+    """Trains by a function of the log-probabilities of chosen and rejected answers.
+
+    Args:
+        pair_loss: ``PairLoss.loss``.
+        ref_model: the frozen policy; None: there is none, or it is the policy without its adapter.
+        proof: that policy and reference agree, called with the log-ratios (R) of the batches before the first step;
+            None: there is no reference.
+    """
+
+    loss_is_scaled_for_ga = False  # a mean over the pairs of a micro batch: divided by the accumulation steps
+
+    def __init__(
+        self,
+        model: "PreTrainedModel | PeftModel",
+        args: PairConfig,
+        *,
+        pair_loss: "Loss",
+        ref_model: "PreTrainedModel | None" = None,
+        proof: "Callable[[Tensor], None] | None" = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(model=model, args=args, **kwargs)
+        self.pair_loss, self.ref_model, self.proof = pair_loss, ref_model, proof
+        self._metrics: dict[str, defaultdict[str, list[float]]] = {
+            "train": defaultdict(list),
+            "eval": defaultdict(list),
+        }
+        text = model.config.get_text_config()
+        has_routers = hasattr(text, "output_router_logits")
+        self.router_aux_loss_coef = getattr(text, "router_aux_loss_coef", 0.0) if has_routers else 0.0
+        add_fused_lm_head(model.get_base_model() if isinstance(model, PeftModel) else model)
+        if ref_model is not None:
+            add_fused_lm_head(ref_model)
+            if self.is_deepspeed_enabled:
+                self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
+            else:
+                self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
+
+    def compute_loss(
+        self, model: "PreTrainedModel", inputs: "Batch", return_outputs: bool = False, num_items_in_batch: object = None
+    ) -> "Tensor":
+        answers_RT = inputs["completion_mask"]
+        labels_RT = inputs["input_ids"].masked_fill(answers_RT == 0, -100)
+        given = {name: each for name, each in inputs.items() if name != "completion_mask"}
+        more = {"output_router_logits": True} if self.router_aux_loss_coef else {}
+        outputs = model(**given, **more, labels=labels_RT, fused_lm_head=True, use_cache=False)
+        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(given, labels_RT)
+        if reference_R is not None and self.proof and self.state.global_step == 0:
+            self.proof(sums_R.detach() - reference_R)
+        counts_R = answers_RT[:, 1:].sum(1).clamp(min=1)
+        references = (None, None) if reference_R is None else reference_R.chunk(2)
+        chosen, rejected = (
+            Logps(sum_B=sums_B, num_tokens_B=counts_B, reference=each)
+            for sums_B, counts_B, each in zip(sums_R.chunk(2), counts_R.chunk(2), references, strict=True)
+        )
+        loss, metrics = self.pair_loss(chosen, rejected)
+        if self.router_aux_loss_coef:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+            metrics = {**metrics, "aux_loss": outputs.aux_loss}
+        self._record({**metrics, "logps/chosen": chosen.sum_B, "logps/rejected": rejected.sum_B})
+        return loss
+
+    def _reference_sums(self, given: "Batch", labels_RT: "Tensor") -> "Tensor | None":
+        if self.proof is None:
+            return None
+        model = self.model if self.ref_model is None else self.ref_model
+        plain: AbstractContextManager[object] = torch.no_grad()
+        with plain, disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                outputs = model(**given, labels=labels_RT, fused_lm_head=True, use_cache=False)
+            else:
+                # Without its adapter the policy is not called through DeepSpeed.
+                with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None), autocast(self.args):
+                    outputs = model(**given, labels=labels_RT, fused_lm_head=True, use_cache=False)
+        return outputs.log_probs.sum(1)
+
+    def _record(self, metrics: "dict[str, Tensor]") -> None:
+        mode = self._metrics["train" if self.model.training else "eval"]
+        for name, each in metrics.items():
+            mode[name].append(self.accelerator.gather(each.detach().float().reshape(-1)).mean().item())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the means of what the micro batches of the step said."""
+        recorded = self._metrics["train" if self.model.training else "eval"]
+        super().log({**logs, **{name: sum(each) / len(each) for name, each in recorded.items()}}, start_time)
+        recorded.clear()
