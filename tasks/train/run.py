@@ -22,6 +22,7 @@ from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS, Best
 from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.stop_tokens import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
@@ -81,13 +82,14 @@ class TrainingRun:
         models.require_positions(policy.model.config, self.method.max_length)
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-            if policy.model.can_generate():
-                models.stop_at_end_of_turn(policy)
         return policy
 
     @cached_property
     def rows(self) -> "TokenizedRows":
-        """The tokens of the rows; what is cut and dropped of them is logged."""
+        """The tokens of the rows; what is cut and dropped of them is logged.
+
+        Generation of the policy stops at what the assistant's turns in them end in.
+        """
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         assert tokenization
         if reads.chat:
@@ -95,6 +97,8 @@ class TrainingRun:
         given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
+        if self.policy.model.can_generate():
+            stop_at(self.policy.model.generation_config, rows.account.stop_tokens)
         return rows
 
     def model(self, name: str) -> "PreTrainedModel | None":
