@@ -188,6 +188,7 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
     assert all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
     table = re.sub(" +", " ", (tmp_path / "table.md").read_text())  # whatever the columns are padded to
     assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
+    assert table.count("| right answer | ") == 4  # a sample of each conversation that is asked, with what is right
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
     assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
