@@ -160,6 +160,19 @@ class TrainingRun:
             trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
         return trainer
 
+    def micro_batches(self, step: int) -> Iterator[object]:
+        """This worker's collated rows of an optimizer step, for a loop that is not transformers'.
+
+        Args:
+            step: how many steps are done.
+        """
+        resources, rows = self.ctx.resources, ordered(self.rows, self.method)
+        collate = self._collator(None, is_line=False)
+        size, first = resources.micro_batch_size, step * self.method.global_batch_size
+        for number in range(resources.accumulation_steps(self.method.global_batch_size)):
+            start = first + (number * self.ctx.world_size + self.ctx.rank) * size
+            yield collate([rows[index] for index in range(start, start + size)])
+
     def start_proof(self) -> Callable[["Tensor"], None]:
         """What fails a stage whose policy and reference give answers other log-probabilities before the first step."""
         return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
