@@ -79,6 +79,7 @@ class TrainingRun:
         load = models.load_reward_model if is_reward_model else models.load_policy
         policy = load(self.method, self.inputs[_POLICY], self.ctx)
         models.require_positions(policy.model.config, self.method.max_length)
+        models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
             if policy.model.can_generate():
