@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 from lineage.digest import DigestCache, digest_files
@@ -162,7 +163,7 @@ def provenance(
         end=end,
         hosts=[socket.gethostname()],
         python=platform.python_version(),
-        libraries=library_versions(),
+        libraries=dict(library_versions()),
         git_commit=commit,
         git_dirty=dirty,
         code_digest=code_digest,
@@ -175,6 +176,7 @@ def provenance(
     )
 
 
+@cache
 def library_versions() -> dict[str, str]:
     """Installed versions, read from package metadata: nothing is imported."""
     versions = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class ContinuedPretraining(Training):
     """Trains a policy on documents, joined and cut in chunks of ``max_length`` tokens."""
 
+    version: ClassVar[int] = 2  # 1 put no BOS before documents where the tokenizer adds it
     reads: ClassVar = TEXT
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Gt
 
 from tasks.data.kinds import PREFERENCES
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import TooLong
 from tasks.method import FROZEN_POLICY, POLICY, Training
 
@@ -25,8 +26,11 @@ class DPO(Training):
         too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
             beginning of its prompt is, it is left out, or it is an error.
         max_prompt_length: a longer prompt keeps its last tokens.
+        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
+            row whose thinking it would leave out is an error.
     """
 
+    version: ClassVar[int] = 2  # 1 trained what the template writes behind the token that ends an answer
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 
@@ -38,6 +42,7 @@ class DPO(Training):
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import DPOConfig, DPOTrainer

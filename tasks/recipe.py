@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -17,10 +17,8 @@ from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, TrainContext
+from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
-
-if TYPE_CHECKING:
-    from tasks.data.kinds import RowKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +169,7 @@ class TrainingRecipe(Method):
     ``consumes``, ``produces`` and ``chat_slot`` follow from these two, where a class does not state them itself.
     """
 
-    reads: ClassVar["RowKind"]
+    reads: ClassVar[RowKind]
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
     trains: ClassVar[bool] = True
     uses_gpu: ClassVar[bool] = True

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from tasks.data.kinds import PREFERENCES
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import TooLong
 from tasks.method import REWARD_HEAD, Training
 
@@ -25,6 +26,8 @@ class RewardModel(Training):
         too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
             beginning of its prompt is, it is left out, or it is an error.
         max_prompt_length: a longer prompt keeps its last tokens.
+        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
+            row whose thinking it would leave out is an error.
     """
 
     version: ClassVar[int] = 2  # 1 took the last token that is not padding by its id, and rounded scores to bf16
@@ -37,6 +40,7 @@ class RewardModel(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import RewardConfig, RewardTrainer

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Gt
 
 from tasks.data.kinds import CONVERSATIONS
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Packing, TooLong
 from tasks.method import Training
 
@@ -26,8 +27,11 @@ class SFT(Training):
         max_prompt_length: what precedes the first answer keeps its last tokens.
         packing: several conversations, none cut for it, share the ``max_length`` tokens of one example, and none sees
             another; ``global_batch_size`` then counts such packs.
+        thinking: what the assistant thinks (``<think>...</think>`` before an answer) is trained, or left out; None: as
+            the chat template has it, and a row whose thinking it would leave out is an error.
     """
 
+    version: ClassVar[int] = 2  # 1 trained what the template writes behind the token that ends a turn, or no such token
     reads: ClassVar = CONVERSATIONS
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5
@@ -38,6 +42,12 @@ class SFT(Training):
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     packing: Packing | None = None
+    thinking: Thinking | None = None
+
+    def recipe(self) -> dict[str, object]:
+        """As of every method; one version further with packing, since rows of a pack are no longer padded."""
+        recipe = super().recipe()
+        return {**recipe, "version": self.version + 1} if self.packing else recipe
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

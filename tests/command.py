@@ -23,6 +23,8 @@ import psutil
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
 STATING = ("plan", "run", "rehearse", "certify")  # the commands that take what states a pipeline
+LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a machine that is busy with something else
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")
 
 
@@ -78,6 +80,25 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
     """Runs ``posttrain`` in this process, as if it were a fresh one in that folder and environment."""
     from flows.__main__ import main
 
+    return call_main(main, arguments, folder, environment)
+
+
+def call_dvc(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs ``dvc`` in this process; what its stages call are processes."""
+    import dvc.logger
+    from dvc.cli import main
+
+    def fresh(arguments: list[str]) -> int:
+        dvc.logger.setup()  # its handlers write to the streams of the time when they are made
+        return int(main(arguments))
+
+    return call_main(fresh, arguments, folder, environment)
+
+
+def call_main(
+    main: Callable[[list[str]], int], arguments: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Calls the entry point of a program as a shell would."""
     with _placed(folder, environment), _captured() as said:
         try:
             code = main(arguments)
@@ -86,7 +107,7 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
         except Exception:
             traceback.print_exc()
             code = 1
-    return subprocess.CompletedProcess(["posttrain", *arguments], code, *said)
+    return subprocess.CompletedProcess(arguments, code, *said)
 
 
 @contextlib.contextmanager
@@ -144,7 +165,7 @@ def _captured() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _fresh_logging() -> Iterator[None]:
     """No handler but those that the command makes: pytest's keep warnings off stderr."""
-    loggers = [logging.root, *(logging.getLogger(name) for name in ("lineage", "tasks", "flows"))]
+    loggers = [logging.root, *(logging.getLogger(name) for name in LOGGERS)]
     before = [(logger, logger.handlers, logger.level) for logger in loggers]
     for logger in loggers:
         logger.handlers = []
@@ -158,6 +179,7 @@ def _fresh_logging() -> Iterator[None]:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -5,9 +5,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.command import CONF, REPOSITORY, call
+from tests.command import CONF, REPOSITORY, call, call_dvc
 
 WORDS = ("--config-dir", "conf", "pipeline=mini", "model=none", "sources.rows.path=data/rows.txt",
          "tracking.mlflow=false")  # fmt: skip
@@ -65,12 +66,14 @@ class DvcRepository:
 
     def __call__(self, *words: str, fails: bool = False, **variables: str) -> str:
         """Runs a command and returns what it printed, both streams."""
+        if words[0] == "dvc":
+            called = call_dvc(list(words[1:]), self.folder, {**self.environment, **variables})
+            return _output(words, called, fails)
         done = subprocess.run(
             words, cwd=self.folder, env={**self.environment, **variables}, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
         )  # fmt: skip
-        assert (done.returncode != 0) == fails, f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        return _output(words, done, fails)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -85,9 +88,7 @@ class DvcRepository:
     def called(self, *words: str, fails: bool = False, **variables: str) -> str:
         """Runs ``posttrain`` in this process."""
         done = call(list(words), self.folder, {**self.environment, **variables})
-        output = done.stdout + done.stderr
-        assert (done.returncode != 0) == fails, f"posttrain {shlex.join(words)} ended with {done.returncode}:\n{output}"
-        return output
+        return _output(["posttrain", *words], done, fails)
 
     def copy(self, folder: Path) -> "DvcRepository":
         """All of it elsewhere, with every file that has several names still one file."""
@@ -120,6 +121,12 @@ class DvcRepository:
         """The only directory that the store has of a stage."""
         [path] = (self.folder / "artifacts" / stage).iterdir()
         return path
+
+
+def _output(words: Sequence[str], done: subprocess.CompletedProcess[str], fails: bool) -> str:
+    output = done.stdout + (done.stderr or "")
+    assert (done.returncode != 0) == fails, f"{shlex.join(words)} ended with {done.returncode}:\n{output}"
+    return output
 
 
 def disk_bytes(*folders: Path) -> int:

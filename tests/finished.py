@@ -1,6 +1,7 @@
 """Outputs and checkpoints of stages that never ran: committed as if they had."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flows.planning.plan import Plan
@@ -13,6 +14,7 @@ from tests.saved import commit
 
 def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) -> None:
     """Commits an output for each of these stages, or for all."""
+    ran = provenance(start=0, end=1, code_digest="", seed=0, resources={}, hardware={})
     for planned in plan.stages:
         if names and planned.name not in names:
             continue
@@ -34,9 +36,7 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         manifest = Manifest(
             pipeline=plan.pipeline.name, stage=planned.name, method="m", recipe=dict(planned.stage.method.recipe()),
             fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics=dict(metrics or {}),
-            inputs=inputs, provenance=provenance(
-                start=0, end=1, code_digest=planned.code_digest, seed=0, resources={}, hardware={}
-            ),
+            inputs=inputs, provenance=replace(ran, code_digest=planned.code_digest),
         )  # fmt: skip
         with lease.holding():
             entry.commit(manifest, lease)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
-from tasks.evaluation_report import TABLE_FILE
+from tasks.evaluate.report import TABLE_FILE
+from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.method import Inputs, Method, Training
-from tasks.row_scores import RowScores, write_scores
 from tests.toy_loop import loop
 
 

@@ -24,7 +24,7 @@ from lineage.errors import ConfigError, MissingValueError
 
 CONF = Path(__file__).parents[2] / "conf"
 
-_VALUE = re.compile(r"\w+(\.\w+)+=")  # an override that can be no choice of a group, in the plainest form of a key
+_VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that can be no group's
 
 _CHOICE = re.compile(r"\w+=[^{\[]*")  # of a group, or a value at the root
 
@@ -38,12 +38,20 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
     """
-    others, values = [], []
+    others: list[str] = []
+    values: list[str] = []
     for index, word in enumerate(overrides):
         # A later deletion or addition, or a whole node, may be of the same field: the order decides.
         is_last = all(_VALUE.match(later) or _CHOICE.fullmatch(later) for later in overrides[index:])
-        (values if is_last and _VALUE.match(word) else others).append(word)
+        (values if is_last and _sets_value(word, config_dir) else others).append(word)
     return _composer(tuple(others), config_dir, _files(config_dir)).tree(values)
+
+
+def _sets_value(word: str, config_dir: Path | None) -> bool:
+    """Whether an override sets a value, written plainly: it is no choice of a group, and deletes nothing."""
+    if not _CHOICE.fullmatch(word):
+        return bool(_VALUE.match(word))
+    return not any((folder / field_of(word)).is_dir() for folder in (CONF, config_dir) if folder)
 
 
 @lru_cache(maxsize=16)
@@ -77,7 +85,9 @@ class Composer:
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
         """The configuration with further overrides behind the first; as ``compose_tree`` gives it."""
-        if not all(_VALUE.match(word) for word in more):  # a choice of a group changes which files are read
+        if not all(
+            _sets_value(word, self._config_dir) for word in more
+        ):  # a choice of a group changes which files are read
             return Composer([*self._overrides, *more], self._config_dir).tree()
         with _told():
             config = copy.deepcopy(self._config)

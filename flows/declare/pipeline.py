@@ -15,7 +15,7 @@ from lineage.errors import ConfigError
 from lineage.sources import never_changes
 from lineage.store import RESERVED
 from tasks.context import Resources
-from tasks.gate_rule import CANDIDATE
+from tasks.gate.rule import CANDIDATE
 from tasks.method import Method
 
 CodeDrift = Literal["warn", "rerun", "refuse"]

@@ -22,7 +22,7 @@ from lineage.mlflow.address import is_server, shown, tracking_uri
 from lineage.tracker import NoTracker, Tracker
 from lineage.verdict import VERDICT_TABLE
 from tasks.context import Metrics
-from tasks.evaluation_report import TABLE_FILE
+from tasks.evaluate.report import TABLE_FILE
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}
 _INTERVAL_SECONDS = 3.0

@@ -7,7 +7,7 @@ from flows.declare.pipeline import Pipeline
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
-from tasks.evaluate import Evaluate, differing, other_tokens
+from tasks.evaluate.evaluate import Evaluate, differing, other_tokens
 
 
 def check_evaluations(pipeline: Pipeline) -> None:

@@ -5,7 +5,7 @@ from lineage.errors import ConfigError
 from lineage.verdict import CHAMPION
 from tasks.evaluate import Evaluate
 from tasks.gate import Gate
-from tasks.gate_rule import CANDIDATE, PARENT, Rule
+from tasks.gate.rule import CANDIDATE, PARENT, Rule
 
 _NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
 

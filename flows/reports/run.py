@@ -11,7 +11,7 @@ from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.verdict import VERDICT_TABLE
-from tasks.evaluation_report import TABLE_FILE
+from tasks.evaluate.report import TABLE_FILE
 from tasks.method import Training
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output

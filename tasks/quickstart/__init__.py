@@ -9,7 +9,7 @@ from tasks.quickstart.preferences import preferences
 from tasks.quickstart.questions import facts, usages
 
 QuickstartRow = Mapping[str, object]
-_MAX_TEXT = 400  # characters of a document: a small model learns more from the beginnings of many
+_MAX_TEXT = 250  # characters of a document: a small model learns more from the beginnings of many
 
 
 def corpus() -> Iterator[QuickstartRow]:

@@ -125,12 +125,23 @@ def _kind(usage: Usage) -> Asked:
     return f"Is `{usage.call}` a class, a function or a method?", answers[usage.kind], list(answers.values())
 
 
-def _module(usage: Usage) -> Asked | None:
-    module, _, name = usage.name.rpartition(".")
-    if usage.kind == "method" or not module:
+def _optional(usage: Usage) -> Asked | None:
+    def answer(count: int) -> str:
+        return f"{count or 'No'} parameter{'s have' if count > 1 else ' has'} a default."
+
+    if len(usage.parameters) < 2:
         return None
-    wrong = [usage.name, name, *([module.rpartition(".")[0]] if "." in module else [])]
-    return f"In which module is `{usage.call}`?", f"It is in `{module}`.", [f"It is in `{each}`." for each in wrong]
+    number = sum(parameter.default is not None for parameter in usage.parameters)
+    near = [answer(each) for each in (number - 1, number + 1) if each >= 0]
+    return f"How many parameters of `{usage.call}` have a default?", answer(number), near
+
+
+def _alone(usage: Usage) -> Asked | None:
+    if all(parameter.default is None for parameter in usage.parameters):
+        return None
+    answers = ("Yes, no argument is needed.", "No, an argument is needed.")
+    needs = any(parameter.required for parameter in usage.parameters)
+    return f"Can `{usage.call}` be called without an argument?", answers[needs], answers
 
 
 def _takes(usage: Usage) -> Asked | None:
@@ -150,16 +161,6 @@ def _last(usage: Usage) -> Asked | None:
         return None
     answers = [f"The last parameter is `{name}`." for name in names]
     return f"What is the last parameter of `{usage.call}`?", answers[-1], answers
-
-
-def _after(usage: Usage) -> Asked | None:
-    names = [parameter.name for parameter in usage.parameters]
-    if len(names) < 3:  # of two there is no wrong answer but the name that is asked about
-        return None
-    place = draw("after", usage.name) % (len(names) - 1)
-    answers = [f"After `{names[place]}` comes `{name}`." for name in names]
-    wrong = [answer for other, answer in enumerate(answers) if other != place]
-    return f"Which parameter comes after `{names[place]}` in `{usage.call}`?", answers[place + 1], wrong
 
 
 def _required(usage: Usage) -> Asked | None:
@@ -183,13 +184,12 @@ def _default(usage: Usage) -> Asked | None:
     optional = [(parameter.name, parameter.default) for parameter in usage.parameters if parameter.default is not None]
     if not optional:
         return None
+    optional = [each for each in optional if each[1] != "None"] or optional  # else most of the answers were None
     name, default = optional[draw("default", usage.name) % len(optional)]
     others = [value for _, value in optional if value != default] or list(_DEFAULTS)
 
-    def answer(value: str) -> str:
-        return f"The default of `{name}` is `{value}`."
-
-    return f"What is the default of `{name}` in `{usage.call}`?", answer(default), [answer(value) for value in others]
+    wrong = [f"It is `{value}`." for value in others]
+    return f"What is the default of `{name}` in `{usage.call}`?", f"It is `{default}`.", wrong
 
 
 def _type(usage: Usage) -> Asked | None:
@@ -197,29 +197,37 @@ def _type(usage: Usage) -> Asked | None:
     if not typed:
         return None
     name, right = typed[draw("type", usage.name) % len(typed)]
-    answers = {each: f"The default of `{name}` is of type `{each}`." for each in _TYPES}
+    answers = {each: f"Its type is `{each}`." for each in _TYPES}
     return f"Of which type is the default of `{name}` in `{usage.call}`?", answers[str(right)], list(answers.values())
 
 
 TOPICS: Mapping[str, Callable[[Usage], Asked | None]] = {
     "count": _count,
     "kind": _kind,
-    "module": _module,
+    "optional": _optional,
+    "alone": _alone,
     "takes": _takes,
     "last": _last,
-    "after": _after,
     "required": _required,
     "default": _default,
     "type": _type,
 }
 # Percent of the questions that are asked; of the other topics all: so that no topic is most of the rows.
-_ASKED = {"count": 60, "kind": 40, "takes": 80, "required": 70}
+_ASKED = {"count": 50, "kind": 40, "takes": 70, "required": 70}
 
 
 def facts(usage: Usage) -> str:
-    """What its documentation says of a signature: every answer that is a statement without its question."""
-    stated = [each for each in questions(usage) if each.topic != "takes"]
-    return " ".join(each.answer for each in sorted(stated, key=lambda each: draw("fact", each.text)))
+    """What its documentation says of a signature, in sentences that need no question."""
+    stated = [each.answer for each in questions(usage) if each.topic in _STATED]
+    for parameter in usage.parameters:
+        if parameter.default is not None:
+            stated.append(f"`{parameter.name}` is `{parameter.default}` by default.")
+        if parameter.type_name:
+            stated.append(f"The type of `{parameter.name}` is `{parameter.type_name}`.")
+    return " ".join(sorted(stated, key=lambda each: draw("fact", usage.name, each)))
+
+
+_STATED = ("count", "kind", "optional", "alone", "last", "required")
 
 
 def asked(half: int) -> Iterator[tuple[Usage, Question]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.chat_template import TOKENS
 from tasks.recipe import Input, TrainingRecipe
 from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
 from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized, quantize_experts
@@ -104,14 +103,6 @@ def load_value_model(method: TrainingRecipe, start: Input, ctx: "TrainContext") 
     if start.kind == Kind.REWARD_MODEL:
         return whole_model(Kind.REWARD_MODEL, start.path)
     return load_reward_model(method, start, ctx).model
-
-
-def stop_at_end_of_turn(policy: Policy) -> None:
-    """Lets the model's generation stop at the end of turn of the template that was installed."""
-    end_of_turn, generation = policy.tokenizer.convert_tokens_to_ids(TOKENS[1]), policy.model.generation_config
-    ends = generation.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    generation.eos_token_id = [end_of_turn, *(token for token in ends if token != end_of_turn)]
 
 
 def repair_generation(model: "PreTrainedModel", given: Input) -> None:

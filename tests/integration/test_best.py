@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Trainer
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, StoppedError
 from tasks.best import Best, KeepBest
+from tasks.evaluate.rows import answer_tokens, draw_rows
+from tasks.evaluate.scoring import logps
 from tasks.heartbeat import Doing
-from tasks.held_out_rows import answer_tokens, draw_rows
 from tasks.method import LoRA
-from tasks.scoring import logps
 from tasks.train.models import load_tokenizer
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs

@@ -174,6 +174,7 @@ def test_store_view_and_cache_are_one_file_and_take_no_more_disk(tmp_path, envir
     assert sizes["with"] <= sizes["without"] * 1.05
 
 
+@pytest.mark.slow
 def test_many_runs_at_once_end_with_no_lock_error(repository):
     declared = [repository.start("posttrain", "run", *repository.words) for _ in range(2)]
     trials = [

@@ -2,11 +2,14 @@
 
 import shutil
 
+import pytest
+
 from tests.command import REPOSITORY
 from tests.dvc_repository import DvcRepository
 from tests.miniature import MODEL, STEPS
 
 
+@pytest.mark.slow  # test_dvc.py does the same with toys
 def test_a_changed_beta_runs_dpo_and_what_reads_it(tmp_path):
     folder = tmp_path / "repository"
     for name in ("conf", "flows", "lineage", "tasks"):
@@ -16,18 +19,18 @@ def test_a_changed_beta_runs_dpo_and_what_reads_it(tmp_path):
     repository = DvcRepository(folder, *words, environment={"PYTHONPATH": str(folder)})
     repository.start_tracking()
 
-    repository.posttrain("run")
+    repository("posttrain", "run", *words)
     assert repository.is_clean()
     repository.commit("ran")
 
     recipe = folder / "conf/recipe/tiny/dpo.yaml"
-    recipe.write_text(recipe.read_text().replace("beta: 0.1", "beta: 0.2"))
+    recipe.write_text(recipe.read_text().replace("beta: 0.5", "beta: 0.2"))
     status = repository("dvc", "status")
     assert "conf/recipe/tiny/dpo.yaml" in status and "sft" not in status.replace("cpt-sft-dpo", "")
     [changed] = [line for line in repository("dvc", "params", "diff").splitlines() if "beta" in line]
-    assert changed.split() == ["conf/recipe/tiny/dpo.yaml", "beta", "0.1", "0.2"]
+    assert changed.split() == ["conf/recipe/tiny/dpo.yaml", "beta", "0.5", "0.2"]
     output = repository("dvc", "repro")
     running = [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
     assert running == ["dpo", "evaluate"]
-    assert "nothing to do: all 9 stages are finished" in repository.posttrain("run")
+    assert "nothing to do: all 9 stages are finished" in repository("posttrain", "run", *words)
     assert repository.is_clean()

@@ -16,8 +16,8 @@ from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate import Evaluate
+from tasks.evaluate.row_scores import read_policies, read_scores
 from tasks.method import Input
-from tasks.row_scores import read_policies, read_scores
 from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
 from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore
@@ -188,6 +188,7 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
     assert all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
     table = re.sub(" +", " ", (tmp_path / "table.md").read_text())  # whatever the columns are padded to
     assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
+    assert table.count("| right answer | ") == 4  # a sample of each conversation that is asked, with what is right
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
     assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
@@ -335,3 +336,16 @@ def test_a_reward_model_of_a_composite_gemma_3_is_read(tmp_path: Path, inputs: d
     write_tokenizer(tmp_path / "reward")
     given = {**inputs, "reward_model": replace(inputs["reward_model"], path=tmp_path / "reward")}
     assert 0 <= evaluate(tmp_path / "out", given)["reward_model/accuracy"] <= 1
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_measured(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=64)).save_pretrained(tmp_path / "dpo")
+    write_tokenizer(tmp_path / "dpo")
+    given = {**inputs, "dpo": replace(inputs["dpo"], path=tmp_path / "dpo")}
+    with pytest.raises(ConfigError, match=r"max_length=128: the model \(gpt2\) has a table of 64 positions"):
+        evaluate(tmp_path / "out", given)
+    assert "dpo/exact_match" in evaluate(tmp_path / "out", given, replace(SMALL, max_length=64))

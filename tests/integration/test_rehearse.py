@@ -10,7 +10,7 @@ import pytest
 from lineage.errors import ArtifactError
 from lineage.mlflow.names import OUTPUT
 from lineage.mlflow.registry import unregister_gone
-from tasks.row_scores import read_scores
+from tasks.evaluate.row_scores import read_scores
 from tests.command import Command
 from tests.miniature import MODEL, STEPS, write_own_rows
 

@@ -14,7 +14,7 @@ from tasks.data.batches import row_batches
 from tasks.data.kinds import kind_of_columns
 from tasks.data.preparing.report import Lengths
 from tasks.data.schema import messages_of, texts_of, tools_of
-from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.template import Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,11 +78,11 @@ def token_lengths(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -
     Raises:
         DataError: the chat template refuses a row.
     """
-    renderer = Renderer.of(tokenizer) if tokenizer.chat_template else None
+    template = Template.of(tokenizer) if tokenizer.chat_template else None
     lengths: list[int] = []
     for rows in _sampled(files):
-        if renderer:
-            rendered = [_rendered(row, renderer) for row in rows.to_pylist()]
+        if template:
+            rendered = [_rendered(row, template) for row in rows.to_pylist()]
         else:
             rendered = [[text] for text in texts_of(rows).to_pylist()]
         counted = tokenizer([text for texts in rendered for text in texts], add_special_tokens=False)
@@ -100,13 +100,13 @@ def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
         yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
 
 
-def _rendered(row: Mapping[str, object], renderer: Renderer) -> list[str]:
+def _rendered(row: Mapping[str, object], template: Template) -> list[str]:
     """The texts that are tokenized for a row: two of a pair, else one."""
     kind = kind_of_columns(list(row))
     if not kind.chat:
         return [str(row[kind.asked])]
     tools, row_id, asked = tools_of(row), str(row["row_id"]), messages_of(row[kind.asked])
     if not kind.trained:
-        return [renderer.text(asked, tools, row_id=row_id, prompt=True)]
+        return template.render([asked], tools, row_id, prompt=True)
     answers = [messages_of(row[name]) for name in kind.answers]
-    return [renderer.text([*asked, *answer], tools, row_id=row_id) for answer in answers or [[]]]
+    return template.render([[*asked, *answer] for answer in answers or [[]]], tools, row_id)

@@ -36,6 +36,8 @@ class Account:
         num_examples: rows that are trained on; chunks, for text; packs, for packed rows.
         num_tokens, num_trained: tokens that a trainer reads, and those of them that get loss.
         cut, prompts_cut, dropped: rows that lost their end, the beginning of their prompt, and all; these by reason.
+        split: rows that are several examples, since the chat template renders earlier turns otherwise than the last.
+        stop_tokens: those that end the assistant's turns: what generation must stop at.
         lengths: tokens of a row before anything was cut -> rows.
         samples: texts of the first rows as they are trained, the trained part in ⟦ ⟧.
         labels: of single answers: desirable and undesirable -> rows that are trained on.
@@ -51,6 +53,8 @@ class Account:
     cut: Named = field(default_factory=Named)
     prompts_cut: Named = field(default_factory=Named)
     dropped: dict[str, Named] = field(default_factory=dict)
+    split: Named = field(default_factory=Named)
+    stop_tokens: list[int] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -63,6 +67,9 @@ class Account:
             self.cut.add(fate.row_id)
         if fate.prompt_cut:
             self.prompts_cut.add(fate.row_id)
+        if fate.num_examples > 1:
+            self.split.add(fate.row_id)
+        self.stop_tokens = sorted({*self.stop_tokens, *fate.stops})
         if fate.dropped:
             self.dropped.setdefault(fate.dropped, Named()).add(fate.row_id)
         else:
@@ -88,6 +95,7 @@ class Account:
             "rows_cut": float(self.cut.count),
             "rows_dropped": float(sum(named.count for named in self.dropped.values())),
             **({"prompts_cut": float(self.prompts_cut.count)} if self.prompts_cut.count else {}),
+            **({"rows_split": float(self.split.count)} if self.split.count else {}),
             **({"packs": float(self.num_examples)} if self.packed else {}),
             **{f"{name}_rows": float(count) for name, count in sorted(self.labels.items())},
             **(
@@ -122,6 +130,8 @@ class Account:
             **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
             cut=Named(**fields["cut"]),
             prompts_cut=Named(**fields["prompts_cut"]),
+            split=Named(**fields["split"]),
+            stop_tokens=fields["stop_tokens"],
             dropped={reason: Named(**named) for reason, named in fields["dropped"].items()},
             lengths={int(length): count for length, count in fields["lengths"].items()},
             samples=fields["samples"],

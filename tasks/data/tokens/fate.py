@@ -1,6 +1,6 @@
 """What becomes of one row when it is made into tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -14,6 +14,8 @@ class Fate:
         cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
         dropped: why it is not trained on, such as ``nothing_to_train``.
         label: of a single answer: whether it is desirable; None: rows of its kind have none.
+        stops: the tokens that end the turns of its assistant.
+        num_examples: examples that it is trained as: several where its turns cannot stand in one text.
     """
 
     row_id: str
@@ -24,6 +26,8 @@ class Fate:
     prompt_cut: bool = False
     dropped: str | None = None
     label: bool | None = None
+    stops: set[int] = field(default_factory=set)
+    num_examples: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,11 @@ class TokenRow:
     Args:
         columns: its tokens.
         rest: what a file of tokens of its kind holds beside them, such as a label.
+        more: the tokens of further examples: of a conversation whose chat template renders earlier turns otherwise
+            than the last one.
     """
 
     fate: Fate
     columns: dict[str, list[int]]
     rest: Mapping[str, object] = field(default_factory=dict)
+    more: Sequence[dict[str, list[int]]] = ()

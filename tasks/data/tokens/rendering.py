@@ -1,27 +1,41 @@
-"""A conversation as one text, through the model's chat template, with the borders of what the assistant says."""
+"""A conversation as text, through the model's chat template, with the borders of what the assistant says.
 
+Each assistant turn is trained after the very prompt that generation of it starts from: the template's rendering of the
+messages before it, up to where the assistant begins to speak. Where that prompt continues the rendering of the turn
+before, both stand in one text. Where it does not, since the template renders earlier turns otherwise than the last one
+(Qwen 3, DeepSeek R1 and gpt-oss drop their thinking), the turn is a text of its own.
+"""
+
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.schema import Message
+from tasks.data.tokens import thinking
+from tasks.data.tokens.encoding import common_prefix
 from tasks.data.tokens.losses import form_of, lost
-from tasks.data.tokens.skeleton import Skeleton
+from tasks.data.tokens.skeleton import Skeleton, Span
+from tasks.data.tokens.stop_tokens import StopTokens
 from tasks.data.tokens.template import Template, Tools
+from tasks.data.tokens.thinking import Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
+logger = logging.getLogger(__name__)
+
+_SLOT = "\ue000"  # a content that no template writes by itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """A rendered conversation.
+    """A rendered conversation, up to the end of the last turn that is trained.
 
     Args:
-        spans: per assistant turn, the places in ``text`` where it begins and where it ends, its end token included.
+        spans: per trained turn of the assistant, the places in ``text`` where it begins and where it ends, the token
+            that ends it included.
     """
 
     text: str
@@ -30,21 +44,35 @@ class Turns:
 
 @dataclass(kw_only=True)
 class Renderer:
-    """A chat template, and what is known of it by now. Can be pickled."""
+    """A chat template, and what is known of it by now. Can be pickled.
+
+    Args:
+        thinking: whether what the assistant thinks is trained; None: as the template has it, which must not lose it.
+        thinks_in_field: the template takes thinking in a field of the message.
+    """
 
     template: Template
+    stops: StopTokens
+    thinking: Thinking | None = None
+    thinks_in_field: bool = False
     _skeletons: dict[tuple[object, ...], Skeleton | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(tokenizer: "PreTrainedTokenizerBase") -> "Renderer":
-        return Renderer(template=Template.of(tokenizer))
+    def of(tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None) -> "Renderer":
+        template = Template.of(tokenizer)
+        return Renderer(
+            template=template, stops=StopTokens.of(tokenizer), thinking=thinking,
+            thinks_in_field=_thinks_in_field(template),
+        )  # fmt: skip
 
-    def turns(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> Turns:
-        """Renders a conversation.
+    def turns(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int = 0) -> list[Turns]:
+        """Renders a conversation: one text, or several where the template renders earlier turns otherwise.
 
+        Args:
+            first: assistant turns before this message are not trained.
         Raises:
-            ConfigError: the template renders the first messages otherwise when more follow, so that no border can be
-                trusted; or it leaves out something of conversations of this form; or it cannot be used.
+            ConfigError: the template leaves out something of conversations of this form, or of what the assistant
+                thinks; or it cannot be used.
             DataError: the template refuses the messages, or nothing precedes an answer.
         """
         if messages[0]["role"] == "assistant":
@@ -52,46 +80,88 @@ class Renderer:
                 f"row {row_id}: its first message is of the assistant; a prompt before each answer is accepted; "
                 "add the prompt, or remove the message"
             )
+        last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+        messages = self._with_thinking(messages[: last + 1])
         roles = tuple(str(message["role"]) for message in messages)
         # Only where contents are all that is said can one row's pieces be those of another.
         is_plain = tools is None and "tool" not in roles and all(len(message) == 2 for message in messages)
-        form = roles if is_plain else form_of(messages, tools)
+        form = (first, roles if is_plain else form_of(messages, tools))
         skeleton = self._skeletons.get(form)
-        if skeleton:
-            text = self.text(messages, row_id=row_id)
-            spans = skeleton.spans(text, [str(message["content"]) for message in messages])
-            if spans is not None:
-                return Turns(text=text, spans=spans)
-        turns = self._proven(messages, tools, row_id)
+        if skeleton and not (skeleton.rewrites and any(thinking.CLOSE in str(each["content"]) for each in messages)):
+            found = skeleton.filled(self.text(messages, row_id=row_id), [str(each["content"]) for each in messages])
+            if found is not None:
+                return [Turns(text=found[0], spans=found[1])]
+        turns = self._proven(messages, tools, row_id, first)
         if form not in self._skeletons:
             self._require_whole(messages, tools, row_id, "chatml" if is_plain else "hermes")
-            self._skeletons[form] = self._skeleton(roles) if is_plain else None
+            self._skeletons[form] = self._skeleton(roles, first) if is_plain else None
         return turns
 
-    def _proven(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> Turns:
-        """Each assistant turn's borders, from renderings that end there: as many as there are messages."""
-        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        befores = self.template.render([messages[:place] for place in answers], tools, row_id, prompt=True)
-        *uptos, whole = self.template.render([*(messages[: at + 1] for at in answers), messages], tools, row_id)
-        for before, upto in zip(befores, uptos, strict=True):
-            if not (whole.startswith(upto) and upto.startswith(before)):
-                raise ConfigError(
-                    f"the model's chat template is not prefix-stable: on row {row_id} it rewrites earlier turns when "
-                    f"others follow (...{before[-60:]!r} does not begin the whole), so the trained tokens cannot be "
-                    "told apart; rows that are split into single-turn ones are accepted, and templates that render "
-                    "each turn alone; split the rows, or set chat_template=chatml on the sft stage"
-                )
-        return Turns(text=whole, spans=[(len(b), len(u)) for b, u in zip(befores, uptos, strict=True)])
+    def _with_thinking(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self.thinking == "drop":
+            return thinking.without(messages)
+        return thinking.in_field(messages) if self.thinks_in_field else messages
 
-    def _skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
+    def _proven(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int) -> list[Turns]:
+        """Each assistant turn after its own prompt; turns whose prompt continues a text are in that text."""
+        found: list[Turns] = []
+        for at, message in enumerate(messages):
+            if at < first or message["role"] != "assistant":
+                continue
+            prompt, text = self._turn(messages[: at + 1], tools, row_id)
+            span = (len(prompt), len(text))
+            if found and prompt.startswith(found[-1].text):
+                found[-1] = Turns(text=text, spans=[*found[-1].spans, span])
+            else:
+                found.append(Turns(text=text, spans=[span]))
+        return found
+
+    def _turn(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> tuple[str, str]:
+        """What the last message is generated from, and that with the message, up to the token that ends it."""
+        (prompt,) = self.template.render([messages[:-1]], tools, row_id, prompt=True)
+        (text,) = self.template.render([messages], tools, row_id)
+        thought, _ = thinking.split(messages[-1])
+        if thought and not text.startswith(prompt):
+            (thinks,) = self.template.render([messages[:-1]], tools, row_id, prompt=True, thinks=True)
+            prompt = thinks if text.startswith(thinks) else prompt
+        is_kept = text.startswith(prompt) and thought in text[len(prompt) :]
+        if not is_kept:
+            if thought and self.thinking is None and thought not in text:
+                raise ConfigError(
+                    f"the model's chat template leaves out what the assistant thinks ({thinking.OPEN}) on row {row_id};"
+                    " rows without it are accepted, and a choice; set thinking=keep to train it, or thinking=drop to "
+                    "train the answers alone"
+                )
+            text = self._after_prompt(prompt, messages, tools, row_id, thought)
+        return prompt, self.stops.ended(self.template, text, len(prompt), messages, tools, row_id)
+
+    def _after_prompt(
+        self, prompt: str, messages: Sequence[Message], tools: Tools | None, row_id: str, thought: str
+    ) -> str:
+        """The last message behind the prompt, though the template writes another end of the prompt before it."""
+        *before, last = messages
+        _, plain = thinking.split(last)
+        slot, text = self.template.render([[*before, {**plain, "content": _SLOT}], [*before, plain]], tools, row_id)
+        shared = prompt[: common_prefix(prompt, slot)]
+        if prompt[len(shared) :].strip() not in ("", thinking.OPEN) or not text.startswith(shared):
+            raise ConfigError(
+                f"the model's chat template does not render answers after the prompt that it generates them from: on "
+                f"row {row_id} the prompt ends in {prompt[-60:]!r}, and the answer follows {slot[-90:]!r}; a template "
+                "that begins the assistant's turn with its generation prompt is accepted; mend the template, or set "
+                "chat_template=chatml on the sft stage"
+            )
+        return thinking.answer_after(prompt, text[len(shared) :], thought)
+
+    def _skeleton(self, roles: tuple[str, ...], first: int) -> Skeleton | None:
         """What conversations of these roles have in common; None where that cannot be told."""
         contents = Skeleton.slots(len(roles))
         messages: list[Message] = [{"role": role, "content": slot} for role, slot in zip(roles, contents, strict=True)]
         try:
-            turns = self._proven(messages, None, "")
+            turns = self._proven(messages, None, "", first)
+            written = self.text(messages)
         except PipelineError:
             return None
-        return Skeleton.of(turns.text, turns.spans, contents)
+        return Skeleton.of(written, turns[0].text, turns[0].spans, contents) if len(turns) == 1 else None
 
     def _require_whole(self, messages: Sequence[Message], tools: Tools | None, row_id: str, instead: str) -> None:
         missing = lost(self.template, messages, tools, row_id)
@@ -105,7 +175,7 @@ class Renderer:
     def text(
         self, messages: Sequence[Message], tools: Tools | None = None, *, row_id: str = "", prompt: bool = False
     ) -> str:
-        """A conversation as text.
+        """A conversation as the template writes it.
 
         Args:
             row_id: of its row, for messages.
@@ -113,4 +183,16 @@ class Renderer:
         Raises:
             ConfigError, DataError: as ``Template.render``.
         """
-        return self.template.render([messages], tools, row_id, prompt=prompt)[0]
+        return self.template.render([self._with_thinking(messages)], tools, row_id, prompt=prompt)[0]
+
+
+def _thinks_in_field(template: Template) -> bool:
+    """Whether a template writes what a field of an assistant's message says it thinks."""
+    messages: list[Message] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": f"{thinking.OPEN}\n{_SLOT}\n{thinking.CLOSE}\n\na"},
+    ]
+    try:
+        return _SLOT in template.render([thinking.in_field(messages)], None, "")[0]
+    except PipelineError:
+        return False

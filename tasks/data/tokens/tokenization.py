@@ -5,6 +5,7 @@ from typing import Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.data.tokens.thinking import Thinking
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]
@@ -22,6 +23,8 @@ class Tokenization:
         max_prompt_length: a longer prompt keeps its last tokens; of a conversation, the prompt is what precedes the
             first answer.
         packing: rows share the ``max_length`` of one example; None: each is one.
+        thinking: whether what the assistant thinks is trained; None: as the chat template has it, which must not lose
+            it.
         chat_template: one of ``tasks.chat_template``; None: the tokenizer's own.
     """
 
@@ -31,6 +34,7 @@ class Tokenization:
     max_prompt_length: int | None = None
     packing: Packing | None = None
     chat_template: str | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:

@@ -13,7 +13,7 @@ from tasks.data.kinds import ROW_KINDS
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.train.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 
-TOKENS_VERSION = 2  # raise it when the same rows, tokenizer and options now give other tokens
+TOKENS_VERSION = 3  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
 _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
 

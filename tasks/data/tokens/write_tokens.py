@@ -38,7 +38,7 @@ class PartTokenizer:
         import pyarrow as pa
 
         made = list(self.tokenizer(rows.to_pylist()))
-        kept = [{**row.columns, **row.rest} for row in made if not row.fate.dropped]
+        kept = [{**columns, **row.rest} for row in made if not row.fate.dropped for columns in (row.columns, *row.more)]
         tokens = ROW_KINDS[self.tokenizer.tokenization.kind].tokens
         schema = arrow_schema({name: tokens[name] for name in (*made[0].columns, *made[0].rest)})
         columns = [pa.array([row[name] for row in kept], schema.field(name).type) for name in schema.names]
@@ -62,7 +62,11 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
     ):
         for part in _parts(rows, tokenizer, workers):
             token_file.write_batch(part.columns)
-            fate_file.write_batch(pa.RecordBatch.from_pylist([vars(fate) for fate in part.fates], fates))
+            fate_file.write_batch(
+                pa.RecordBatch.from_pylist(
+                    [{name: getattr(fate, name) for name in _FATE} for fate in part.fates], fates
+                )
+            )
             account.num_examples += len(part.columns)
             for fate in part.fates:
                 account.add(fate)

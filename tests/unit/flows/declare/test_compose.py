@@ -26,6 +26,7 @@ RATE = "stages.left.method.learning_rate"
         ("stages.left.resources.max_failures=2", "stages.left.resources={max_failures: 1}"),
         ("sources.rows.path=other.txt", "sources={rows: {path: third.txt}}"),
         ("store='a b'", "stages.left.method.new={deep: [1, null]}"),
+        ("store=elsewhere", "store=here", "name=other", "code_drift=warn"),
     ],
 )
 def test_it_is_what_hydra_composes(overrides):

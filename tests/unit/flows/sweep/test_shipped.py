@@ -4,7 +4,7 @@ import pytest
 
 from flows.sweep.stated import read_sweep
 from lineage.errors import ConfigError
-from tasks.evaluation_report import POLICY_METRICS
+from tasks.evaluate.report import POLICY_METRICS
 
 BETA = "stages.dpo.method.beta=tag(log,interval(0.01,0.5))"
 

@@ -12,7 +12,10 @@ def plain_labels(
     messages: Sequence[dict[str, object]],
     tools: list[dict[str, object]] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Tokens and labels; a token belongs to a turn if it is not among those of the text before the turn."""
+    """Tokens and labels; a token belongs to a turn if it is not among those of the text before the turn.
+
+    The blanks that some templates write behind the token that ends a turn are not of the turn.
+    """
 
     def text(count: int, *, prompt: bool = False) -> str:
         part = list(messages[:count])
@@ -25,12 +28,12 @@ def plain_labels(
         pairs = zip(first, second, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
-    whole = text(len(messages))
+    whole = text(len(messages)).rstrip()
     ids = tokens(whole)
     labels = [IGNORED] * len(ids)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, upto = text(place, prompt=True), text(place + 1)
+            before, upto = text(place, prompt=True), text(place + 1).rstrip()
             assert whole.startswith(upto) and upto.startswith(before)
             start, end = (shared(tokens(part), ids) for part in (before, upto))
             labels[start:end] = ids[start:end]

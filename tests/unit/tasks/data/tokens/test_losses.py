@@ -72,7 +72,7 @@ def test_what_is_lost_is_named(
 
 @pytest.mark.parametrize("template", [CHATML, HERMES, STRIPPING, OWN_SYSTEM, PLAIN_WORDS, FORGETTING])
 def test_blanks_and_thoughts_may_go(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    turns = Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
+    (turns,) = Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
     assert len(turns.spans) == 2
 
 

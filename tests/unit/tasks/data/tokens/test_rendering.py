@@ -39,7 +39,8 @@ FORGETTING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PLAIN_WORDS = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TEMPLATES = {
@@ -119,7 +120,7 @@ def test_a_token_is_trained_if_it_ends_within_a_turn(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]]
 ) -> None:
     (row,) = token_rows([{"row_id": "a", "messages": messages}], with_template(tokenizer, TEMPLATES[template]))
-    turns = Renderer.of(tokenizer).turns(messages, None, "a")
+    (turns,) = Renderer.of(tokenizer).turns(messages, None, "a")
     plain = tokenizer(turns.text, add_special_tokens=False, return_offsets_mapping=True)
     within = [any(start < end <= stop for start, stop in turns.spans) for _, end in plain["offset_mapping"]]
     assert row.columns["input_ids"] == plain["input_ids"]
@@ -141,31 +142,50 @@ def test_rows_of_a_form_are_rendered_once_each(
 
 
 def test_a_form_is_not_taken_for_another() -> None:
-    form = Skeleton.of("<\ue0000\ue001|\ue0001\ue001>", [(5, 9)], Skeleton.slots(2))
+    written, slots = "<\ue0000\ue001|\ue0001\ue001>", Skeleton.slots(2)
+    form = Skeleton.of(written, written, [(5, 9)], slots)
     assert form is not None
-    assert form.spans("<ab|c>", ["ab", "c"]) == [(4, 6)]
+    assert form.filled("<ab|c>", ["ab", "c"]) == ("<ab|c>", [(4, 6)])
     for text in ("<ab|c> ", "<ab|c", "<ab |c>", "ab|c>", "<ab|d>"):
-        assert form.spans(text, ["ab", "c"]) is None
-    assert Skeleton.of("\ue0000\ue001", [], Skeleton.slots(2)) is None  # the template leaves out a content
-    assert Skeleton.of("\ue0001\ue001\ue0000\ue001", [], Skeleton.slots(2)) is None
+        assert form.filled(text, ["ab", "c"]) is None
+    assert Skeleton.of("\ue0000\ue001", "\ue0000\ue001", [], slots) is None  # the template leaves out a content
+    assert Skeleton.of("\ue0001\ue001\ue0000\ue001", written, [], slots) is None
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    rewriting = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}|{% endfor %}"
-    rows = [{"row_id": "a", "messages": [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "adds"}]}]
-    with pytest.raises(ConfigError, match="not prefix-stable: on row a"):
-        token_rows(rows, with_template(tokenizer, rewriting))
+def test_what_is_trained_may_differ_from_what_the_template_writes() -> None:
+    form = Skeleton.of("<\ue0000\ue001>\n", "<x\ue0000\ue001>", [(2, 6)], Skeleton.slots(1))
+    assert form is not None
+    assert form.rewrites
+    assert form.filled("<ab>\n", ["ab"]) == ("<xab>", [(2, 5)])
+    assert form.filled("<xab>", ["ab"]) is None
 
 
-def test_a_template_that_rewrites_some_contents_is_refused_on_their_row(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_turns_that_a_template_rewrites_when_others_follow_are_texts_of_their_own(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     renderer = Renderer.of(with_template(tokenizer, FORGETTING))
     turn = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "adds"}]
     thought = [turn[0], {"role": "assistant", "content": "hm</think>adds"}]
-    renderer.turns([*turn, *turn], None, "plain")
-    renderer.turns([*turn, *thought], None, "last")
-    with pytest.raises(ConfigError, match=r"on row first it rewrites earlier turns .*rows that are split into single-"):
-        renderer.turns([*thought, *turn], None, "first")
-    assert renderer.turns(thought, None, "single").text.endswith("hm</think>adds<|im_end|>")
+    assert len(renderer.turns([*turn, *turn], None, "plain")) == 1
+    assert len(renderer.turns([*turn, *thought], None, "last")) == 1
+    first, second = renderer.turns([*thought, *turn], None, "first")
+    question = "<|im_start|>user\nsum<|im_end|>"
+    assert first.text == f"{question}<|im_start|>assistant\nhm</think>adds<|im_end|>"
+    assert second.text == f"{question}<|im_start|>assistant\nadds<|im_end|>" * 2
+    assert [part.text[slice(*part.spans[0])] for part in (first, second)] == [
+        "hm</think>adds<|im_end|>",
+        "adds<|im_end|>",
+    ]
+    assert [len(part.spans) for part in (first, second)] == [1, 1]
+
+
+def test_answers_behind_another_text_than_their_prompt_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    other = CHATML.replace("'\\n<|im_start|>assistant\\n' }}", "'\\nassistant:' }}")
+    assert other != CHATML
+    with pytest.raises(
+        ConfigError, match=r"after the prompt that it generates them from: on row c0 .*mend the templat"
+    ):
+        token_rows(tiny.conversation_rows(1), with_template(tokenizer, other))
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -204,11 +224,13 @@ def test_the_date_of_a_template_is_the_same_on_every_day(tokenizer: PreTrainedTo
         "{{ '<|im_start|>Today Date: ' + date_string + '\n' }}" + CHATML
     )
     turn = tiny.conversation_rows(1)[0]["messages"]
-    text = Renderer.of(with_template(tokenizer, dated)).turns(turn, None, "a").text
-    assert text.startswith(f"<|im_start|>Today Date: {DATE}\n")
-    renderer = Renderer.of(with_template(tokenizer, "{{ strftime_now('%d %b %Y') }}" + CHATML))
-    with pytest.raises(ConfigError, match=r"writes today's date .*date_string is accepted"):
-        renderer.turns(turn, None, "a")
+    (turns,) = Renderer.of(with_template(tokenizer, dated)).turns(turn, None, "a")
+    assert turns.text.startswith(f"<|im_start|>Today Date: {DATE}\n")
+    # As gpt-oss has it.
+    (turns,) = Renderer.of(with_template(tokenizer, "{{ strftime_now('%Y-%m-%d') }}" + CHATML)).turns(turn, None, "a")
+    assert turns.text.startswith("2024-07-26<|im_start|>")
+    with pytest.raises(ConfigError, match=r"writes today's date .*names the form of the date"):
+        Renderer.of(with_template(tokenizer, "{{ strftime_now(form) }}" + CHATML))
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": "sum"}], []])
@@ -278,7 +300,7 @@ def test_the_template_with_tools_is_taken_for_rows_with_tools(tmp_path: Path) ->
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path))
     tokenizer.chat_template = {"default": CHATML, "tool_use": HERMES}
     renderer = Renderer.of(tokenizer)
-    assert "<tools>" in renderer.turns(WITH_TOOLS, [WEATHER], "a").text
-    assert renderer.turns(WITH_TOOLS[:2], None, "a").text == Renderer.of(with_template(tokenizer, CHATML)).text(
-        WITH_TOOLS[:2]
-    )
+    assert "<tools>" in renderer.turns(WITH_TOOLS, [WEATHER], "a")[0].text
+    assert renderer.turns(tiny.conversation_rows(1)[0]["messages"], None, "a") == Renderer.of(
+        with_template(tokenizer, CHATML)
+    ).turns(tiny.conversation_rows(1)[0]["messages"], None, "a")

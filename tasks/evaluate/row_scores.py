@@ -108,5 +108,5 @@ def _read(report: Path, name: str) -> str:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{report}: this report has no {name}, and a gate judges by scores per row; "
-            "its method writes them with tasks.row_scores.write_scores, as tasks.evaluate.Evaluate does"
+            "its method writes them with tasks.evaluate.row_scores.write_scores, as tasks.evaluate.Evaluate does"
         ) from error

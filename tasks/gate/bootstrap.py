@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
+from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 
 if TYPE_CHECKING:
     import numpy as np

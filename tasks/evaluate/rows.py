@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
@@ -14,9 +14,10 @@ from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.fate import TokenRow
 from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
-from tasks.scoring import Answer, Scored
+from tasks.evaluate.scoring import Answer, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,13 +55,13 @@ class Prompt:
         return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
     def text(self, renderer: Renderer, answer: str | None = None) -> str:
-        """It and the answer; without one, up to where the assistant begins to speak."""
-        messages = messages_of(self.messages)
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
-        return renderer.text(
-            messages, tools_of({"tools": self.tools}), row_id=f"prompt {self.name}", prompt=answer is None
-        )
+        """It and the answer, as it is trained; without one, up to where the assistant begins to speak."""
+        messages, tools, name = messages_of(self.messages), tools_of({"tools": self.tools}), f"prompt {self.name}"
+        if answer is None:
+            return renderer.text(messages, tools, row_id=name, prompt=True)
+        said: list[dict[str, object]] = [*messages, {"role": "assistant", "content": answer}]
+        (turns,) = renderer.turns(said, tools, name, first=len(messages))
+        return turns.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ def draw(
     num_questions: int,
     lengths: Lengths,
     seed: int,
+    thinking: Thinking | None = None,
 ) -> Rows:
     """At most so many rows of each kind.
 
@@ -148,11 +150,11 @@ def draw(
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed))
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length),
-        "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length),
-        "pairs": _tokens(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length),
+        "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, thinking),
+        "pairs": _tokens(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length, thinking),
     }
     asked = [*prompts, *(question.prompt for question in questions)]
-    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length)
+    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
     for slot, found in tokens.items():
         _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
     return Rows(
@@ -188,11 +190,17 @@ def _text(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length:
     return list(zip(rows, found, strict=True))
 
 
-def _tokens(kind: Kind, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Tokens:
+def _tokens(
+    kind: Kind,
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    thinking: Thinking | None = None,
+) -> Tokens:
     """A row that is too long loses the beginning of its prompt; where half of ``max_length`` is left of the prompt and
     the row is still too long, it loses the end of its answer."""
-    by_prompt = Tokenization(kind=kind, max_length=max_length, too_long="cut_prompt")
-    by_answer = Tokenization(kind=kind, max_length=max_length, max_prompt_length=max(1, max_length // 2))
+    by_prompt = Tokenization(kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking)
+    by_answer = replace(by_prompt, too_long=None, max_prompt_length=max(1, max_length // 2))
     found = list(RowTokenizer.of(by_prompt, tokenizer)(rows))
     long = [index for index, each in enumerate(found) if each.fate.dropped == ANSWER_TOO_LONG]
     again = RowTokenizer.of(by_answer, tokenizer)([rows[index] for index in long])
@@ -248,15 +256,16 @@ def text_tokens(rows: Tokens) -> list[Scored]:
 
 
 def answer_tokens(rows: Tokens) -> list[Scored]:
-    """Each conversation; what the assistant says counts, as in training."""
+    """Each conversation, in one text or several; what the assistant says counts, as in training."""
     return [
         Scored(
-            input_ids=each.columns["input_ids"],
-            mask=[int(label != IGNORED) for label in each.columns["labels"]],
+            input_ids=columns["input_ids"],
+            mask=[int(label != IGNORED) for label in columns["labels"]],
             row_id=str(row["row_id"]),
             group=_content(row),
         )
         for row, each in _kept(rows)
+        for columns in (each.columns, *each.more)
     ]
 
 
@@ -316,10 +325,13 @@ def distinct_prompts(rows: Sequence[Row], count: int) -> list[Prompt]:
 
 
 def prompt_tokens(
-    prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_prompt_length: int
+    prompts: Sequence[Prompt],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_prompt_length: int,
+    thinking: Thinking | None = None,
 ) -> tuple[list[list[int]], int]:
     """Each prompt up to where the assistant begins to speak, and how many are cut: a long one keeps its end."""
-    renderer = Renderer.of(tokenizer)
+    renderer = Renderer.of(tokenizer, thinking)
     encoded = encoder_of(tokenizer).encode([prompt.text(renderer) for prompt in prompts])
     whole = [each.ids for each in encoded]
     cut = [without_beginning(ids, len(ids) - max_prompt_length, tokenizer.bos_token_id) for ids in whole]
@@ -327,14 +339,18 @@ def prompt_tokens(
 
 
 def answered_tokens(
-    prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: "PreTrainedTokenizerBase", lengths: Lengths
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    tokenizer: "PreTrainedTokenizerBase",
+    lengths: Lengths,
+    thinking: Thinking | None = None,
 ) -> list[list[int]]:
     """Each prompt with an answer to it, as a reward model reads them; only a finished answer ends its turn.
 
     A long prompt keeps the end that it was answered by; should the answer be longer as text than it was as tokens, the
     prompt loses more.
     """
-    renderer = Renderer.of(tokenizer)
+    renderer = Renderer.of(tokenizer, thinking or "keep")  # a policy may think whatever it was trained on
     asked = [prompt.text(renderer) for prompt in prompts]
     texts = [
         _answered(before, prompt.text(renderer, answer.text), answer)

@@ -9,8 +9,8 @@ from annotated_types import Ge
 
 from lineage.errors import ConfigError
 from lineage.verdict import CHAMPION, Outcome, RuleResult
-from tasks.bootstrap import Bootstrap, Estimate
-from tasks.row_scores import RowScores, is_perplexity
+from tasks.evaluate.row_scores import RowScores, is_perplexity
+from tasks.gate.bootstrap import Bootstrap, Estimate
 
 PARENT, CANDIDATE = "parent", "candidate"
 _ABSOLUTE, _RELATIVE = ("at_least", "at_most"), ("min_gain", "max_regression")

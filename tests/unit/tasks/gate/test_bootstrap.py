@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from tasks.bootstrap import Bootstrap
-from tasks.row_scores import RowScores
+from tasks.evaluate.row_scores import RowScores
+from tasks.gate.bootstrap import Bootstrap
 
 PLAIN = Bootstrap(confidence=0.95, num_resamples=2000, seed=0)
 
@@ -117,7 +117,7 @@ def test_each_field_changes_the_interval():
 def test_chunks_change_nothing(monkeypatch):
     report = scores("accuracy", a=wins(1, 50, 0.6))
     whole = PLAIN.estimate([report], "a", None)
-    monkeypatch.setattr("tasks.bootstrap._CHUNK", 1000)
+    monkeypatch.setattr("tasks.gate.bootstrap._CHUNK", 1000)
     assert PLAIN.estimate([report], "a", None) == whole
 
 

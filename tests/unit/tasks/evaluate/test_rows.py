@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import HERMES
-from tasks.held_out_rows import (
+from tasks.evaluate.rows import (
     Lengths,
     Pairs,
     Rows,
@@ -20,8 +20,8 @@ from tasks.held_out_rows import (
     pair_tokens,
     prompt_tokens,
 )
+from tasks.evaluate.scoring import Answer
 from tasks.method import Input
-from tasks.scoring import Answer
 from tests import tiny
 
 SUM = [{"role": "user", "content": "sum"}]

@@ -12,12 +12,12 @@ import pytest
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.verdict import Verdict, read_verdict
-from tasks.bootstrap import Bootstrap
 from tasks.context import TrainContext
+from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate
-from tasks.gate_rule import Evidence, Rule
+from tasks.gate.bootstrap import Bootstrap
+from tasks.gate.rule import Evidence, Rule
 from tasks.method import Input
-from tasks.row_scores import RowScores, write_scores
 
 POLICIES = ("base", "sft", "dpo", "old")
 

@@ -11,7 +11,7 @@ POLICY_METRICS = (
     "mean_logp_accuracy", "reward_score", "win_rate", "unfinished_share",
 )  # fmt: skip
 LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
-_NUM_SAMPLES = 3
+_NUM_SAMPLES = 5
 _MAX_SHOWN = 120  # characters of a sample answer
 # Metric of a policy -> title of its column, and digits after the point.
 _COLUMNS = {
@@ -32,8 +32,17 @@ def write_report(
     metrics: Mapping[str, float],
     prompts: Sequence[Sequence[Message]],
     answers: Mapping[str, Sequence[str]],
+    questions: Sequence[Sequence[Message]],
+    references: Sequence[str],
+    answered: Mapping[str, Sequence[str]],
 ) -> None:
-    """Writes ``metrics.json``, ``answers.jsonl`` (a prompt and one answer per policy) and ``table.md``."""
+    """Writes ``metrics.json``, ``answers.jsonl`` (a prompt and one answer per policy) and ``table.md``.
+
+    Args:
+        prompts, answers: of the held-out pairs.
+        questions, references, answered: of the held-out conversations, with their right answers: the samples of the
+            table. Where there are none, the prompts are.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     lines = [
@@ -41,7 +50,8 @@ def write_report(
         for index, prompt in enumerate(prompts)
     ]
     (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), _samples(prompts, answers)]
+    samples = _samples(questions, {"right answer": references, **answered}) if questions else _samples(prompts, answers)
+    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), samples]
     (directory / TABLE_FILE).write_text("\n".join(filter(None, parts)), encoding="utf-8")
 
 
@@ -74,7 +84,7 @@ def _lost(metrics: Mapping[str, float]) -> str:
 
 
 def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:
-    """A few prompts with the answer of every policy below each."""
+    """A few prompts with the answers below each."""
     blocks = []
     for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
         rows = [[name, _cell(texts[index])] for name, texts in answers.items()]

@@ -12,13 +12,14 @@ from annotated_types import Ge, Gt, Le
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Entry
-from tasks import held_out_rows as held_out
 from tasks.context import Metrics, TrainContext
-from tasks.evaluation_report import POLICY_METRICS, write_report
-from tasks.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.data.tokens.thinking import Thinking
+from tasks.evaluate import rows as held_out
+from tasks.evaluate.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.evaluate.report import POLICY_METRICS, write_report
+from tasks.evaluate.row_scores import RowScores, write_scores
+from tasks.evaluate.scoring import greedy_answers, logps, rewards
 from tasks.recipe import Input, Inputs, Method
-from tasks.row_scores import RowScores, write_scores
-from tasks.scoring import greedy_answers, logps, rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ class Evaluate(Method):
         max_dropped: largest share of the rows of a kind that nothing can be measured on.
         max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part.
         seed: of the choice of rows.
+        thinking: of the assistant, as the stages that trained the models have it.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -66,6 +68,7 @@ class Evaluate(Method):
     max_dropped: Annotated[float, Ge(0), Le(1)] = 0.05
     max_cut: Annotated[float, Ge(0), Le(1)] = 0.5
     seed: Annotated[int, Ge(0)] = 0
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None:
@@ -83,8 +86,10 @@ class Evaluate(Method):
         )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from transformers import AutoConfig
+
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.train.models import load_tokenizer
+        from tasks.train.models import load_tokenizer, require_positions
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -95,9 +100,13 @@ class Evaluate(Method):
         models = {**policies, "reward_model": inputs["reward_model"]}
         require_same_tokens(models, inputs["reference"], tokenizer)
         lengths = self.lengths(self.max_length or trained_length([*models.values(), inputs["reference"]]))
+        for model in (*models.values(), inputs["reference"]):
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
+            require_positions(config, lengths.max_length)
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
+            thinking=self.thinking,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
         of_rewards, by_kind = self._rewards(inputs["reward_model"], rows, lengths, measured, reference, tokenizer, ctx)
@@ -106,7 +115,12 @@ class Evaluate(Method):
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
         answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
-        write_report(ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers)
+        write_report(
+            ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers,
+            questions=[question.prompt.messages for question in rows.questions],
+            references=[question.reference for question in rows.questions],
+            answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
+        )  # fmt: skip
         write_scores(ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()})
         return metrics
 
@@ -162,7 +176,7 @@ class Evaluate(Method):
         batch_size = ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:
-            tokens = held_out.answered_tokens(rows.prompts, policy.greedy, tokenizer, lengths)
+            tokens = held_out.answered_tokens(rows.prompts, policy.greedy, tokenizer, lengths, self.thinking)
             return rewards(model, tokens, batch_size)
 
         chosen, rejected = (

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.held_out_rows import Rows
-from tasks.row_scores import RowScores
-from tasks.scoring import Answer, Scored
+from tasks.evaluate.row_scores import RowScores
+from tasks.evaluate.rows import Rows
+from tasks.evaluate.scoring import Answer, Scored
 
 
 @dataclass(frozen=True, kw_only=True)

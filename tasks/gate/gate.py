@@ -8,13 +8,26 @@ from annotated_types import Ge, Gt, Lt, MinLen
 
 from lineage.artifact import ALIAS, Kind
 from lineage.errors import ConfigError
-from lineage.verdict import CHAMPION, VERDICT_FILE, VERDICT_TABLE, Approval, Judged, Result, RuleResult, Verdict
-from tasks.bootstrap import Bootstrap
+from lineage.fingerprint import short
+from lineage.verdict import (
+    CHAMPION,
+    VERDICT_FILE,
+    VERDICT_TABLE,
+    Approval,
+    Judged,
+    Result,
+    RuleResult,
+    Verdict,
+    interval_text,
+)
 from tasks.context import Metrics, TrainContext
-from tasks.gate_rule import PARENT, Evidence, Rule
+from tasks.evaluate.report import markdown_table
+from tasks.evaluate.row_scores import read_policies, read_scores
+from tasks.gate.bootstrap import Bootstrap
+from tasks.gate.rule import PARENT, Evidence, Rule
 from tasks.recipe import Input, Inputs, Method
-from tasks.row_scores import read_policies, read_scores
-from tasks.verdict_table import verdict_table
+
+_TITLES = ("rule", "demand", "outcome", "candidate", "baseline", "estimate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +127,23 @@ def _metrics(verdict: Verdict) -> dict[str, float]:
         if value is not None
     }
     return {"passed": float(verdict.result == "pass"), **counts, **measured}
+
+
+def verdict_table(verdict: Verdict) -> str:
+    """Markdown: the result, who was judged against whom, a line per rule."""
+    champion = f", champion {_model(verdict.champion)}" if verdict.champion else ""
+    reports = f"{verdict.num_reports} reports" if verdict.num_reports > 1 else "one report"
+    asked = " if a person approves it" if verdict.approval == "required" and verdict.result == "pass" else ""
+    head = f"**{verdict.result}**{asked}: {_model(verdict.candidate)}{champion}"
+    foot = f"Intervals hold the truth with confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
+    return f"{head}\n\n{markdown_table(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
+
+
+def _row(rule: RuleResult) -> list[str]:
+    values = ["" if value is None else f"{value:.4g}" for value in (rule.candidate, rule.baseline)]
+    return [rule.rule, rule.demand, rule.outcome, *values, interval_text(rule)]
+
+
+def _model(judged: Judged) -> str:
+    named = f" (alias {judged.alias})" if judged.alias else ""
+    return f"{judged.name}@{short(judged.fingerprint)}{named}"

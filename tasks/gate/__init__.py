@@ -1,0 +1,5 @@
+"""Judges a model by the reports on it."""
+
+from tasks.gate.gate import Gate
+
+__all__ = ["Gate"]

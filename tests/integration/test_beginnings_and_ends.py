@@ -1,0 +1,103 @@
+"""What begins and ends the texts of a model: outputs stop at what their answers end in, documents begin with BOS."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from lineage.artifact import Kind
+from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.method import LoRA
+from tests import tiny, training
+from tests.unit.tasks.data.tokens.tokens import rows_input
+
+# As Qwen 2.5 has it: a template of the model's own, and a newline behind the token that ends a turn.
+OWN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STEPS = {"num_steps": 1, "global_batch_size": 4}
+
+
+def write_base(directory: Path) -> Path:
+    """A base model: its generation stops at the end of a document, as that of Qwen2.5-0.5B does."""
+    tiny.write_policy(directory, chat_template=OWN)
+    GenerationConfig(eos_token_id=0).save_pretrained(directory)
+    return directory
+
+
+def with_bos(directory: Path) -> Path:
+    """The tiny tokenizer, putting <|im_start|> before each text as Gemma's puts <bos>."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(directory)  # fmt: skip
+    assert AutoTokenizer.from_pretrained(directory)("sum")["input_ids"][0] == 1
+    return directory
+
+
+@pytest.mark.parametrize(("name", "fields"), [("sft", {}), ("dpo", {}), ("sft", {"adapter": LoRA(rank=2, alpha=4)})])
+def test_generation_of_the_output_stops_where_the_answers_end(
+    tmp_path: Path, name: str, fields: dict[str, object]
+) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=4)
+    base = write_base(tmp_path / "base")
+    done = training.train(training.method(name, **STEPS, **fields), root, tmp_path / "output", policy=base)
+    end = AutoTokenizer.from_pretrained(done.output).convert_tokens_to_ids("<|im_end|>")
+    assert end in GenerationConfig.from_pretrained(done.output).eos_token_id
+    assert 0 in GenerationConfig.from_pretrained(done.output).eos_token_id  # it still stops where the base did
+    assert (done.output / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
+
+
+def test_documents_begin_with_bos_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    rows = rows_input(tiny.write_rows(tmp_path / "rows", tiny.text_rows(6)))
+    plain, adding = (tiny.write_tokenizer(tmp_path / name) for name in ("plain", "adding"))
+    with_bos(adding)
+    tokenization = Tokenization(kind=Kind.TEXT, max_length=8)
+    without, found = (
+        [token for ids in load_or_make(tokenization, rows, directory, None, 1).columns["input_ids"] for token in ids]
+        for directory in (plain, adding)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(adding)
+    expected = [
+        token
+        for row in tiny.text_rows(6)
+        for token in (*tokenizer(row["text"])["input_ids"], 0)  # <|endoftext|>
+    ]
+    assert found == expected[: len(found)]
+    assert found.count(1) in (5, 6) and 1 not in without
+
+
+def test_a_template_that_writes_bos_gives_one(tmp_path: Path) -> None:
+    directory = tiny.write_tokenizer(tmp_path / "tokenizer", chat_template="{{ bos_token }}" + OWN)
+    with_bos(directory)
+    rows = rows_input(tiny.write_rows(tmp_path / "rows", tiny.conversation_rows(2)))
+    tokens = load_or_make(Tokenization(kind=Kind.CONVERSATIONS, max_length=100), rows, directory, None, 1)
+    for ids in tokens.columns["input_ids"]:
+        assert ids[:2] == [1, 1]  # the BOS of this tokenizer is what begins a turn, too
+        assert ids[:3] != [1, 1, 1]
+
+
+def test_a_tokenizer_without_an_end_appends_nothing_to_documents(tmp_path: Path) -> None:
+    """It once appended the token of the word None."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {byte: index for index, byte in enumerate(alphabet)} | {"None": len(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    rows = rows_input(tiny.write_rows(tmp_path / "rows", tiny.text_rows(4)))
+    tokens = load_or_make(Tokenization(kind=Kind.TEXT, max_length=8), rows, tmp_path / "tokenizer", None, 1)
+    text = AutoTokenizer.from_pretrained(tmp_path / "tokenizer").decode(
+        [token for ids in tokens.columns["input_ids"] for token in ids]
+    )
+    joined = "".join(str(row["text"]) for row in tiny.text_rows(4))
+    assert text == joined[: len(joined) // 8 * 8]
