@@ -353,7 +353,7 @@ def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Pat
     assert 0 <= found["dpo/one_sentence_share"] <= 1 and 0 <= found["dpo/answer_tokens"] <= SMALL.max_new_tokens
     table = (tmp_path / "some" / "table.md").read_text()
     assert "answers of one sentence" in table and "reward model" not in table
-    questions = [row["messages"][0]["content"] for row in held_out(inputs, "conversations")]  # type: ignore[index]
+    questions = [row["messages"][-2]["content"] for row in held_out(inputs, "conversations")]  # type: ignore[index]
     assert sum(f"| policy | {question} " in table for question in questions) >= 3  # with the answers to it below
 
 
