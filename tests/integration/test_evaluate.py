@@ -353,8 +353,8 @@ def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Pat
     assert 0 <= found["dpo/one_sentence_share"] <= 1 and 0 <= found["dpo/answer_tokens"] <= SMALL.max_new_tokens
     table = (tmp_path / "some" / "table.md").read_text()
     assert "answers of one sentence" in table and "reward model" not in table
-    questions = [row["messages"][-2]["content"] for row in held_out(inputs, "conversations")]  # type: ignore[index]
-    assert sum(f"| policy | {question} " in table for question in questions) >= 3  # with the answers to it below
+    questions = [row["messages"][0]["content"] for row in held_out(inputs, "conversations")]  # type: ignore[index]
+    assert sum(f"| {question} " in table for question in questions) >= 3  # with the answers to it below
 
 
 @pytest.mark.parametrize(
@@ -386,3 +386,16 @@ def test_nothing_to_measure_is_refused(
 )
 def test_what_one_sentence_is(text: str, expected: bool) -> None:
     assert is_one_sentence(text) is expected
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_measured(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=64)).save_pretrained(tmp_path / "dpo")
+    write_tokenizer(tmp_path / "dpo")
+    given = {**inputs, "dpo": replace(inputs["dpo"], path=tmp_path / "dpo")}
+    with pytest.raises(ConfigError, match=r"max_length=128: the model \(gpt2\) has a table of 64 positions"):
+        evaluate(tmp_path / "out", given)
+    assert "dpo/exact_match" in evaluate(tmp_path / "out", given, replace(SMALL, max_length=64))
