@@ -34,13 +34,14 @@ check: $(READY)  ## what to run before a commit
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
 	$(PYTEST) -m "not slow and not nightly" tests/unit
 
-bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; what a wrong resume would show
+bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/record.py
 	$(BIN)/python bench/dvc_status.py
 	$(BIN)/python bench/sweep.py
 	$(BIN)/python bench/checkpoints.py
+	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/resume_differences.py
 
 chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster

@@ -44,6 +44,11 @@ class SFT(Training):
     packing: Packing | None = None
     thinking: Thinking | None = None
 
+    def recipe(self) -> dict[str, object]:
+        """As of every method; one version further with packing, since rows of a pack are no longer padded."""
+        recipe = super().recipe()
+        return {**recipe, "version": self.version + 1} if self.packing else recipe
+
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """A row to score.
@@ -45,8 +48,9 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
     import torch
 
     found = [0.0] * len(rows)
+    max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), _without_router_loss(model):
-        for batch in _batches([len(row.input_ids) for row in rows], batch_size):
+        for batch in _batches([len(row.input_ids) for row in rows], batch_size, max_tokens):
             sums = _batch_logps(model, [rows[index] for index in batch])
             for index, total in zip(batch, sums, strict=True):
                 found[index] = total
@@ -164,11 +168,18 @@ def _greedy(model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_to
         model.generation_config = own
 
 
-def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of rows, the longest first, so that rows of one batch need little padding."""
+def _batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
+    """Indices of rows, the longest first, so that rows of one batch need little padding.
+
+    Args:
+        max_tokens: of a batch with its padding; a longer row is a batch of its own.
+    """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    start = 0
+    while start < len(order):
+        size = batch_size if max_tokens is None else min(batch_size, max(1, max_tokens // lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
 
 
 def _pad(rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0) -> "tuple[Tensor, Tensor]":

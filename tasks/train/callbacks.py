@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tasks.context import TrainContext
     from tasks.recipe import Input
 
-# Not computed by the packed forward (they need the whole distribution of every token), or not about the step.
+# Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels, in fp32

@@ -2,26 +2,40 @@
 
 TRL pads the rows of a micro batch to the longest, runs every layer on the padding too, and (where there is
 no Triton) projects every position through the LM head although only completions are trained. Here the
-tokens of a micro batch are laid in one line: embeddings, projections, norms and MLPs see each token once;
-attention alone works on the padded grid. The two answers of a preference pair share the tokens of their
-prompt, whose hidden states are equal because attention is causal. The numbers are those of the padded
-forward up to the order of additions; TRL's trainers compute their losses from them unchanged.
+tokens of a micro batch stand in one line: embeddings, projections, norms and MLPs see each token once, and
+attention works row by row. The numbers are those of the padded forward up to the order of additions; TRL's
+trainers compute their losses from them unchanged. The line comes in two layouts:
 
-Shapes: R rows, L longest row, T distinct tokens, N trained tokens, V vocabulary, H hidden size.
+- ``pack``: of a padded grid of rows. The two answers of a preference pair share the tokens of their prompt,
+  whose hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
+- ``FlattenedPacks``: of packed rows (``packing=best_fit``), laid end to end with position ids that restart at
+  each. For the architectures in ``tasks.data.tokens.packing.PACKABLE``.
+
+``choose_kernel`` names what computes attention. On a GPU in bf16 or fp16 that is FlashAttention over rows of
+different lengths. In fp32 it is SDPA with key and value heads repeated: with fewer of them than query heads,
+SDPA falls back to its quadratic math kernel. Only tests marked ``gpu`` run the kernels of a GPU; on a CPU the
+choice is tested, and the arithmetic around them.
+
+Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, DataCollatorWithFlattening, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
+
+from lineage.errors import ConfigError
+from tasks.data.tokens.packing import why_not_packable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +45,16 @@ if TYPE_CHECKING:
 Example = dict[str, list[int]]
 Batch = dict[str, "Tensor"]
 Collator = Callable[[list[Example]], Batch]
+Kernel = Literal["varlen", "sdpa", "softcap"]
 
-ATTENTION = "packed_sdpa"
+ATTENTION = "padding_free"
 # Plain causal attention over rotary positions: nothing in their layers depends on the padded grid.
-PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
+PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
 # Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
 MAX_LOGITS = 2**27
 CHUNK_COLUMNS = 32768
+FLASH_CAPABILITY = (8, 0)  # of a GPU: Ampere
+FLASH_HEAD_DIM = 256
 
 
 def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[str, "Tensor"]:
@@ -48,10 +65,14 @@ def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[
         shared_R: how many first tokens a row has in common with the row R/2 before it; those are kept once.
     Returns:
         ``token_index`` (T): the slot of the grid that each kept token comes from;
-        ``row_index`` (R, L): the kept token that each slot of the grid shows (padding shows token 0).
+        ``row_index`` (R, L): the kept token that each slot of the grid shows (padding shows token 0);
+        ``cu_seq_lens_q`` (R + 1): where rows begin and end, laid end to end;
+        of pairs ``row_tokens`` (S) too: the kept token that each place of all rows, laid end to end, shows; and
+        ``token_rows`` (T): a place that shows each kept token.
     """
     num_rows, length = attention_mask_RL.shape
-    kept_RL = attention_mask_RL.bool()
+    real_RL = attention_mask_RL.bool()
+    kept_RL = real_RL
     if shared_R is not None:
         kept_RL = kept_RL & (torch.arange(length) >= shared_R.unsqueeze(1))
     token_index_T = kept_RL.reshape(-1).nonzero().squeeze(1)
@@ -62,58 +83,205 @@ def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[
         half = num_rows // 2
         is_shared = torch.arange(length) < shared_R[half:].unsqueeze(1)
         row_index_RL[half:] = torch.where(is_shared, row_index_RL[:half], row_index_RL[half:])
-    return {"token_index": token_index_T, "row_index": row_index_RL}
+    layout = {
+        "token_index": token_index_T,
+        "row_index": row_index_RL,
+        "cu_seq_lens_q": F.pad(real_RL.sum(1).cumsum(0), (1, 0)).int(),
+    }
+    if shared_R is not None:
+        places = real_RL.reshape(-1).cumsum(0) - 1
+        layout |= {"row_tokens": row_index_RL[real_RL], "token_rows": places[token_index_T]}
+    return layout
 
 
-def packed_attention(
+def choose_kernel(
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], dropout: float, softcap: float | None
+) -> Kernel:
+    """What computes the attention of rows of different lengths.
+
+    Args:
+        device: its type, ``cpu`` or ``cuda``.
+        dtype: that attention is computed in: autocast's where it is on.
+        capability: of the GPU; (0, 0) on a CPU.
+
+    Returns:
+        ``varlen``: FlashAttention, all rows at once; ``sdpa``: SDPA; ``softcap``: plain products, because neither of
+        the two caps scores.
+    """
+    if softcap is not None:
+        return "softcap"
+    is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim <= FLASH_HEAD_DIM and head_dim % 8 == 0
+    return "varlen" if device == "cuda" and capability >= FLASH_CAPABILITY and is_flash and not dropout else "sdpa"
+
+
+def padding_free_attention(
     module: torch.nn.Module,
     query: "Tensor",
     key: "Tensor",
     value: "Tensor",
     attention_mask: "Tensor | None",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: "Tensor | None" = None,
+    max_length_q: int | None = None,
     token_index: "Tensor | None" = None,
     row_index: "Tensor | None" = None,
+    row_tokens: "Tensor | None" = None,
+    token_rows: "Tensor | None" = None,
     **kwargs: object,
 ) -> "Attended":
-    """Causal attention of a packed batch, on its padded grid; plain SDPA where the batch is not packed.
-
-    Padding stands to the right of every row, so that no real token ever looks at it.
-    """
-    if row_index is None or token_index is None:
-        plain: Attended = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    """Causal attention of (1, heads, T, d) within each row of the line; plain SDPA where there is none."""
+    attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)
+    if cu_seq_lens_q is None and attention_mask is None and query.shape[2] == key.shape[2]:  # rows of one length
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    if cu_seq_lens_q is None:
+        plain: Attended = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs
+        )
         return plain
+    kernel = choose_kernel(query.device.type, _dtype(query), query.shape[-1], _capability(query), dropout, softcap)
+    states = (query, key, value)
+    if kernel == "varlen":
+        longest = max_length_q if row_index is None else row_index.shape[1]
+        states_S = (_line(each) if row_tokens is None else _line(each)[row_tokens] for each in states)
+        output_S = _varlen(*states_S, ends=cu_seq_lens_q, longest=longest, scaling=scaling, window=sliding_window)
+        output = output_S if token_rows is None else output_S[token_rows]
+    elif row_index is None:
+        lengths = cu_seq_lens_q.diff().tolist()
+        rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
+        output = _line(torch.cat([attend(*row) for row in rows], dim=2))
+    else:
+        # Padding stands to the right of every row, so that no real token ever looks at it.
+        grid = (
+            F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:])
+            for each in states
+        )
+        flat = attend(*(each.transpose(1, 2) for each in grid)).transpose(1, 2).flatten(0, 1)
+        output = F.embedding(token_index, flat.flatten(1)).view(-1, *flat.shape[1:])
+    return output.unsqueeze(0), None
 
-    def grid(states: "Tensor") -> "Tensor":  # (1, heads, T, d) -> (R, heads, L, d)
-        _, heads, tokens, width = states.shape
-        flat = states.transpose(1, 2).reshape(tokens, heads * width)
-        return F.embedding(row_index, flat).view(*row_index.shape, heads, width).transpose(1, 2)
 
-    output, _ = sdpa_attention_forward(module, grid(query), grid(key), grid(value), None, is_causal=True, **kwargs)
-    return F.embedding(token_index, output.flatten(0, 1).flatten(1)).view(1, len(token_index), *output.shape[2:]), None
+def _line(states: "Tensor") -> "Tensor":
+    """(1, heads, T, d) as (T, heads, d)."""
+    return states.squeeze(0).transpose(0, 1)
 
 
-def is_packable(model: PreTrainedModel) -> bool:
-    """Whether the architecture is known to give the same numbers packed."""
+def _varlen(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    ends: "Tensor",
+    longest: int | None,
+    scaling: float | None,
+    window: int | None,
+) -> "Tensor":
+    """FlashAttention of (S, heads, d); unlike SDPA, autocast does not cast for it."""
+    dtype, few_heads = _dtype(query), key.shape[1] < query.shape[1]
+    query, key, value = (each.to(dtype).contiguous() for each in (query, key, value))
+    output: Tensor = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, enable_gqa=few_heads,
+        window_size=(-1 if window is None else window - 1, 0),
+    )  # fmt: skip
+    return output
+
+
+def _attend(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> "Tensor":
+    """Causal attention of (R, heads, L, d), by a kernel of SDPA that is not quadratic; by products with ``softcap``.
+
+    Args:
+        window: how many tokens each one sees, itself counted; None: all before it.
+        softcap: Gemma 2, arXiv:2408.00118, section 2.
+    """
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    is_masked = softcap is not None or (window is not None and window < length)
+    mask = _causal(length, window or length, query.device) if is_masked else None
+    few = takes_few_heads(query.device.type, _dtype(query), query.shape[-1], _capability(query), is_masked=is_masked)
+    if groups > 1 and not few:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if softcap is None or mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
+            enable_gqa=key.shape[1] < query.shape[1],
+        )  # fmt: skip
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, -torch.inf)
+    return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), dropout) @ value
+
+
+def takes_few_heads(
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, is_masked: bool
+) -> bool:
+    """Whether SDPA has a kernel for fewer key than query heads; else it falls back to the math kernel.
+
+    On a GPU that is FlashAttention alone: no mask, no fp32, no wide heads.
+    """
+    if is_masked or head_dim > FLASH_HEAD_DIM:
+        return False
+    return device != "cuda" or (dtype != torch.float32 and capability >= FLASH_CAPABILITY)
+
+
+def _causal(length: int, window: int, device: torch.device) -> "Tensor":
+    """(L, L): true where a token sees another."""
+    places = torch.arange(length, device=device)
+    distance = places.unsqueeze(1) - places
+    return (distance >= 0) & (distance < window)
+
+
+def _capability(states: "Tensor") -> tuple[int, int]:
+    return torch.cuda.get_device_capability(states.device) if states.is_cuda else (0, 0)
+
+
+def _dtype(states: "Tensor") -> torch.dtype:
+    """That attention is computed in."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def is_padding_free(model: PreTrainedModel) -> bool:
+    """Whether the architecture is known to give the same numbers without padding."""
     config = model.config.get_text_config()
     layers = config.layer_types if "layer_types" in config else None
     sliding = "sliding_window" in config and config.sliding_window is not None
-    return config.model_type in PACKABLE and not sliding and set(layers or ()) <= {"full_attention"}
+    return config.model_type in PADDING_FREE and not sliding and set(layers or ()) <= {"full_attention"}
 
 
 def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
-    """The backbone's last hidden states: (R, L, H), or (1, T, H) where the batch is packed."""
+    """The backbone's last hidden states: (R, L, H), or (1, T, H) where the batch stands in one line."""
     token_index = inputs.get("token_index")
     if token_index is None:
         return model.base_model(**inputs).last_hidden_state
     input_ids_RL = inputs["input_ids"]
-    packed = {
+    line = {
         **inputs,
         "input_ids": input_ids_RL.reshape(1, -1)[:, token_index],
         "position_ids": (token_index % input_ids_RL.shape[1]).unsqueeze(0),
-        # Four dimensions: transformers takes it for a finished mask and builds none. Our attention ignores it.
-        "attention_mask": torch.empty(1, 1, 1, 1, device=input_ids_RL.device),
     }
-    return model.base_model(**packed).last_hidden_state
+    return model.base_model(**line).last_hidden_state
+
+
+def _without_mask(
+    backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Keeps transformers from building a mask of T x T, which our attention does not read.
+
+    It takes four dimensions for a finished mask, and builds none.
+    """
+    ends = kwargs.get("cu_seq_lens_q")
+    if not isinstance(ends, torch.Tensor):
+        return None
+    return args, {**kwargs, "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
 
 
 def score(hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor") -> tuple["Tensor", "Tensor"]:
@@ -150,23 +318,26 @@ def _causal_lm_forward(
     )
 
 
-def install(model: "PreTrainedModel | PeftModel") -> None:
-    """Replaces a model's forward for training (not for generation) and lets its attention take packed batches.
+def install(model: "PreTrainedModel | PeftModel", *, packs: bool = False) -> None:
+    """Lets a model's attention take tokens in one line, and replaces its forward for training (not for generation).
 
-    A model whose architecture is not known to give the same numbers packed keeps TRL's forward.
+    A model whose architecture is not known to give the same numbers without padding keeps TRL's forward; with
+    ``packs`` only its attention is replaced.
     """
     if isinstance(model, PeftModel):
         model = model.get_base_model()
-    if not is_packable(model):
+    if not is_padding_free(model) and not packs:
         return
-    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionInterface.register(ATTENTION, padding_free_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
-    if model.get_output_embeddings() is not None:  # of a reward model, tasks/train/rewards.py replaces it
+    model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    # Of a reward model, tasks/train/rewards.py replaces it.
+    if is_padding_free(model) and model.get_output_embeddings() is not None:
         model.forward = MethodType(_causal_lm_forward, model)
 
 
-class PackedCollator:
+class LineCollator:
     """Collates like ``collate``, then adds where the real tokens stand.
 
     Args:
@@ -183,16 +354,23 @@ class PackedCollator:
         return {**batch, **pack(batch["attention_mask"], shared)}
 
 
-def unpacked(collate: Collator) -> Collator:
-    """Collates the rows of packs, each as a row of its own: a row that is not in the grid of another cannot see it."""
+class FlattenedPacks:
+    """Collates packs: the tokens of all their rows in one line, position ids that restart, and where rows end."""
 
-    def rows(example: Example) -> Iterator[Example]:
-        place = 0
-        for length in example["seq_lengths"]:
-            yield {name: example[name][place : place + length] for name in ("input_ids", "labels")}
-            place += length
+    def __init__(self) -> None:
+        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
-    return lambda examples: collate([row for example in examples for row in rows(example)])
+    def __call__(self, examples: list[Example]) -> Batch:
+        batch: Batch = self.flatten([row for example in examples for row in rows_of(example)])
+        return batch
+
+
+def rows_of(pack: Example) -> Iterator[Example]:
+    """The rows of a pack, whose lengths are its ``seq_lengths``."""
+    place = 0
+    for length in pack["seq_lengths"]:
+        yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
+        place += length
 
 
 def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
@@ -204,6 +382,18 @@ def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
     return shared_R
 
 
-def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False) -> Collator:
-    """``collate``, packed where the model's architecture is known to give the same numbers packed."""
-    return PackedCollator(collate, pairs=pairs) if is_packable(model) else collate
+def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False, packs: bool = False) -> Collator:
+    """``collate``, in one line where the model's architecture is known to give the same numbers without padding.
+
+    Args:
+        packs: examples are packs, whose rows must not see each other.
+
+    Raises:
+        ConfigError: the model would let them.
+    """
+    if packs:
+        reason = why_not_packable(model.config.to_dict())
+        if reason is not None:
+            raise ConfigError(reason)
+        return FlattenedPacks()
+    return LineCollator(collate, pairs=pairs) if is_padding_free(model) else collate

@@ -39,7 +39,7 @@ from tasks.train.callbacks import (
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
 from tasks.train.optimizers import optimizer_args
-from tasks.train.padding_free import collator_for, install, unpacked
+from tasks.train.padding_free import collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
@@ -185,6 +185,12 @@ class TrainingRun:
         tokenization = self.method.tokenization()
         return tokenization.chat_template if tokenization else None
 
+    @property
+    def _packs(self) -> bool:
+        """Whether examples are packs of rows, which must not see each other."""
+        tokenization = self.method.tokenization()
+        return tokenization is not None and tokenization.packing is not None
+
     def _reference(self) -> "PreTrainedModel | None":
         names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
         return self.model(names[0]) if names else None
@@ -193,16 +199,17 @@ class TrainingRun:
         """Of the rows' kind or the method's own; for a padding-free forward, with the layout of the tokens."""
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         collate = own or reads.collator(self.policy.tokenizer.pad_token_id)
-        if is_line and tokenization and reads.kind != Kind.TEXT:  # chunks are of one length: there is no padding
-            collate = collator_for(self.policy.model, collate, pairs=reads.kind == Kind.PREFERENCES)
-        return unpacked(collate) if tokenization and tokenization.packing else collate
+        if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
+            pairs = reads.kind == Kind.PREFERENCES
+            collate = collator_for(self.policy.model, collate, pairs=pairs, packs=self._packs)
+        return collate
 
     def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
         """Gives the models the forward that trains; after the trainer, which replaces it too, is built."""
         if self.method.models[_POLICY] == Role.REWARD_HEAD:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
-            install(model)
+            install(model, packs=self._packs)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)

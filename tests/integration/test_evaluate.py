@@ -336,3 +336,16 @@ def test_a_reward_model_of_a_composite_gemma_3_is_read(tmp_path: Path, inputs: d
     write_tokenizer(tmp_path / "reward")
     given = {**inputs, "reward_model": replace(inputs["reward_model"], path=tmp_path / "reward")}
     assert 0 <= evaluate(tmp_path / "out", given)["reward_model/accuracy"] <= 1
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_measured(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=64)).save_pretrained(tmp_path / "dpo")
+    write_tokenizer(tmp_path / "dpo")
+    given = {**inputs, "dpo": replace(inputs["dpo"], path=tmp_path / "dpo")}
+    with pytest.raises(ConfigError, match=r"max_length=128: the model \(gpt2\) has a table of 64 positions"):
+        evaluate(tmp_path / "out", given)
+    assert "dpo/exact_match" in evaluate(tmp_path / "out", given, replace(SMALL, max_length=64))

@@ -1,7 +1,16 @@
-"""Short rows together in examples of one length, so that little of a batch is padding."""
+"""Short rows together in examples of one length, and the models that can train on them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+# Tested: in a pack, a row has the loss and the gradients that it has alone (tests/unit/tasks/train/test_packs.py).
+PACKABLE = frozenset({
+    "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+    "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
+    "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+})  # fmt: skip
+_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention is not told of it
+_LAYERS = {"full_attention", "sliding_attention"}
 _ROWS_PER_SEARCH = 10_000  # best fits are looked for among so many
 
 
@@ -21,3 +30,24 @@ def pack(tokens: Path, max_length: int) -> int:
     )  # fmt: skip
     draft.replace(tokens)
     return len(packs)
+
+
+def why_not_packable(config: Mapping[str, object]) -> str | None:
+    """Why a model cannot keep the rows of a pack apart, and what to do; None: it can.
+
+    Args:
+        config: of the model, as its ``config.json`` has it.
+    """
+    found, layers = config.get("model_type"), config.get("layer_types")
+    others = sorted({str(each) for each in layers} - _LAYERS) if isinstance(layers, list) else []
+    if others:
+        why = f"its layers of {', '.join(others)} pass on what they saw of one row of a pack to the next"
+    elif config.get("use_bidirectional_attention"):
+        why = "its attention is not causal"
+    elif found in _WINDOW_IN_MASK and config.get("sliding_window") and config.get("use_sliding_window", True):
+        why = "its sliding window is part of a mask, which packs go without"
+    elif found not in PACKABLE:
+        why = f"no test shows that it keeps the rows of a pack apart; known to: {', '.join(sorted(PACKABLE))}"
+    else:
+        return None
+    return f"packing=best_fit on a model of type {found}: {why}; set packing=null: each row is then one of a batch"

@@ -73,3 +73,20 @@ def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
     plan = make_plan(load_pipeline(["resources=cluster", "resources.num_nodes=2"]))
     with pytest.raises(ConfigError, match="num_nodes=2: a cluster started here has one node; set RAY_ADDRESS"):
         check_machine(plan.stale)
+
+
+@pytest.mark.parametrize(("model_type", "is_refused"), [("llama", False), ("gemma2", False), ("bloom", True)])
+def test_packing_on_a_model_that_would_mix_rows_is_refused_by_the_plan(tmp_path, model_type, is_refused):
+    model = write_model(tmp_path / "model", template="{{ messages }}")
+    (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+    check_models(load_pipeline([f"model={model}"]))
+    packed = load_pipeline([f"model={model}", "stages.sft.method.packing=best_fit"])
+    if not is_refused:
+        check_models(packed)
+        return
+    with pytest.raises(ConfigError, match=r"stages\.sft\.method\.packing=best_fit .*bloom: .*set packing=null"):
+        make_plan(packed)
+
+
+def test_packing_on_the_quickstarts_own_model_is_planned():
+    check_models(load_pipeline(["stages.sft.method.packing=best_fit"]))

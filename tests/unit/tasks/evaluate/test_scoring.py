@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tasks.evaluate import scoring
 from tasks.evaluate.scoring import Scored, greedy_answers, logps, rewards
 from tests.tiny import sentence, write_policy
 from tests.tiny_models import ARCHITECTURES, tiny_config
@@ -46,6 +47,23 @@ def test_log_probabilities_are_those_of_each_row_alone(policy: Path, batch_size:
         assert row.num_tokens == len(places)
     assert logps(model, scored, batch_size) == pytest.approx(by_hand, abs=1e-4)
     assert by_hand[-1] == 0.0  # the first token has nothing before it
+
+
+def test_a_batch_holds_no_more_logits_than_fit(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    scored = [Scored(input_ids=ids, mask=[1] * len(ids)) for ids in rows(policy)]
+    expected = logps(model, scored, 8)
+    longest = max(len(row.input_ids) for row in scored)
+    shapes = []
+    monkeypatch.setattr(scoring, "_MAX_LOGITS", 2 * longest * model.config.vocab_size)
+    model.register_forward_hook(lambda model, inputs, output: shapes.append(output.logits.shape))
+    assert logps(model, scored, 8) == pytest.approx(expected, abs=1e-4)
+    assert len(shapes) > 1
+    assert all(shape.numel() <= 2 * longest * model.config.vocab_size for shape in shapes)
+    monkeypatch.setattr(scoring, "_MAX_LOGITS", 1)
+    assert logps(model, scored, 8) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

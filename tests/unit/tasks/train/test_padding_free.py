@@ -1,5 +1,6 @@
-"""The packed forward gives the numbers of TRL's padded one."""
+"""The padding-free forward gives the numbers of TRL's padded one."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from trl.trainer.utils import add_fused_lm_head
 
 from tasks.train import padding_free
-from tasks.train.padding_free import PACKABLE, common_tokens, install, is_packable, pack
+from tasks.train.padding_free import (
+    PADDING_FREE,
+    choose_kernel,
+    common_tokens,
+    install,
+    is_padding_free,
+    pack,
+    takes_few_heads,
+)
 from tasks.train.rewards import install_scores
 from tests import tiny
 
@@ -71,7 +80,7 @@ def test_log_probabilities_and_gradients_equal_trls(
         torch.testing.assert_close(right.grad, left.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("architecture", sorted(PACKABLE))
+@pytest.mark.parametrize("architecture", sorted(PADDING_FREE))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     architecture: str, checkpointing: bool
@@ -86,7 +95,7 @@ def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     logits = model(**inputs).logits[:, :-1]
     expected = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
-    assert is_packable(model)
+    assert is_padding_free(model)
     install(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -113,7 +122,7 @@ def test_rewards_equal_transformers(policy: Path) -> None:
 def test_an_unknown_architecture_keeps_trls_forward(policy: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.config.model_type = "something-new"
-    assert not is_packable(model)
+    assert not is_padding_free(model)
     install(model)
     assert "forward" not in vars(model)
 
@@ -125,6 +134,121 @@ def test_sliding_window_attention_is_not_packed() -> None:
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
-    assert not is_packable(MistralForCausalLM(config))
+    assert not is_padding_free(MistralForCausalLM(config))
     config.sliding_window = None
-    assert is_packable(MistralForCausalLM(config))
+    assert is_padding_free(MistralForCausalLM(config))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "dropout", "softcap", "kernel"),
+    [
+        ("cuda", BF16, 128, (9, 0), 0.0, None, "varlen"),
+        ("cuda", FP16, 64, (8, 0), 0.0, None, "varlen"),
+        ("cuda", FP32, 128, (9, 0), 0.0, None, "sdpa"),
+        ("cuda", BF16, 128, (7, 5), 0.0, None, "sdpa"),  # no FlashAttention
+        ("cuda", BF16, 512, (9, 0), 0.0, None, "sdpa"),
+        ("cuda", BF16, 20, (9, 0), 0.0, None, "sdpa"),
+        ("cuda", BF16, 128, (9, 0), 0.1, None, "sdpa"),  # varlen_attn drops nothing
+        ("cuda", BF16, 128, (9, 0), 0.0, 50.0, "softcap"),
+        ("cpu", BF16, 128, (0, 0), 0.0, None, "sdpa"),
+    ],
+)
+def test_the_kernel_follows_from_device_and_type(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    dropout: float,
+    softcap: float | None,
+    kernel: str,
+) -> None:
+    assert choose_kernel(device, dtype, head_dim, capability, dropout, softcap) == kernel
+
+
+def test_grouped_queries_never_get_the_math_kernel_of_a_gpu() -> None:
+    few = partial(takes_few_heads, is_masked=False)
+    assert few("cuda", BF16, 128, (9, 0))
+    assert not few("cuda", FP32, 128, (9, 0))  # FlashAttention has no fp32
+    assert not few("cuda", BF16, 512, (9, 0))
+    assert not few("cuda", FP16, 128, (7, 5))  # no FlashAttention
+    assert not takes_few_heads("cuda", BF16, 128, (9, 0), is_masked=True)
+    assert few("cpu", FP32, 128, (0, 0))
+
+
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    ends_k: torch.Tensor,
+    longest: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What ``torch.nn.attention.varlen.varlen_attn`` documents, in plain products: it runs on a GPU only."""
+    assert longest == longest_k == ends.diff().max() and (ends == ends_k).all() and ends.dtype == torch.int32
+    assert enable_gqa == (key.shape[1] < query.shape[1]) and window_size[1] == 0
+    found = []
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        row_q, row_k, row_v = (
+            each[start:end].repeat_interleave(query.shape[1] // each.shape[1], 1).transpose(0, 1)
+            for each in (query, key, value)
+        )
+        distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] == -1))
+        scores = row_q @ row_k.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        found.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ row_v).transpose(0, 1))
+    return torch.cat(found)
+
+
+def as_on_a_gpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the branches of a GPU: FlashAttention over all rows, or SDPA that takes no fewer key heads."""
+    monkeypatch.setattr(padding_free, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(padding_free, "takes_few_heads", lambda *_, **__: False)
+    monkeypatch.setattr(padding_free, "varlen_attn", plain_varlen)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+@pytest.mark.parametrize("same_start", [None, 0, 3])
+def test_the_branches_of_a_gpu_give_the_numbers_of_a_padded_forward(
+    policy: Path, kernel: str, same_start: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(kernel, monkeypatch)
+    model, line = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
+    install(line)
+    inputs = batch(same_start=same_start or 0)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    logits = model(**inputs).logits[:, :-1]
+    expected = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+    shared = None if same_start is None else common_tokens(inputs["input_ids"], inputs["attention_mask"])
+    found = line(**inputs, **pack(inputs["attention_mask"], shared), labels=labels, use_cache=False).log_probs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for losses in (expected, found):
+        losses.sum().backward()
+    for (name, left), right in zip(model.named_parameters(), line.parameters(), strict=True):
+        torch.testing.assert_close(right.grad, left.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_rows_of_one_length_never_get_the_math_kernel_of_a_gpu(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of CPT: no padding to leave out, and no mask."""
+    model, line = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
+    install(line)
+    used, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    as_on_a_gpu("sdpa", monkeypatch)
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda *args, **kwargs: used.append(kwargs["enable_gqa"]) or sdpa(*args, **kwargs),
+    )  # fmt: skip
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found = line(**inputs, labels=ids, use_cache=False).log_probs
+    assert used == [False, False]
+    monkeypatch.undo()
+    expected = model(**inputs).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tasks.train.padding_free import common_tokens, install, is_packable, pack
+from tasks.train.padding_free import common_tokens, install, is_padding_free, pack
 from tasks.train.rewards import install_scores, sequence_scores
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
@@ -54,7 +54,7 @@ def test_a_batch_in_one_line_has_the_same_scores() -> None:
     model = reward_model("llama", pad_token_id=EOS)
     with torch.no_grad():
         expected = sequence_scores(model, ids, mask)
-        assert is_packable(model)
+        assert is_padding_free(model)
         install(model)
         install_scores(model)
         found = model(input_ids=ids, attention_mask=mask, **pack(mask, common_tokens(ids, mask))).logits[:, 0]
