@@ -73,7 +73,8 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
         directory, trust_remote_code=False, local_files_only=True
     )
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest
     return tokenizer
 
 
