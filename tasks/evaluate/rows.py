@@ -138,17 +138,17 @@ def draw(
     seed: int,
     thinking: Thinking | None = None,
 ) -> Rows:
-    """At most so many rows of each kind.
+    """At most so many rows of each kind that there is an input of.
 
     Raises:
         DataError: of one kind there is none, or too many are dropped or cut.
     """
     text, conversations, pairs = (
-        draw_rows(inputs[slot], num_rows, seed) for slot in ("text", "conversations", "pairs")
+        draw_rows(inputs[slot], num_rows, seed) if slot in inputs else [] for slot in ("text", "conversations", "pairs")
     )
-    held_out_prompts = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs
-    prompts = distinct_prompts(held_out_prompts, num_prompts)
-    questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed))
+    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs
+    prompts = distinct_prompts(asking, num_prompts)
+    questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length),
         "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, thinking),
@@ -157,6 +157,8 @@ def draw(
     asked = [*prompts, *(question.prompt for question in questions)]
     ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
     for slot, found in tokens.items():
+        if slot not in inputs:
+            continue
         _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
     return Rows(
         text=text_tokens(tokens["text"]),

@@ -61,7 +61,7 @@ def test_prompts_and_answers_are_read_with_their_tools_as_in_training(tokenizer:
     prompts = distinct_prompts(ROWS, 9)
     trained = pairs_of([ROWS[0], ROWS[2], ROWS[3]], tokenizer).chosen
     asked, _ = prompt_tokens(prompts, tokenizer, 10**4)
-    answers = [Answer(text="chosen", finished=True)] * 3
+    answers = [Answer(text="chosen", finished=True, num_tokens=1)] * 3
     assert answered_tokens(prompts, answers, tokenizer, WHOLE) == [row.input_ids for row in trained]
     assert asked == [row.input_ids[: len(ids)] for row, ids in zip(trained, asked, strict=True)]
     assert ["adder" in tokenizer.decode(ids) for ids in asked] == [True, False, False]
@@ -130,7 +130,7 @@ def test_prompts_keep_their_end_and_leave_the_capacity_of_an_answer(
     rows = drawn(tmp_path, tokenizer, [long_pair(f"r{index}", 200, 4) for index in range(4)], lengths)
     assert [len(ids) for ids in rows.prompt_ids] == [96] * 4
     for word in ("yes", "no"):
-        answers = [Answer(text=word, finished=True)] * 4
+        answers = [Answer(text=word, finished=True, num_tokens=1)] * 4
         tokens = answered_tokens(rows.prompts, answers, tokenizer, lengths)
         for prompt, ids in zip(rows.prompt_ids, tokens, strict=True):
             assert ids[:96] == prompt
@@ -141,7 +141,7 @@ def test_an_answer_that_was_cut_off_does_not_end_its_turn(tokenizer: PreTrainedT
     prompts = distinct_prompts(ROWS, 3)
     texts = ("an answer", "said sum, \ufffd", "")
     for finished, end in ((True, "<|im_end|>"), (False, "")):
-        answers = [Answer(text=text, finished=finished) for text in texts]
+        answers = [Answer(text=text, finished=finished, num_tokens=1) for text in texts]
         found = [tokenizer.decode(ids) for ids in answered_tokens(prompts, answers, tokenizer, WHOLE)]
         starts = [text.partition("<|im_start|>assistant\n")[2] for text in found]
         assert starts == [text + end for text in texts]
@@ -151,7 +151,7 @@ def test_an_answer_that_becomes_longer_as_text_takes_capacity_from_the_prompt(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     prompts = distinct_prompts([long_pair("r", 200, 1)], 1)
-    answer = Answer(text="\ufffd" * 40, finished=True)  # a token as generated, three as text
+    answer = Answer(text="\ufffd" * 40, finished=True, num_tokens=1)  # a token as generated, three as text
     [ids] = answered_tokens(prompts, [answer], tokenizer, Lengths(max_length=160, max_new_tokens=40))
     assert len(ids) == 160
     assert tokenizer.decode(ids).endswith("assistant\n" + answer.text + "<|im_end|>")
