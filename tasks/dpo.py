@@ -23,8 +23,6 @@ class DPO(Training):
     Args:
         beta: strength of the KL to the reference.
         loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
-        sft_weight: of the chosen answers' negative log-likelihood per token, added to the loss: it keeps them likely, as
-            in RPO, Pang et al. 2024, arXiv:2404.19733, eq. 1; None: not added.
         too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
             beginning of its prompt is, it is left out, or it is an error.
         max_prompt_length: a longer prompt keeps its last tokens.
@@ -42,7 +40,6 @@ class DPO(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    sft_weight: Annotated[float, Gt(0)] | None = None
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     thinking: Thinking | None = None
@@ -50,7 +47,4 @@ class DPO(Training):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import DPOConfig, DPOTrainer
 
-        losses: dict[str, object] = {"loss_type": [self.loss_type]}
-        if self.sft_weight is not None:
-            losses = {"loss_type": [self.loss_type, "sft"], "loss_weights": [1.0, self.sft_weight]}
-        return run.trl(DPOTrainer, DPOConfig, beta=self.beta, **losses)
+        return run.trl(DPOTrainer, DPOConfig, beta=self.beta, loss_type=[self.loss_type])
