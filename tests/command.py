@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
 STATING = ("plan", "run", "rehearse", "certify")  # the commands that take what states a pipeline
 LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a machine that is busy with something else
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")
 
 
@@ -178,6 +179,7 @@ def _fresh_logging() -> Iterator[None]:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -38,7 +38,8 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
     """
-    others, values = [], []
+    others: list[str] = []
+    values: list[str] = []
     for index, word in enumerate(overrides):
         # A later deletion or addition, or a whole node, may be of the same field: the order decides.
         is_last = all(_VALUE.match(later) or _CHOICE.fullmatch(later) for later in overrides[index:])

@@ -25,7 +25,7 @@ from lineage.certificates.certificate import Certificate, Comparison, Tolerance
 from lineage.certificates.files import write_certificate
 from lineage.errors import ConfigError, StageError
 from lineage.manifest import Manifest
-from lineage.store import Entry
+from lineage.store import CACHE, Entry
 from tasks.context import Resources
 
 NUM_STEPS = 6
@@ -110,8 +110,9 @@ def _moved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -
     from tasks.weight_differences import length, movement  # imports torch
 
     output = plan.entry(planned).output
-    given = [each for each in job_inputs(plan, planned, parents).values() if each.kind in MODELS]
-    known = [moved for each in given if (moved := movement(each.resolve().path, output)) is not None]
+    cache = plan.pipeline.store / CACHE
+    given = [each.resolve(cache).path for each in job_inputs(plan, planned, parents).values() if each.kind in MODELS]
+    known = [moved for path in given if (moved := movement(path, output)) is not None]
     return min(known) if known else length(output)  # of several models the nearest is what it began with
 
 

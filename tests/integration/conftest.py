@@ -5,18 +5,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from flows.prefect_server import EmbeddedServer
 from tests.command import TOY, Command
 
 
 @pytest.fixture(scope="session")
-def prefect_database(tmp_path_factory):
-    """A Prefect database without a run: its migrations take many seconds."""
-    folder = tmp_path_factory.mktemp("prefect")
-    server = _prefect_server(folder / "prefect.db")
-    next(server)
-    server.close()
+def prefect_database(tmp_path_factory, worker_id):
+    """A Prefect database without a run, one for all workers: its migrations take many seconds."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "prefect-database"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            draft = tmp_path_factory.mktemp("prefect")
+            server = _prefect_server(draft / "prefect.db")
+            next(server)
+            server.close()
+            draft.rename(folder)
     return folder
 
 

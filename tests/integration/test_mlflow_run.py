@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,8 +21,9 @@ SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_second
 
 
 @pytest.fixture
-def toy(tmp_path, prefect_url):
+def toy(tmp_path, prefect_url, migrated):
     (tmp_path / "rows.txt").write_text("rows")
+    shutil.copy(migrated, tmp_path / "mlflow.db")
     environment = {"PREFECT_API_URL": prefect_url, "MLFLOW_TRACKING_URI": ""}
     return Command(tmp_path, *TOY, environment=environment, tracked=True)
 

@@ -44,6 +44,7 @@ def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
 def test_gpus_are_given_by_index(monkeypatch, tmp_path):
     monkeypatch.setattr(admission.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(admission, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(admission, "count_cpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with admission.admitted(1, 1, go_on) as first, admission.admitted(1, 1, go_on) as second:
         assert sorted((*first, *second)) == ["0", "1"]
