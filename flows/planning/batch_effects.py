@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 
-from flows.declare.pipeline import Pipeline, Stage
+from flows.declare.pipeline import Pipeline
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
@@ -21,10 +21,10 @@ def check_positions(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: names the stage's field, and the most that is accepted.
     """
-    for name, stage, config in _trainings(pipeline):
+    for name, method, config in _trainings(pipeline):
         positions = learned_positions(config)
-        if positions is not None and stage.method.max_length > positions:
-            wrong = too_few_positions(stage.method.max_length, positions, str(config["model_type"]))
+        if positions is not None and method.max_length > positions:
+            wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))
             raise ConfigError(f"stages.{name}.method.{wrong}")
 
 
@@ -34,8 +34,8 @@ def batch_notes(pipeline: Pipeline) -> dict[str, str]:
     Elsewhere they change the order of additions alone. Of a model that is not on this machine nothing is known.
     """
     found = {}
-    for name, stage, config in _trainings(pipeline):
-        reasons = list(_reasons(stage.method, config))
+    for name, method, config in _trainings(pipeline):
+        reasons = list(_reasons(method, config))
         if reasons:
             found[name] = (
                 f"stages.{name}: micro_batch_size and num_workers change the model: {' and '.join(reasons)}; keep them "
@@ -58,7 +58,7 @@ def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
         yield f"the routers' loss is one of each micro batch (router_aux_loss_coef={weight:g})"
 
 
-def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Stage, Mapping[str, object]]]:
+def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Training, Mapping[str, object]]]:
     """Each training with the ``config.json`` of the model that its chain begins with; empty: it is not known."""
     configs: dict[str, Mapping[str, object]] = {}
     for name in pipeline.used_sources():
@@ -68,7 +68,7 @@ def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Stage, Mapping[str, ob
         given = stage.inputs.get(_POLICY)
         configs[name] = configs.get(pipeline.key(given), {}) if given else {}
         if isinstance(stage.method, Training) and _POLICY in getattr(stage.method, "models", {}):
-            yield name, stage, configs[name]
+            yield name, stage.method, configs[name]
 
 
 def _config(path: str) -> Mapping[str, object]:
