@@ -11,10 +11,13 @@ PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 KILLS ?= 20
 
-.PHONY: demo test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
+.PHONY: demo demo-smollm2 test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
+
+demo-smollm2: $(READY)  ## a real model of 135M parameters, from a wheel on PyPI, learns to answer in one sentence
+	$(BIN)/posttrain run pipeline=smollm2-one-sentence model=smollm2
 
 test: $(READY)  ## what CI runs: every test that needs no GPU, but `slow` and `nightly`
 	$(PYTEST) -m "not slow and not nightly"

@@ -19,6 +19,7 @@ from lineage.text_split import check_split
 from tasks.data.examine import OpenedRows, method_of, open_rows
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
+from tasks.data.tokens.thinking import Thinking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Asked:
             them is trained.
         max_length: of the rows that are trained on; None: what holds 95 % of them.
         chat_template: instead of the model's, or where it has none.
+        thinking: as a training stage has it.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -39,13 +41,14 @@ class Asked:
     model: str | None = None
     max_length: Annotated[int, Gt(0)] | None = None
     chat_template: Literal["chatml", "hermes"] | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if self.kind and self.kind not in DATA:
             raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
         if not self.model:
             why = "it is of tokens, which nothing but a model makes; state model=DIR|HUB_ID too, or remove it"
-            _refuse(max_length=self.max_length, chat_template=self.chat_template, why=why)
+            _refuse(max_length=self.max_length, chat_template=self.chat_template, thinking=self.thinking, why=why)
 
     def check(self, kind: Kind) -> None:
         """That nothing is stated that is not read of rows of a kind.
@@ -55,7 +58,8 @@ class Asked:
         """
         if not ROW_KINDS[kind].chat:
             chats = ", ".join(each.kind for each in ROW_KINDS.values() if each.chat)
-            _refuse(chat_template=self.chat_template, why=f"{kind} goes through none, as {chats} do; remove it")
+            why = f"{kind} goes through no chat template, as {chats} do; remove it"
+            _refuse(chat_template=self.chat_template, thinking=self.thinking, why=why)
 
 
 def _refuse(*, why: str, **stated: object) -> None:

@@ -35,6 +35,9 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
+# Raise it when tasks/quickstart makes other rows of the same interpreter: else stages made of the old ones are reused.
+_QUICKSTART_VERSION = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
@@ -63,8 +66,10 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     is_hub = not matches and _is_hub_id(source.path)
     check_options(name, source, is_hub=is_hub, is_url=is_url(source.path))
     if source.path.startswith(QUICKSTART):
-        # These rows come from the interpreter's own documentation, so the interpreter is their revision.
-        return _by_revision(source, f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}")
+        # These rows come from the interpreter's own documentation, so the interpreter is their revision, with what is
+        # made of it.
+        interpreter = f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}"
+        return _by_revision(source, f"{interpreter}-rows{_QUICKSTART_VERSION}")
     if is_url(source.path):
         return _by_url(name, source)
     if source.path.startswith(WHEEL):

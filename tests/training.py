@@ -32,6 +32,8 @@ def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
+    tiny.write_rows(root / "unpaired", tiny.unpaired_rows(num_rows))
+    tiny.write_rows(root / "prompts", tiny.prompt_rows(num_rows))
     return root
 
 

@@ -26,6 +26,7 @@ data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; o
   model=DIR|HUB_ID      in whose tokens they are measured, and what of them is trained with its chat template
   max_length=512        of what is trained
   chat_template=chatml  for a model that has none; or hermes, which has tools
+  thinking=keep|drop    of a model whose template leaves out what the assistant thinks
 A file with the name of an override is called ./format=x.jsonl.
 """
 
@@ -104,7 +105,7 @@ def _examined(stated: "StatedRows", directory: Path) -> "Examined":
         return found
     if model:
         _say(f"tokenizing as {asked.model} does")
-        found = with_labels(found, model, asked.max_length, asked.chat_template)
+        found = with_labels(found, model, asked.max_length, asked.chat_template, asked.thinking)
     return _compared(found, stated, directory) if stated.against else found
 
 

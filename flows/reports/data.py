@@ -55,10 +55,10 @@ def _listed(title: str, lines: Sequence[str], count: int, file: Path | None) -> 
 
 def _source_rows(source: SourceReport) -> Iterator[Row]:
     yield "format", f"{source.format} ({source.evidence})"
-    if source.split_by:
-        yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
     for column, becomes in source.mapping.items():
         yield f"  {column}", f"-> {becomes}"
+    if source.split_by:
+        yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
     yield "rows", f"{source.rows_read} read, {source.rows_used} used"
     yield from _counts("left out", source.dropped)
     for what, remark in source.remarks.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from lineage.errors import ConfigError, DataError
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
+from tasks.data.tokens.thinking import Thinking
 from tasks.recipe import Input
 
 
@@ -31,7 +32,13 @@ def fetch_tokenizer(model: str) -> Path:
         ) from error
 
 
-def with_labels(found: Examined, tokenizer: Path, max_length: int | None, chat_template: str | None) -> Examined:
+def with_labels(
+    found: Examined,
+    tokenizer: Path,
+    max_length: int | None,
+    chat_template: str | None,
+    thinking: Thinking | None = None,
+) -> Examined:
     """The same with what of the training rows would be trained, refused where nothing would or it cannot be told.
 
     Args:
@@ -46,7 +53,7 @@ def with_labels(found: Examined, tokenizer: Path, max_length: int | None, chat_t
     if not found.num_trained or length is None:
         return found
     rows = Input(name=found.name, kind=found.kind, fingerprint="", path=found.output)
-    tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template)
+    tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
     try:
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
         account = tokens.account

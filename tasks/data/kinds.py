@@ -14,6 +14,7 @@ from lineage.artifact import Kind
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from tasks.data.tokens.fate import TokenRow
@@ -64,6 +65,7 @@ class RowKind:
         trained: tokens get loss before anything is generated: the label gate compares their share with that of the last
             run, and refuses rows without any. Of prompts it counts tokens, rows cut and rows dropped.
         tokenize: the tokens of each row, and what became of it.
+        examples: what a trainer is given of the examples in a file of tokens.
         collator: pads examples to a batch, with a pad token.
         sample: an example as text, for the log; what is trained stands in ⟦ ⟧.
         measures: what evaluation may measure on held-out rows.
@@ -79,6 +81,7 @@ class RowKind:
     joined: bool = False
     trained: bool = True
     tokenize: Callable[[Tokenizes, Sequence[Row]], Iterator["TokenRow"]]
+    examples: Callable[["Dataset"], "Dataset"] = lambda examples: examples
     collator: Callable[[int], Collator]
     sample: Callable[["PreTrainedTokenizerBase", Columns], str]
     measures: tuple[str, ...]
@@ -133,27 +136,48 @@ def _pairs(pad_token_id: int) -> Collator:
 
 
 def _single_answers(pad_token_id: int) -> Collator:
+    """Each prompt also with the answer of the example before it in the batch, the last before the first.
+
+    KTO estimates its KL term on these mismatched pairs: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+    """
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-    collator: Collator = DataCollatorForUnpairedPreference(pad_token_id)
-    return collator
-
-
-def _prompts(pad_token_id: int) -> Collator:
-    """Nothing is padded before it is generated: each prompt with its tokens, and the columns for reward functions.
-
-    Every example of a batch has the same columns: None where a row lacks one.
-    """
+    pad: Collator = DataCollatorForUnpairedPreference(pad_token_id)
 
     def collate(examples: list[dict[str, object]]) -> object:
-        columns = [json.loads(str(example["columns"] or "{}")) for example in examples]
-        empty = dict.fromkeys(name for each in columns for name in each)
-        return [
-            {**empty, **more, "prompt": json.loads(str(example["prompt"])), "prompt_ids": example["prompt_ids"]}
-            for example, more in zip(examples, columns, strict=True)
-        ]
+        before = [examples[-1], *examples[:-1]]
+        return pad(
+            [
+                {**example, "KL_completion_ids": other["completion_ids"]}
+                for example, other in zip(examples, before, strict=True)
+            ]
+        )
 
     return collate
+
+
+def _as_they_are(pad_token_id: int) -> Collator:
+    """Prompts are not padded before something is generated."""
+    return lambda examples: examples
+
+
+def _with_columns(examples: "Dataset") -> "Dataset":
+    """Prompts as messages, with their tokens and the columns for reward functions.
+
+    Every example has the columns of all of them: None where its row lacks one.
+    """
+    names = list(dict.fromkeys(name for text in examples["columns"] for name in json.loads(text or "{}")))
+
+    def decoded(batch: Mapping[str, list[str | None]]) -> dict[str, list[object]]:
+        rows = [json.loads(text or "{}") for text in batch["columns"]]
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return {
+            **columns,
+            "prompt": [json.loads(str(text)) for text in batch["prompt"]],
+            "prompt_ids": [*batch["prompt_ids"]],
+        }
+
+    return examples.with_transform(decoded)
 
 
 def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
@@ -219,7 +243,8 @@ UNPAIRED = RowKind(
 PROMPTS = RowKind(
     kind=Kind.PROMPTS, slot="prompts", asked="prompt", others={"columns": Column.TEXT, **_TOOLS}, trained=False,
     tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
-    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), collator=_prompts, sample=_prompt_text,
+    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), examples=_with_columns, collator=_as_they_are,
+    sample=_prompt_text,
     measures=("exact_match", "reward_score"),
 )  # fmt: skip
 

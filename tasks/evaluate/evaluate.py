@@ -15,7 +15,7 @@ from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.thinking import Thinking
 from tasks.evaluate import rows as held_out
-from tasks.evaluate.measured import Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.evaluate.measured import AnswerForm, Measured, over_pairs, perplexities, policy_scores, reward_scores, win
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.evaluate.scoring import greedy_answers, logps, rewards
@@ -29,17 +29,20 @@ if TYPE_CHECKING:
 class Evaluate(Method):
     """Compares policies on rows that none of them was trained on.
 
-    Every slot that ``consumes`` does not name is a policy, and its name labels its numbers. A row that is too long
+    Every slot that ``consumes`` does not name is a policy, and its name labels its numbers. Of the rows and the reward
+    model any may be left out, and what needs them is not measured. A row that is too long
     loses the beginning of its prompt, so that its answer is measured whole where that is possible; what is lost is
     counted.
 
     Args:
         num_rows: held-out rows per measure, at most.
-        num_prompts: of the pairs, answered greedily by each policy.
+        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs: answered greedily by each policy.
         num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that nothing can be measured on.
         max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part.
+        answer_form: that answers to the questions should have; measured as ``one_sentence_share``, with their mean
+            length as ``answer_tokens``; None: neither.
         seed: of the choice of rows.
         thinking: of the assistant, as the stages that trained the models have it.
     """
@@ -51,10 +54,12 @@ class Evaluate(Method):
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
         "pairs": Kind.PREFERENCES,
+        "prompts": Kind.PROMPTS,
         "reward_model": Kind.REWARD_MODEL,
         "reference": Kind.CHECKPOINT,
         "*": Kind.CHECKPOINT,
     }
+    optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "prompts", "reward_model"})
     produces: ClassVar[Kind] = Kind.REPORT
     metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # that a gate may judge
     uses_gpu: ClassVar[bool] = True
@@ -67,6 +72,7 @@ class Evaluate(Method):
     max_length: Annotated[int, Gt(1)] | None = None
     max_dropped: Annotated[float, Ge(0), Le(1)] = 0.05
     max_cut: Annotated[float, Ge(0), Le(1)] = 0.5
+    answer_form: AnswerForm | None = None
     seed: Annotated[int, Ge(0)] = 0
     thinking: Thinking | None = None
 
@@ -94,10 +100,11 @@ class Evaluate(Method):
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
             raise ConfigError("evaluate has no policy to measure; give it inputs of any other name, such as sft: sft")
+        _require_rows(inputs, self.answer_form)
         # One tokenizer and template for all: a base model may have none, and equal tokens make numbers comparable.
         tokenizer = load_tokenizer(inputs["reference"])
         require_chat_template(tokenizer, inputs["reference"])
-        models = {**policies, "reward_model": inputs["reward_model"]}
+        models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
         lengths = self.lengths(self.max_length or trained_length([*models.values(), inputs["reference"]]))
         for model in (*models.values(), inputs["reference"]):
@@ -109,8 +116,12 @@ class Evaluate(Method):
             thinking=self.thinking,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        of_rewards, by_kind = self._rewards(inputs["reward_model"], rows, lengths, measured, reference, tokenizer, ctx)
-        scores = [*policy_scores(rows, measured, reference), *of_rewards]
+        scores = policy_scores(rows, measured, reference, self.answer_form)
+        by_kind: dict[str, float] = {}
+        if "reward_model" in inputs:
+            reward_model = inputs["reward_model"]
+            of_rewards, by_kind = self._rewards(reward_model, rows, lengths, measured, reference, tokenizer, ctx)
+            scores += of_rewards
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
@@ -192,6 +203,21 @@ class Evaluate(Method):
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
         return [over_pairs("accuracy", rows, {"reward_model": wins}), *reward_scores(rows, scored, against)], by_kind
+
+
+def _require_rows(inputs: Inputs, answer_form: AnswerForm | None) -> None:
+    """That there is something to measure, and what the options need.
+
+    Raises:
+        ConfigError: names the slot that is empty.
+    """
+    for slots, why in (
+        (("text", "conversations", "pairs"), "there are no rows to measure on"),
+        *([(("pairs",), "a reward model scores answers to the prompts of pairs")] if "reward_model" in inputs else []),
+        *([(("conversations",), f"answer_form={answer_form} is of answers to conversations")] if answer_form else []),
+    ):
+        if not any(slot in inputs for slot in slots):
+            raise ConfigError(f"evaluate: {why}, and no input {' or '.join(slots)} is set; set one")
 
 
 def trained_length(models: Sequence[Input]) -> int:

@@ -1,11 +1,17 @@
 """What the policies say about the held-out rows, as scores of each row."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tasks.evaluate.row_scores import RowScores
 from tasks.evaluate.rows import Rows
 from tasks.evaluate.scoring import Answer, Scored
+
+AnswerForm = Literal["one_sentence"]  # that answers should have
+
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s")  # before another sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +33,11 @@ class Measured:
     answered: Sequence[Answer]
 
 
-def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
-    """Every metric that needs no reward model; the implicit reward (Rafailov et al. 2023, eq. 5) is measured against
-    the reference."""
+def policy_scores(
+    rows: Rows, measured: Mapping[str, Measured], reference: Measured, form: AnswerForm | None = None
+) -> list[RowScores]:
+    """Every metric that needs no reward model and has rows; the implicit reward (Rafailov et al. 2023, eq. 5) is
+    measured against the reference."""
     wins = {
         name: [
             win(chosen - reference_chosen, rejected - reference_rejected)
@@ -45,13 +53,15 @@ def policy_scores(rows: Rows, measured: Mapping[str, Measured], reference: Measu
         name: list(map(win, _means(policy.chosen, rows.pairs.chosen), _means(policy.rejected, rows.pairs.rejected)))
         for name, policy in measured.items()
     }
-    return [
+    scores = [
         *perplexities(rows, measured),
         over_pairs("preference_accuracy", rows, wins),
         over_pairs("logp_accuracy", rows, likelier),
         over_pairs("mean_logp_accuracy", rows, per_token),
         *_of_answers(rows, measured),
+        *(_of_form(rows, measured) if form else []),
     ]
+    return [each for each in scores if each.row_ids]
 
 
 def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference: Sequence[float]) -> list[RowScores]:
@@ -86,18 +96,38 @@ def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]
         name: [float(not answer.finished) for answer in (*policy.greedy, *policy.answered)]
         for name, policy in measured.items()
     }
-    found = [_equal("exact_match", ids, groups, exact)] if ids else []
-    return [*found, _equal("unfinished_share", [*prompts, *ids], [*prompts, *groups], unfinished)]
+    return [
+        _equal("exact_match", ids, groups, exact),
+        _equal("unfinished_share", [*prompts, *ids], [*prompts, *groups], unfinished),
+    ]
+
+
+def _of_form(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
+    """How many answers to the questions are one finished sentence, and how long the answers are."""
+    ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
+    of_form = {
+        name: [float(answer.finished and is_one_sentence(answer.text)) for answer in policy.answered]
+        for name, policy in measured.items()
+    }
+    lengths = {name: [float(answer.num_tokens) for answer in policy.answered] for name, policy in measured.items()}
+    return [_equal("one_sentence_share", ids, groups, of_form), _equal("answer_tokens", ids, groups, lengths)]
+
+
+def is_one_sentence(text: str) -> bool:
+    """Whether a text is one line that ends as a sentence does, and holds no other end of a sentence."""
+    line = text.strip()
+    return "\n" not in line and line.endswith((".", "!", "?")) and _SENTENCE_END.search(line) is None
 
 
 def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
-    """Of the documents, and of the answers in the conversations."""
+    """Of the documents, and of the answers in the conversations, where there are any."""
     text = {name: policy.text for name, policy in measured.items()}
     answers = {name: policy.answers for name, policy in measured.items()}
-    return [
+    scores = [
         _over_rows("text_perplexity", rows.text, [row.num_tokens for row in rows.text], text),
         _over_rows("answer_perplexity", rows.answers, [row.num_tokens for row in rows.answers], answers),
     ]
+    return [each for each in scores if each.row_ids]
 
 
 def over_pairs(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:

@@ -9,6 +9,7 @@ METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table
 POLICY_METRICS = (
     "text_perplexity", "answer_perplexity", "exact_match", "preference_accuracy", "logp_accuracy",
     "mean_logp_accuracy", "reward_score", "win_rate", "unfinished_share",
+    "one_sentence_share",
 )  # fmt: skip
 LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
 _NUM_SAMPLES = 5
@@ -24,6 +25,8 @@ _COLUMNS = {
     "reward_score": ("reward of answers ↑", 2),
     "win_rate": ("win rate over the reference ↑", 2),
     "unfinished_share": ("answers cut off ↓", 2),
+    "one_sentence_share": ("answers of one sentence ↑", 2),
+    "answer_tokens": ("tokens per answer", 1),
 }
 
 
@@ -70,6 +73,8 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
         for key, value in metrics.items()
         if key.startswith(prefix)
     }
+    if not shown:
+        return ""
     return markdown_table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
 
 

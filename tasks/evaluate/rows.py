@@ -84,7 +84,7 @@ class Rows:
     """What every policy is asked.
 
     Args:
-        prompts, prompt_ids: of the pairs.
+        prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs.
         questions, question_ids: of the conversations: what an exact match is measured on.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
@@ -138,16 +138,17 @@ def draw(
     seed: int,
     thinking: Thinking | None = None,
 ) -> Rows:
-    """At most so many rows of each kind.
+    """At most so many rows of each kind that there is an input of.
 
     Raises:
         DataError: of one kind there is none, or too many are dropped or cut.
     """
     text, conversations, pairs = (
-        draw_rows(inputs[slot], num_rows, seed) for slot in ("text", "conversations", "pairs")
+        draw_rows(inputs[slot], num_rows, seed) if slot in inputs else [] for slot in ("text", "conversations", "pairs")
     )
-    prompts = distinct_prompts(pairs, num_prompts)
-    questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed))
+    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs
+    prompts = distinct_prompts(asking, num_prompts)
+    questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length),
         "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, thinking),
@@ -156,6 +157,8 @@ def draw(
     asked = [*prompts, *(question.prompt for question in questions)]
     ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
     for slot, found in tokens.items():
+        if slot not in inputs:
+            continue
         _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
     return Rows(
         text=text_tokens(tokens["text"]),
@@ -293,7 +296,7 @@ def _kept(rows: Tokens) -> Tokens:
 
 
 def prompt_of(row: Row) -> Prompt:
-    """That of a preference pair."""
+    """That of a preference pair, a single answer, or a prompt."""
     messages, tools = row["prompt"], row.get("tools")
     assert isinstance(messages, list)
     return Prompt(messages=messages, tools=None if tools is None else str(tools))

@@ -100,10 +100,12 @@ class Answer:
 
     Args:
         finished: it ends in a stop token; else the limit of new tokens cut it off.
+        num_tokens: before the stop token.
     """
 
     text: str
     finished: bool
+    num_tokens: int
 
 
 def greedy_answers(
@@ -129,7 +131,10 @@ def greedy_answers(
             output_BT = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :]
             texts = tokenizer.batch_decode(output_BT, skip_special_tokens=True)
             for index, text, ids in zip(batch, texts, output_BT.tolist(), strict=True):
-                found[index] = Answer(text=text, finished=not stops.isdisjoint(ids))
+                length = next((at for at, token in enumerate(ids) if token in stops), None)
+                found[index] = Answer(
+                    text=text, finished=length is not None, num_tokens=len(ids) if length is None else length
+                )
     return [found[index] for index in range(len(prompts))]
 
 

@@ -7,6 +7,7 @@ from tasks.quickstart.documentation import documents
 from tasks.quickstart.instructions import instructions
 from tasks.quickstart.preferences import preferences
 from tasks.quickstart.questions import facts, usages
+from tasks.quickstart.sentences import sentences
 
 QuickstartRow = Mapping[str, object]
 _MAX_TEXT = 250  # characters of a document: a small model learns more from the beginnings of many
@@ -38,6 +39,7 @@ ROWS: Mapping[str, Callable[[], Iterator[QuickstartRow]]] = {
     "corpus": corpus,
     "instructions": instructions,
     "preferences": preferences,
+    "sentences": sentences,
 }
 
 

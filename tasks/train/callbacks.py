@@ -79,10 +79,11 @@ class StepCounts(TrainerCallback):
 
     def _counted_step(self, model: object, inputs: object, *args: object, **kwargs: object) -> "Tensor":
         """A micro batch; as a trainer's ``training_step``."""
-        counted = inputs.get("attention_mask", inputs.get("input_ids")) if isinstance(inputs, Mapping) else None
-        if counted is not None:
-            is_mask = "attention_mask" in inputs
-            self.new_tokens.append(counted.sum() if is_mask else counted.new_tensor(counted.numel()))
+        batch = inputs if isinstance(inputs, Mapping) else {}
+        if "attention_mask" in batch:
+            self.new_tokens.append(batch["attention_mask"].sum())
+        elif "input_ids" in batch:
+            self.new_tokens.append(batch["input_ids"].new_tensor(batch["input_ids"].numel()))
         return self._step(model, inputs, *args, **kwargs)
 
     def _kept_norm(self, *args: object, **kwargs: object) -> object:
@@ -113,18 +114,21 @@ class Recorder(TrainerCallback):
         logs: dict[str, float],
         **kwargs: object,
     ) -> None:
-        if "loss" not in logs or has_diverged(logs):  # the summary after the last step
-            return
+        if "loss" in logs and not has_diverged(logs):  # the summary after the last step has no loss
+            self.record(state.global_step, logs, args.device)
+
+    def record(self, step: int, logs: Mapping[str, float], device: torch.device) -> None:
+        """Reports a step, with its speed and memory."""
         self.window.append((time.perf_counter(), float(logs["num_tokens"])))
         (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
         metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
         speed = (tokens - tokens_before) / (now - start)
-        self.report(state.global_step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(args)})
+        self.report(step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(device)})
 
-    def memory_gib(self, args: "TrainingArguments") -> float:
+    def memory_gib(self, device: torch.device) -> float:
         """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
-        if args.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
+        if device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(device)) / 2**30
         return float(self.process.memory_info().rss) / 2**30
 
 

@@ -84,8 +84,8 @@ def test_a_template_that_writes_bos_gives_one(tmp_path: Path) -> None:
         assert ids[:3] != [1, 1, 1]
 
 
-def test_a_tokenizer_without_an_end_appends_nothing_to_documents(tmp_path: Path) -> None:
-    """It once appended the token of the word None."""
+def write_endless(directory: Path) -> Path:
+    """A tokenizer of bytes and of the word None, without special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -93,11 +93,26 @@ def test_a_tokenizer_without_an_end_appends_nothing_to_documents(tmp_path: Path)
     backend = Tokenizer(models.BPE(vocab=words, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+    return directory
+
+
+def test_a_tokenizer_without_an_end_appends_nothing_to_documents(tmp_path: Path) -> None:
+    """It once appended the token of the word None."""
     rows = rows_input(tiny.write_rows(tmp_path / "rows", tiny.text_rows(4)))
-    tokens = load_or_make(Tokenization(kind=Kind.TEXT, max_length=8), rows, tmp_path / "tokenizer", None, 1)
-    text = AutoTokenizer.from_pretrained(tmp_path / "tokenizer").decode(
+    directory = write_endless(tmp_path / "tokenizer")
+    tokens = load_or_make(Tokenization(kind=Kind.TEXT, max_length=8), rows, directory, None, 1)
+    text = AutoTokenizer.from_pretrained(directory).decode(
         [token for ids in tokens.columns["input_ids"] for token in ids]
     )
     joined = "".join(str(row["text"]) for row in tiny.text_rows(4))
     assert text == joined[: len(joined) // 8 * 8]
+
+
+def test_a_model_whose_tokenizer_has_no_end_trains_on_text(tmp_path: Path) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
+    base = write_endless(tiny.write_policy(tmp_path / "base", chat_template=None))
+    done = training.train(training.method("cpt", **STEPS), root, tmp_path / "output", policy=base)
+    assert done.losses[0] > 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (done.output / name).read_bytes() == (base / name).read_bytes()

@@ -16,6 +16,7 @@ from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate import Evaluate
+from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import read_policies, read_scores
 from tasks.method import Input
 from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
@@ -195,9 +196,9 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
 
 
 def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path, inputs)
+    metrics = evaluate(tmp_path, inputs, replace(SMALL, answer_form="one_sentence"))
     scores = read_scores(tmp_path)
-    assert set(scores) == set(Evaluate.metrics)
+    assert set(scores) == {*Evaluate.metrics, "answer_tokens"}
     made = {name: value for each in scores.values() for name, value in each.metrics().items()}
     counts = ("rows_dropped", "rows_cut", "prompts_cut", "max_length")
     others = [name for name in metrics if name.startswith("reward_model/accuracy/") or name.endswith(counts)]
@@ -336,6 +337,55 @@ def test_a_reward_model_of_a_composite_gemma_3_is_read(tmp_path: Path, inputs: d
     write_tokenizer(tmp_path / "reward")
     given = {**inputs, "reward_model": replace(inputs["reward_model"], path=tmp_path / "reward")}
     assert 0 <= evaluate(tmp_path / "out", given)["reward_model/accuracy"] <= 1
+
+
+def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    method = replace(SMALL, num_questions=4)
+    whole = evaluate(tmp_path / "whole", inputs, method)
+    some = {slot: given for slot, given in inputs.items() if slot not in ("pairs", "reward_model", "text")}
+    found = evaluate(tmp_path / "some", some, replace(method, answer_form="one_sentence"))
+    measured = {key for key in found if key.startswith("dpo/")}
+    names = ("answer_perplexity", "exact_match", "unfinished_share", "one_sentence_share", "answer_tokens")
+    assert measured == {f"dpo/{name}" for name in names}
+    assert found["dpo/answer_perplexity"] == pytest.approx(whole["dpo/answer_perplexity"])
+    assert found["dpo/exact_match"] == whole["dpo/exact_match"]
+    assert not any(name.endswith(("one_sentence_share", "answer_tokens")) for name in whole)
+    assert 0 <= found["dpo/one_sentence_share"] <= 1 and 0 <= found["dpo/answer_tokens"] <= SMALL.max_new_tokens
+    table = (tmp_path / "some" / "table.md").read_text()
+    assert "answers of one sentence" in table and "reward model" not in table
+    questions = [row["messages"][0]["content"] for row in held_out(inputs, "conversations")]  # type: ignore[index]
+    assert sum(f"| {question} " in table for question in questions) >= 3  # with the answers to it below
+
+
+@pytest.mark.parametrize(
+    ("slots", "form", "message"),
+    [
+        (("reference", "sft"), None, "no rows to measure on, and no input text or conversations or pairs is set"),
+        (("reference", "sft", "text", "reward_model"), None, "a reward model scores .* no input pairs is set"),
+        (("reference", "sft", "text"), "one_sentence", "answer_form=one_sentence .* no input conversations is set"),
+    ],
+)
+def test_nothing_to_measure_is_refused(
+    tmp_path: Path, inputs: dict[str, Input], slots: tuple[str, ...], form: AnswerForm | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate(tmp_path, {slot: inputs[slot] for slot in slots}, replace(SMALL, answer_form=form))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It returns 3.5 of them.", True),
+        (" Is it `os.path.join`? ", True),
+        ("It returns a list (or None).", True),
+        ("It returns a list. It is sorted.", False),
+        ("It returns a list", False),
+        ("It returns:\n- a list.", False),
+        ("", False),
+    ],
+)
+def test_what_one_sentence_is(text: str, expected: bool) -> None:
+    assert is_one_sentence(text) is expected
 
 
 def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_measured(

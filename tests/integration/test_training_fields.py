@@ -38,6 +38,7 @@ CHANGES: dict[str, object] = {
     "too_long": "cut_prompt",
     "max_prompt_length": 6,
     "packing": "best_fit",
+    "thinking": "drop",
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
 ELSEWHERE = {"best", "output", "on_divergence"}  # test_best.py and test_divergence.py
@@ -47,6 +48,19 @@ FIELDS = [
     for field in dataclasses.fields(cls)
     if field.name not in ELSEWHERE
 ]
+
+
+def write_thinking(directory: Path, root: Path) -> Path:
+    """The same inputs, except that the assistant thinks before it answers."""
+    columns = {"messages": tiny.conversation_rows(40), "chosen": tiny.preference_rows(40)}
+    for column, rows in columns.items():
+        for row in rows:
+            answer = row[column][-1]  # type: ignore[index]
+            answer["content"] = f"<think>\nsorted list\n</think>\n\n{answer['content']}"
+    tiny.write_rows(directory / "conversations", columns["messages"])
+    tiny.write_rows(directory / "preferences", columns["chosen"])
+    (directory / "policy").symlink_to(root / "policy")
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +93,14 @@ def test_every_field_changes_the_run(
         cut = training.train(training.method(name, **shorter), root, tmp_path / "cut")
         run = training.train(training.method(name, **shorter, too_long=value), root, tmp_path / "output")
         assert not same(weights(run.output), weights(cut.output))
+        return
+    if field == "thinking":  # of no effect where nobody thinks
+        thinking = write_thinking(tmp_path / "thinking", root)
+        kept, run = (
+            training.train(training.method(name, thinking=each), thinking, tmp_path / str(each))
+            for each in (None, value)
+        )
+        assert not same(weights(run.output), weights(kept.output))
         return
     if field == "save":  # of an adapter: all of the output is other files
         run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")

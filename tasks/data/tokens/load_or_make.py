@@ -53,13 +53,13 @@ def load_or_make(
     if cache_dir is None:
         with TemporaryDirectory() as scratch:
             _make(tokenization, file, tokenizer_dir, workers, Path(scratch))
-            return _read(Path(scratch))  # the file stays while it is mapped
+            return _read(Path(scratch), tokenization)  # the file stays while it is mapped
     cache = cache_dir / "tokens"
     digest = DigestCache(cache / "digests.json").digest(file)
     entry = cache / short(tokens_key(tokenization, digest, tokenizer_dir))
     with cached(entry, lambda draft: _make(tokenization, file, tokenizer_dir, workers, draft)) as is_new:
         logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_new else "reused")
-        return _read(entry)
+        return _read(entry, tokenization)
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
@@ -78,8 +78,9 @@ def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: 
     (directory / _ACCOUNT).write_text(account.to_json())
 
 
-def _read(entry: Path) -> TokenizedRows:
+def _read(entry: Path, tokenization: Tokenization) -> TokenizedRows:
     from datasets import Dataset
 
     account = Account.from_json((entry / _ACCOUNT).read_text())
-    return TokenizedRows(account=account, examples=Dataset.from_file(str(entry / TOKENS)))
+    kind = ROW_KINDS[tokenization.kind]
+    return TokenizedRows(kind=kind, account=account, examples=Dataset.from_file(str(entry / TOKENS)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.errors import DataError
-from tasks.data.kinds import LABEL_NAMES
+from tasks.data.kinds import LABEL_NAMES, RowKind
 from tasks.data.tokens.account import Account
 from tasks.data.tokens.chunks import FILLS_NO_CHUNK
 
@@ -26,6 +26,7 @@ class TokenizedRows:
         examples: what a trainer is given, in the order of the rows that came in: rows, chunks or packs.
     """
 
+    kind: RowKind
     account: Account
     examples: "Dataset"
 
@@ -40,8 +41,8 @@ class TokenizedRows:
         return found
 
     def dataset(self, order: Sequence[int]) -> "Dataset":
-        """The rows in the order of training."""
-        return self.examples.select(order)
+        """The rows in the order of training, as a trainer is given those of their kind."""
+        return self.kind.examples(self.examples.select(order))
 
     def __len__(self) -> int:
         return self.account.num_examples

@@ -82,7 +82,10 @@ def test_rows_that_fit_two_formats_are_refused_with_both(call):
         (["a.jsonl", "kind=rows"], "kind=rows: no data stage makes it; accepted: text, conversations, preferences"),
         (["a.jsonl", "max_length=9"], "max_length=9: it is of tokens, which nothing but a model makes; state model="),
         (["a.jsonl", "chat_template=chatml"], "chat_template=chatml: it is of tokens, which nothing but a model"),
-        (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through none, as"),
+        (
+            ["a.jsonl", "chat_template=chatml", "model=."],
+            "chat_template=chatml: text goes through no chat template, as",
+        ),
         (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; state a share for each"),
         (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
         (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),

@@ -43,9 +43,11 @@ def test_a_glob_covers_its_files(tmp_path):
     assert pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint != before
 
 
-def test_the_interpreter_is_the_revision_of_the_quickstart():
-    pinned = pin("corpus", Source(path="quickstart:corpus")).source
-    assert pinned.revision.startswith("cpython-3.11.")
+def test_the_interpreter_and_the_version_of_the_rows_are_the_revision_of_the_quickstart(monkeypatch):
+    pinned = pin("corpus", Source(path="quickstart:corpus"))
+    assert pinned.source.revision.startswith("cpython-3.") and pinned.source.revision.endswith("-rows2")
+    monkeypatch.setattr("lineage.sources._QUICKSTART_VERSION", 3)
+    assert pin("corpus", Source(path="quickstart:corpus")).fingerprint != pinned.fingerprint
 
 
 def test_a_commit_of_a_hub_id_needs_no_network():

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from lineage.artifact import DATA, Kind
 from lineage.errors import ConfigError, DataError
@@ -65,7 +66,7 @@ def test_rows_become_the_columns_that_are_named_and_a_collator_takes_them(
     result = tokenized(ROWS[kind.kind], directory, tmp_path, 32)
     assert result.examples.column_names == list(kind.tokens)
     assert len(result.account.samples) == 3 and all(("⟦" in text) == kind.trained for text in result.account.samples)
-    batch = kind.collator(tokenizer.pad_token_id)([result.examples[0], result.examples[1]])
+    batch = kind.collator(tokenizer.pad_token_id)(list(result.dataset([0, 1])))
     assert len(batch) == 2 if kind is PROMPTS else len(batch["input_ids"]) == (4 if kind is PREFERENCES else 2)
 
 
@@ -116,12 +117,16 @@ def test_desirable_and_undesirable_answers_are_counted_and_one_alone_is_warned_o
     assert "labels={'desirable': 8}: every answer is desirable" in caplog.text
 
 
-def test_a_batch_of_single_answers_is_that_of_trl(
+def test_a_batch_of_single_answers_is_that_of_trl_with_mismatched_pairs(
     directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    examples = [dict(row) for row in tokenized(tiny.unpaired_rows(2), directory, tmp_path, 64).examples]
+    examples = [dict(row) for row in tokenized(tiny.unpaired_rows(3), directory, tmp_path, 64).examples]
     batch = UNPAIRED.collator(tokenizer.pad_token_id)(examples)
-    assert batch["label"].tolist() == [False, True]
+    rotated = [examples[-1]["completion_ids"], *(row["completion_ids"] for row in examples[:-1])]
+    given = [{**row, "KL_completion_ids": other} for row, other in zip(examples, rotated, strict=True)]
+    of_trl = DataCollatorForUnpairedPreference(tokenizer.pad_token_id)(given)
+    assert batch.keys() == of_trl.keys() and all((batch[name] == of_trl[name]).all() for name in batch)
+    assert batch["label"].tolist() == [False, True, True]
     assert batch["completion_mask"].sum(1).tolist() == [len(row["completion_ids"]) for row in examples]
     assert batch["attention_mask"].sum(1).tolist() == [
         len(row["prompt_ids"]) + len(row["completion_ids"]) for row in examples
@@ -177,16 +182,18 @@ def test_prompts_count_their_tokens_what_is_cut_and_what_is_dropped(directory: P
         Tokenization(kind=Kind.PROMPTS, max_length=8, too_long="cut_answer")
 
 
-def test_a_batch_of_prompts_has_the_columns_of_all_of_them(
-    directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_trainer_gets_prompts_with_the_columns_of_all_of_them(directory: Path, tmp_path: Path) -> None:
     rows = tiny.prompt_rows(2)
     result = tokenized(rows, directory, tmp_path, 64)
-    batch = PROMPTS.collator(tokenizer.pad_token_id)([dict(row) for row in result.examples])
-    assert batch == [
-        {"answer": answer, "prompt": row["prompt"], "prompt_ids": ids}
-        for answer, row, ids in zip([0, None], rows, result.columns["prompt_ids"], strict=True)
-    ]
+    examples = result.dataset([0, 1])
+    assert (
+        PROMPTS.collator(0)([examples[0], examples[1]])
+        == list(examples)
+        == [
+            {"answer": answer, "prompt": row["prompt"], "prompt_ids": ids}
+            for answer, row, ids in zip([0, None], rows, result.columns["prompt_ids"], strict=True)
+        ]
+    )
 
 
 # The checks before training.

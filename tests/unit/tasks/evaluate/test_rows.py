@@ -61,7 +61,7 @@ def test_prompts_and_answers_are_read_with_their_tools_as_in_training(tokenizer:
     prompts = distinct_prompts(ROWS, 9)
     trained = pairs_of([ROWS[0], ROWS[2], ROWS[3]], tokenizer).chosen
     asked, _ = prompt_tokens(prompts, tokenizer, 10**4)
-    answers = [Answer(text="chosen", finished=True)] * 3
+    answers = [Answer(text="chosen", finished=True, num_tokens=1)] * 3
     assert answered_tokens(prompts, answers, tokenizer, WHOLE) == [row.input_ids for row in trained]
     assert asked == [row.input_ids[: len(ids)] for row, ids in zip(trained, asked, strict=True)]
     assert ["adder" in tokenizer.decode(ids) for ids in asked] == [True, False, False]
@@ -79,14 +79,30 @@ def long_pair(row_id: str, prompt: int, chosen: int, rejected: int = 3) -> dict[
 
 
 def drawn(
-    directory: Path, tokenizer: PreTrainedTokenizerBase, pairs: list[dict[str, object]], lengths: Lengths
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[dict[str, object]],
+    lengths: Lengths,
+    **more: list[dict[str, object]],
 ) -> Rows:
-    rows = {"text": tiny.text_rows(4), "conversations": tiny.conversation_rows(4), "pairs": pairs}
+    rows = {"text": tiny.text_rows(4), "conversations": tiny.conversation_rows(4), "pairs": pairs, **more}
     inputs = {
         slot: Input(name=slot, kind=Kind.ROWS, fingerprint=slot, path=tiny.write_rows(directory / slot, held, held))
         for slot, held in rows.items()
     }
     return draw(inputs, tokenizer, num_rows=99, num_prompts=99, num_questions=99, lengths=lengths, seed=0)
+
+
+def test_held_out_prompts_are_asked_in_the_place_of_those_of_the_pairs(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lengths = Lengths(max_length=128, max_new_tokens=32)
+    of_pairs = drawn(tmp_path, tokenizer, ROWS, lengths)
+    asked = tiny.prompt_rows(5)
+    rows = drawn(tmp_path, tokenizer, ROWS, lengths, prompts=asked)
+    assert {prompt.messages[0]["content"] for prompt in rows.prompts} == {row["prompt"][0]["content"] for row in asked}  # type: ignore[index]
+    assert rows.pairs == of_pairs.pairs and rows.prompts != of_pairs.prompts
+    assert len(rows.prompt_ids) == 5
 
 
 def test_pairs_with_long_prompts_are_measured_with_their_whole_answers(
@@ -114,7 +130,7 @@ def test_prompts_keep_their_end_and_leave_the_capacity_of_an_answer(
     rows = drawn(tmp_path, tokenizer, [long_pair(f"r{index}", 200, 4) for index in range(4)], lengths)
     assert [len(ids) for ids in rows.prompt_ids] == [96] * 4
     for word in ("yes", "no"):
-        answers = [Answer(text=word, finished=True)] * 4
+        answers = [Answer(text=word, finished=True, num_tokens=1)] * 4
         tokens = answered_tokens(rows.prompts, answers, tokenizer, lengths)
         for prompt, ids in zip(rows.prompt_ids, tokens, strict=True):
             assert ids[:96] == prompt
@@ -125,7 +141,7 @@ def test_an_answer_that_was_cut_off_does_not_end_its_turn(tokenizer: PreTrainedT
     prompts = distinct_prompts(ROWS, 3)
     texts = ("an answer", "said sum, \ufffd", "")
     for finished, end in ((True, "<|im_end|>"), (False, "")):
-        answers = [Answer(text=text, finished=finished) for text in texts]
+        answers = [Answer(text=text, finished=finished, num_tokens=1) for text in texts]
         found = [tokenizer.decode(ids) for ids in answered_tokens(prompts, answers, tokenizer, WHOLE)]
         starts = [text.partition("<|im_start|>assistant\n")[2] for text in found]
         assert starts == [text + end for text in texts]
@@ -135,7 +151,7 @@ def test_an_answer_that_becomes_longer_as_text_takes_capacity_from_the_prompt(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     prompts = distinct_prompts([long_pair("r", 200, 1)], 1)
-    answer = Answer(text="\ufffd" * 40, finished=True)  # a token as generated, three as text
+    answer = Answer(text="\ufffd" * 40, finished=True, num_tokens=1)  # a token as generated, three as text
     [ids] = answered_tokens(prompts, [answer], tokenizer, Lengths(max_length=160, max_new_tokens=40))
     assert len(ids) == 160
     assert tokenizer.decode(ids).endswith("assistant\n" + answer.text + "<|im_end|>")

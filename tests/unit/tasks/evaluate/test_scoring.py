@@ -85,18 +85,21 @@ def test_greedy_answers_take_the_most_likely_token_each_time(policy: Path, batch
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
 
-    def by_hand(prompt: Sequence[int]) -> str:
+    def by_hand(prompt: Sequence[int]) -> tuple[str, int]:
         ids = list(prompt)
         for _ in range(6):
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == tokenizer.eos_token_id:
                 break
-        return str(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
+        answer = ids[len(prompt) :]
+        return str(tokenizer.decode(answer, skip_special_tokens=True)), sum(
+            token != tokenizer.eos_token_id for token in answer
+        )
 
     expected = [by_hand(prompt) for prompt in rows(policy)]
     answers = greedy_answers(model, tokenizer, rows(policy), max_new_tokens=6, batch_size=batch_size)
-    assert [answer.text for answer in answers] == expected
+    assert [(answer.text, answer.num_tokens) for answer in answers] == expected
 
 
 @pytest.mark.parametrize(

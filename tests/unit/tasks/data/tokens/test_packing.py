@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.sft import SFT
 from tasks.train.padding_free import Example, rows_of
 from tests import tiny
 from tests.unit.tasks.data.tokens.tokens import tokenized
@@ -35,3 +36,9 @@ def test_packs_hold_every_row_whole_and_once(policy: Path, packs: list[Example],
 
 def test_nothing_to_pack_is_no_error(policy: Path, tmp_path: Path) -> None:
     assert len(tokenized(tiny.conversation_rows(3), policy, tmp_path, 4, packing="best_fit")) == 0
+
+
+def test_packs_have_a_version_of_their_own() -> None:
+    """Rows that are not packed give the numbers that they gave: their artifacts stay current."""
+    alone, packed = SFT().recipe(), SFT(packing="best_fit").recipe()
+    assert packed == {**alone, "packing": "best_fit", "version": SFT.version + 1} and alone["version"] == SFT.version
