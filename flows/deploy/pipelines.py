@@ -75,9 +75,8 @@ def deployable(preset: Preset) -> list[Declared]:
             f"there is no pipeline {preset.pipeline or 'to deploy'}; there are: {', '.join(names)}"
             f"{nearest(preset.pipeline or '', names)}"
         )
-    problems = {each.problem for each in pipelines}
-    if len(problems) == 1 and not any(each.lacks_value or each.pipeline for each in pipelines):
-        raise ConfigError(problems.pop())
+    if not any(each.lacks_value or each.pipeline for each in pipelines):
+        raise ConfigError("; ".join(dict.fromkeys(str(each.problem) for each in pipelines)))
     return pipelines
 
 
