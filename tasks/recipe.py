@@ -126,6 +126,9 @@ class LoRA:
         return [name.strip() for name in self.target_modules.split(",")]
 
 
+_QUANTIZATION_VERSION = 2  # 1 left the experts of a mixture in fp32
+
+
 class Role(StrEnum):
     """What a training does with a model, and where that model comes from."""
 
@@ -218,7 +221,11 @@ class TrainingRecipe(Method):
 
     def recipe(self) -> dict[str, object]:
         """As of every method; what a best model does appears only where it does something."""
-        return {name: value for name, value in super().recipe().items() if _DOES_NOTHING.get(name) != value}
+        stated = {name: value for name, value in super().recipe().items() if _DOES_NOTHING.get(name) != value}
+        quantized = (
+            {"quantization_version": _QUANTIZATION_VERSION} if self.adapter and self.adapter.quantization else {}
+        )
+        return {**stated, **quantized}
 
     def _check_best(self) -> None:
         wanted = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]

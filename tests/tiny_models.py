@@ -41,7 +41,7 @@ def tiny_config(architecture: str, **fields: object) -> "PreTrainedConfig":
         config = AutoConfig.for_model("gemma3", text_config=stated, vision_config=vision, mm_tokens_per_image=4)
         config.num_labels = 1
         return config
-    return AutoConfig.for_model(architecture, **{**stated, **_OWN.get(architecture, {})})
+    return AutoConfig.for_model(architecture, **{**_TEXT, **_OWN.get(architecture, {}), **fields})
 
 
 def write_model(directory: Path, architecture: str, **fields: object) -> Path:

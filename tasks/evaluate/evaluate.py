@@ -36,7 +36,7 @@ class Evaluate(Method):
 
     Args:
         num_rows: held-out rows per measure, at most.
-        num_prompts: of the pairs, answered greedily by each policy.
+        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs: answered greedily by each policy.
         num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that nothing can be measured on.
@@ -54,11 +54,12 @@ class Evaluate(Method):
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
         "pairs": Kind.PREFERENCES,
+        "prompts": Kind.PROMPTS,
         "reward_model": Kind.REWARD_MODEL,
         "reference": Kind.CHECKPOINT,
         "*": Kind.CHECKPOINT,
     }
-    optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "reward_model"})
+    optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "prompts", "reward_model"})
     produces: ClassVar[Kind] = Kind.REPORT
     metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # that a gate may judge
     uses_gpu: ClassVar[bool] = True

@@ -84,7 +84,7 @@ class Rows:
     """What every policy is asked.
 
     Args:
-        prompts, prompt_ids: of the pairs.
+        prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs.
         questions, question_ids: of the conversations: what an exact match is measured on.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
@@ -146,7 +146,8 @@ def draw(
     text, conversations, pairs = (
         draw_rows(inputs[slot], num_rows, seed) if slot in inputs else [] for slot in ("text", "conversations", "pairs")
     )
-    prompts = distinct_prompts(pairs, num_prompts)
+    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs
+    prompts = distinct_prompts(asking, num_prompts)
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length),
@@ -295,7 +296,7 @@ def _kept(rows: Tokens) -> Tokens:
 
 
 def prompt_of(row: Row) -> Prompt:
-    """That of a preference pair."""
+    """That of a preference pair, a single answer, or a prompt."""
     messages, tools = row["prompt"], row.get("tools")
     assert isinstance(messages, list)
     return Prompt(messages=messages, tools=None if tools is None else str(tools))

@@ -5,6 +5,7 @@ The base of an output that is an adapter is named by its fingerprint, found in t
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE_FILE = "base.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +157,35 @@ def _lora(adapter: LoRA, model: "PreTrainedModel") -> "PeftConfig":
 
     look_for_quantized(adapter.quantization is not None)
     is_reward_model = model.get_output_embeddings() is None
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model),
-        task_type="SEQ_CLS" if is_reward_model else "CAUSAL_LM",
-        modules_to_save=["score"] if is_reward_model else None,
-    )
+    stated = {
+        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
+        "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM",
+        "modules_to_save": ["score"] if is_reward_model else None,
+    }  # fmt: skip
+    targets = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
+    layers = _layers_beside_experts(LoraConfig(**stated, target_modules=targets), model)
+    if layers is None:
+        return LoraConfig(**stated, target_modules=targets)
+    if adapter.quantization:
+        logger.warning(
+            "adapter.quantization=%s: experts are rounded and frozen; adapted: %s", adapter.quantization, layers
+        )
+        return LoraConfig(**stated, target_modules=layers)
+    if adapter.dropout:
+        raise ConfigError(
+            f"adapter.dropout={adapter.dropout}: the adapter goes on the experts of a mixture, which are no layers: "
+            f"there PEFT has no dropout; state adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
+        )
+    return LoraConfig(**stated, target_modules=targets)
+
+
+def _layers_beside_experts(config: "PeftConfig", model: "PreTrainedModel") -> list[str] | None:
+    """The linear layers that a config names in a mixture whose experts are parameters; None: it names no experts."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    return sorted(converted.target_modules) if converted.target_parameters else None
 
 
 def _found(adapter: LoRA, model: "PreTrainedModel") -> list[str]:

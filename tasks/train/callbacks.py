@@ -113,18 +113,21 @@ class Recorder(TrainerCallback):
         logs: dict[str, float],
         **kwargs: object,
     ) -> None:
-        if "loss" not in logs or has_diverged(logs):  # the summary after the last step
-            return
+        if "loss" in logs and not has_diverged(logs):  # the summary after the last step has no loss
+            self.record(state.global_step, logs, args.device)
+
+    def record(self, step: int, logs: Mapping[str, float], device: torch.device) -> None:
+        """Reports a step, with its speed and memory."""
         self.window.append((time.perf_counter(), float(logs["num_tokens"])))
         (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
         metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
         speed = (tokens - tokens_before) / (now - start)
-        self.report(state.global_step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(args)})
+        self.report(step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(device)})
 
-    def memory_gib(self, args: "TrainingArguments") -> float:
+    def memory_gib(self, device: torch.device) -> float:
         """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
-        if args.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(args.device)) / 2**30
+        if device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(device)) / 2**30
         return float(self.process.memory_info().rss) / 2**30
 
 

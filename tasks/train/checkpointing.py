@@ -19,7 +19,7 @@ from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from tasks.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.check_rows import POLICY, rows_slot
-from tasks.context import TrainContext
+from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.heartbeat import Doing
@@ -38,43 +38,85 @@ logger = logging.getLogger(__name__)
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
-class Checkpointing(TrainerCallback):
-    """Lets transformers write a checkpoint aside, and commits it once every worker has written its part.
+class Saver:
+    """When a training saves and stops, and what of its checkpoints stays: for transformers' loop and for others.
 
     Args:
         best: which models compete for the output; the best of them is kept.
+        seconds_before: of the attempts that the checkpoint comes from.
+    """
+
+    def __init__(self, ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
+        self.ctx, self.best, self.seconds_before = ctx, best, seconds_before
+        self.store = ctx.checkpoints
+        self.start = self.last_save = time.monotonic()
+
+    def begin(self, step: int) -> None:
+        """Starts the clock; what comes after the step is damaged, since the training was resumed from before it."""
+        self.start = self.last_save = time.monotonic()
+        if self.store and self.ctx.rank == 0:
+            self.store.keep(each for each in self.store.steps() if each <= step)
+
+    def agreed(self, step: int, device: torch.device) -> tuple[bool, bool]:
+        """Whether to save and to stop after this step: rank 0 says it, or each worker would at a step of its own."""
+        stop = self.ctx.rank == 0 and self.ctx.should_stop()
+        flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=device)
+        if self.ctx.world_size > 1:
+            torch.distributed.broadcast(flags, src=0)
+        save, stop = (bool(flag) for flag in flags.tolist())
+        return (save or stop) and self.store is not None, stop
+
+    def commit(self, draft: Path, step: int, metrics: Metrics) -> None:
+        """Makes what was written the checkpoint of its step; rank 0 calls it once every worker has written its part."""
+        assert self.store is not None
+        start, resources = time.monotonic(), self.ctx.resources
+        checkpoint = Checkpoint(
+            step=step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
+            num_workers=self.ctx.world_size, zero_stage=resources.zero_stage,
+            micro_batch_size=resources.micro_batch_size, cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
+        )  # fmt: skip
+        path = self.store.commit(draft, checkpoint)
+        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.best))
+        logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
+
+    def saved(self) -> None:
+        """Starts the time to the next checkpoint."""
+        self.last_save = time.monotonic()
+
+    def _is_due(self, step: int) -> bool:
+        resources = self.ctx.resources
+        by_step = resources.save_steps is not None and step % resources.save_steps == 0
+        waited = time.monotonic() - self.last_save
+        return by_step or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
+
+
+class Checkpointing(TrainerCallback):
+    """Lets transformers write a checkpoint aside, and commits it once every worker has written its part.
 
     Attributes:
         stopped_at: the step at which the training was asked to end early; None: it was not.
     """
 
     def __init__(self, trainer: "Trainer", ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
-        self.trainer = trainer
-        self.ctx = ctx
-        self.best = best
-        self.store = ctx.checkpoints
+        self.trainer, self.ctx, self.best = trainer, ctx, best
+        self.saver = Saver(ctx, best, seconds_before)
         self.stopped_at: int | None = None
         self.metrics_known = False
-        self.seconds_before = seconds_before
-        self.start = self.last_save = time.monotonic()
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
-        self.start = self.last_save = time.monotonic()
-        if self.store and self.ctx.rank == 0:  # what comes after is damaged: it was gone back behind
-            self.store.keep(step for step in self.store.steps() if step <= state.global_step)
+        self.saver.begin(state.global_step)
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
     ) -> None:
         if state.global_step >= state.max_steps:
             return  # it ends here anyway, and its output follows
-        save, stop = self._agreed(state.global_step)
+        control.should_save, stop = self.saver.agreed(state.global_step, self.trainer.args.device)
         if stop:
             self.stopped_at = state.global_step
             control.should_training_stop = True
-        control.should_save = (save or stop) and self.store is not None
 
     def on_log(
         self,
@@ -105,41 +147,13 @@ class Checkpointing(TrainerCallback):
     ) -> None:
         self.trainer.accelerator.wait_for_everyone()
         if self.ctx.rank == 0:
-            self._commit(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state)
+            draft = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            for name in _UNREAD:
+                (draft / name).unlink(missing_ok=True)
+            self.saver.commit(draft, state.global_step, step_metrics(state, state.global_step))
         self.trainer.accelerator.wait_for_everyone()
         self.ctx.mark(state.global_step, Doing.BETWEEN)
-        self.last_save = time.monotonic()
-
-    def _agreed(self, step: int) -> tuple[bool, bool]:
-        """Whether to save and to stop after this step: rank 0 says it, or each worker would at a step of its own."""
-        stop = self.ctx.rank == 0 and self.ctx.should_stop()
-        flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=self.trainer.args.device)
-        if self.ctx.world_size > 1:
-            torch.distributed.broadcast(flags, src=0)
-        save, stop = (bool(flag) for flag in flags.tolist())
-        return save, stop
-
-    def _is_due(self, step: int) -> bool:
-        resources = self.ctx.resources
-        by_step = resources.save_steps is not None and step % resources.save_steps == 0
-        waited = time.monotonic() - self.last_save
-        return by_step or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
-
-    def _commit(self, draft: Path, state: "TrainerState") -> None:
-        assert self.store is not None
-        for name in _UNREAD:
-            (draft / name).unlink(missing_ok=True)
-        start = time.monotonic()
-        checkpoint = Checkpoint(
-            step=state.global_step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
-            num_workers=self.ctx.world_size, zero_stage=self.ctx.resources.zero_stage,
-            micro_batch_size=self.ctx.resources.micro_batch_size, cpus_per_worker=self.ctx.resources.cpus_per_worker,
-            metrics=step_metrics(state, state.global_step),
-        )  # fmt: skip
-        path = self.store.commit(draft, checkpoint)
-        resources = self.ctx.resources
-        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.best))
-        logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
+        self.saver.saved()
 
 
 def discard_drafts(work_dir: Path) -> None:
@@ -174,26 +188,35 @@ class Divergence(TrainerCallback):
     ) -> None:
         if "loss" not in logs or not has_diverged(logs):
             return
-        found = f"training diverged: at step {state.global_step} loss={logs['loss']} grad_norm={logs['grad_norm']}"
-        remedy = (
-            f"lower learning_rate (now {args.learning_rate:g}) or max_grad_norm (now {args.max_grad_norm:g}), raise "
-            "warmup_ratio, or train in precision=fp32"
+        found, remedy = divergence(
+            state.global_step, logs["loss"], logs["grad_norm"], args.learning_rate, args.max_grad_norm
         )
         if self.go_back_to is None or self.go_back_to.step is None:
             competed = "" if self.go_back_to is None else "; no model had competed yet to go back to"
-            raise PipelineError(f"{found}; {self._saved()}{competed}; {remedy}")
+            raise PipelineError(f"{found}; {last_saved(self.checkpoints)}{competed}; {remedy}")
         logger.error("%s; on_divergence=best: it ends with its model of step %d", found, self.go_back_to.step)
         logger.error("what would let it go on: %s", remedy)
         self.step = state.global_step
         control.should_training_stop = True
         control.should_save = False  # these weights are no numbers
 
-    def _saved(self) -> str:
-        last = self.checkpoints.newest() if self.checkpoints else None
-        if last is None:
-            return "nothing was saved"
-        loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
-        return f"its last good checkpoint is that of step {last.step}{loss}, from where this recipe diverges again"
+
+def divergence(step: int, loss: float, grad_norm: float, learning_rate: float, max_grad_norm: float) -> tuple[str, str]:
+    """What was found, and what would let the training go on."""
+    return (
+        f"training diverged: at step {step} loss={loss} grad_norm={grad_norm}",
+        f"lower learning_rate (now {learning_rate:g}) or max_grad_norm (now {max_grad_norm:g}), raise warmup_ratio, or "
+        "train in precision=fp32",
+    )
+
+
+def last_saved(checkpoints: Checkpoints | None) -> str:
+    """From where a training that diverged could be resumed, and would diverge again."""
+    last = checkpoints.newest() if checkpoints else None
+    if last is None:
+        return "nothing was saved"
+    loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
+    return f"its last good checkpoint is that of step {last.step}{loss}, from where this recipe diverges again"
 
 
 class BestModel(TrainerCallback):

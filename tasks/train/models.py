@@ -1,5 +1,6 @@
 """Loading what a stage starts from, and saving what it made so that it loads alone."""
 
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.recipe import Input, TrainingRecipe
 from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
-from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized
+from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized, quantize_experts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,6 +41,11 @@ _LEARNED_POSITIONS = frozenset(
     {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "biogpt", "xglm", "imagegpt", "decision_transformer"}
 )
 _POSITIONS = ("max_position_embeddings", "n_positions")
+# Of a generation config: what only sampling reads, and what only beams do.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_BEAMS = ("early_stopping", "length_penalty")
+
+logger = logging.getLogger(__name__)
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 _GENERATION = "generation_config.json"
 
@@ -98,6 +104,38 @@ def load_value_model(method: TrainingRecipe, start: Input, ctx: "TrainContext") 
     if start.kind == Kind.REWARD_MODEL:
         return whole_model(Kind.REWARD_MODEL, start.path)
     return load_reward_model(method, start, ctx).model
+
+
+def repair_generation(model: "PreTrainedModel", given: Input) -> None:
+    """Takes from a generation config what has no effect, where that keeps it from being saved.
+
+    A config of the hub may state a temperature for greedy decoding. transformers refuses to save one that was changed,
+    as by a stop token, and so would the first checkpoint.
+
+    Raises:
+        ConfigError: it is invalid in another way.
+    """
+    if not model.can_generate():
+        return
+    config = model.generation_config
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        unused = [
+            *(_SAMPLING if config.do_sample is not True else ()),
+            *(_BEAMS if config.num_beams in (None, 1) else ()),
+        ]
+        stated = [name for name in unused if getattr(config, name, None) is not None]
+        for name in stated:
+            setattr(config, name, None)
+        logger.warning("model=%s generation_config: removed %s, unused by its decoding", given.name, ", ".join(stated))
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            raise ConfigError(
+                f"the generation_config.json of {given.name} is invalid, and could not be saved with the output: "
+                f"{error}; mend that file"
+            ) from error
 
 
 def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
@@ -200,6 +238,7 @@ def whole_model(
     if four_bit:
         model = four_bit.applied(model) if adapters else model
         keep_layout(model)
+        quantize_experts(model)
     return model
 
 

@@ -1,5 +1,6 @@
 """A base in 4 bits under an adapter, NF4 with double quantization: QLoRA, Dettmers et al. 2023, arXiv:2305.14314."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,16 @@ if TYPE_CHECKING:
     from tasks.recipe import TrainingRecipe
 
 
+_EXPERT_DIMENSIONS = 3  # experts x outputs x inputs
+
+
 @dataclass(frozen=True, kw_only=True)
 class FourBit:
     """How linear layers, but for the head, are loaded: 4 bits a weight, multiplied in ``compute_dtype``."""
 
     compute_dtype: "dtype"
     device: str
+    name: str = "nf4"
 
     @staticmethod
     def of(method: "TrainingRecipe", ctx: "TrainContext") -> "FourBit | None":
@@ -27,16 +32,14 @@ class FourBit:
         from accelerate import PartialState
 
         device = str(PartialState().device) if ctx.resources.gpus_per_worker else "cpu"
-        return FourBit(compute_dtype=torch.bfloat16 if method.precision == "bf16" else torch.float32, device=device)
+        compute_dtype = torch.bfloat16 if method.precision == "bf16" else torch.float32
+        return FourBit(compute_dtype=compute_dtype, device=device, name=method.adapter.quantization)
 
     def options(self) -> dict[str, object]:
         """What ``from_pretrained`` takes."""
         from transformers import BitsAndBytesConfig
 
-        config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=self.compute_dtype,
-        )  # fmt: skip
+        config = BitsAndBytesConfig(**QUANTIZATIONS[self.name], bnb_4bit_compute_dtype=self.compute_dtype)
         return {"quantization_config": config, "device_map": {"": self.device}}
 
     def applied(self, model: "PreTrainedModel") -> "PreTrainedModel":
@@ -48,6 +51,32 @@ class FourBit:
         if rounded.can_generate():
             rounded.generation_config = model.generation_config
         return rounded
+
+
+# What a base can be rounded to; a row more is a name more in tasks.recipe.LoRA.
+QUANTIZATIONS: Mapping[str, Mapping[str, object]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+}
+
+
+def quantize_experts(model: "PreTrainedModel") -> None:
+    """Rounds the experts of a mixture too, whose weights are one parameter of three dimensions and no linear layers.
+
+    transformers leaves them in full precision. They are unpacked when they are read, one layer at a time.
+    """
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from torch.nn.modules.conv import _ConvNd
+
+    config = model.config.quantization_config
+    for module in list(model.modules()):
+        if isinstance(module, _ConvNd):
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == _EXPERT_DIMENSIONS and parameter.is_floating_point():
+                replace_parameter_4bit(
+                    module, name, compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                )  # fmt: skip
 
 
 def look_for_quantized(looks: bool) -> None:

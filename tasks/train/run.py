@@ -80,6 +80,7 @@ class TrainingRun:
         load = models.load_reward_model if is_reward_model else models.load_policy
         policy = load(self.method, self.inputs[_POLICY], self.ctx)
         models.require_positions(policy.model.config, self.method.max_length)
+        models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
         return policy
@@ -163,6 +164,19 @@ class TrainingRun:
             given = self.inputs[_POLICY]
             trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
         return trainer
+
+    def micro_batches(self, step: int) -> Iterator[object]:
+        """This worker's collated rows of an optimizer step, for a loop that is not transformers'.
+
+        Args:
+            step: how many steps are done.
+        """
+        resources, rows = self.ctx.resources, ordered(self.rows, self.method)
+        collate = self._collator(None, is_line=False)
+        size, first = resources.micro_batch_size, step * self.method.global_batch_size
+        for number in range(resources.accumulation_steps(self.method.global_batch_size)):
+            start = first + (number * self.ctx.world_size + self.ctx.rank) * size
+            yield collate([rows[index] for index in range(start, start + size)])
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """What fails a stage whose policy and reference give answers other log-probabilities before the first step."""

@@ -20,11 +20,13 @@ from tasks.method import LoRA, Training
 from tasks.train.models import whole_model
 from tasks.train.quantization import FourBit
 from tests import training
+from tests.tiny_models import MIXTURES, write_model
 from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QLORA = LoRA(rank=4, alpha=8, dropout=0.1, quantization="nf4")
+ATTENTION = replace(QLORA, target_modules="q_proj,v_proj")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,7 @@ from tasks.method import LoRA, Method
 for module in Method.preload:
     import_module(module)
 from tests import training
+from tests.tiny_models import MIXTURES, write_model
 
 root = Path(sys.argv[1])
 training.train(training.method("sft", num_steps=1, adapter=LoRA(rank=4)), root, Path(sys.argv[2]) / "output")
@@ -154,3 +157,51 @@ assert "bitsandbytes" in sys.modules
 def test_bitsandbytes_is_imported_where_it_is_used_and_not_before(root: Path, tmp_path: Path) -> None:
     words = [str(root), str(tmp_path / "lora"), str(tmp_path / "qlora")]
     subprocess.run([sys.executable, "-c", UNUSED, *words], cwd=Path(training.__file__).parents[1], check=True)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_the_experts_of_a_mixture_are_in_4_bits_too(root: Path, tmp_path: Path, architecture: str) -> None:
+    # bitsandbytes' kernel for CPUs needs rows of whole blocks of 64.
+    policy = write_model(tmp_path / "policy", architecture, hidden_size=64, moe_intermediate_size=64)
+    four_bit = FourBit(compute_dtype=torch.float32, device="cpu")
+    model = whole_model(Kind.CHECKPOINT, policy, four_bit=four_bit)
+    full = whole_model(Kind.CHECKPOINT, policy)
+    experts = [name for name, parameter in full.named_parameters() if parameter.ndim == 3]
+    assert experts
+    kept = dict(model.named_parameters())
+    assert not [name for name in experts if name in kept and kept[name].is_floating_point()]
+    layer, given = model.model.layers[0].mlp.experts, full.model.layers[0].mlp.experts
+    off = (layer.gate_up_proj - given.gate_up_proj).norm() / given.gate_up_proj.norm()
+    assert 0.05 < off < 0.12, "rounded, and still the same weights"
+
+    losses = {
+        quantization: training.train(
+            training.method("sft", adapter=replace(ATTENTION, quantization=quantization)), root,
+            tmp_path / str(quantization), policy=policy,
+        )
+        for quantization in ("nf4", None)
+    }  # fmt: skip
+    assert losses["nf4"].losses == pytest.approx(losses[None].losses, abs=0.05)
+    assert losses["nf4"].losses != losses[None].losses
+    saved = whole_model(Kind.CHECKPOINT, losses["nf4"].output)
+    for name in experts:  # frozen: the output has them as they were given
+        assert torch.equal(saved.get_parameter(name), full.get_parameter(name)), name
+
+
+def test_an_adapter_on_experts_reloads_as_it_was_trained(root: Path, tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", "mixtral")
+    adapter = replace(QLORA, dropout=0.0, quantization=None)
+    output = training.train(training.method("sft", adapter=adapter), root, tmp_path / "o", policy=policy).output
+    base = whole_model(Kind.CHECKPOINT, policy)
+    again = PeftModel.from_pretrained(base, output / "adapter").merge_and_unload()
+    saved = whole_model(Kind.CHECKPOINT, output)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    torch.testing.assert_close(again.get_parameter(name), saved.get_parameter(name))
+    assert not torch.equal(saved.get_parameter(name), whole_model(Kind.CHECKPOINT, policy).get_parameter(name))
+
+
+def test_dropout_of_an_adapter_on_experts_is_refused_with_what_to_set(root: Path, tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", "mixtral")
+    stage = training.method("sft", adapter=replace(QLORA, quantization=None))
+    with pytest.raises(ConfigError, match=r"adapter.dropout=0.1: .*state adapter.dropout=0"):
+        training.train(stage, root, tmp_path / "output", policy=policy)

@@ -166,8 +166,11 @@ class DataReport:
         (directory / REPORT).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     def to_dict(self) -> dict[str, object]:
-        """The counts beside the rest."""
+        """The counts beside the rest; how a text is split, where there is one."""
         fields = asdict(self)
+        for source in fields["sources"].values():
+            if source["split_by"] is None:
+                del source["split_by"]
         return {**fields.pop("counts"), **fields}
 
     @staticmethod

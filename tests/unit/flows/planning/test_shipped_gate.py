@@ -38,7 +38,7 @@ def scores(metric: str, mean: float) -> list[float]:
 
 
 def gate() -> Gate:
-    method = load_pipeline(["pipeline=cpt-sft-dpo-gated"]).stages["gate"].method
+    method = load_pipeline(["pipeline=cpt-sft-dpo-gated", "model=qwen2.5-0.5b"]).stages["gate"].method
     assert isinstance(method, Gate)
     return method
 
@@ -96,3 +96,10 @@ def test_the_parent_itself_is_refused(tmp_path: Path) -> None:
     verdict = judge(tmp_path, SFT)
     assert verdict.result == "refuse"
     assert {"prefers_chosen", "wins_over_sft", "beats_sft"} == set(failing(verdict))
+
+
+def test_the_tiny_model_has_two_bounds_of_its_own() -> None:
+    tiny = load_pipeline(["pipeline=cpt-sft-dpo-gated"]).stages["gate"].method
+    assert isinstance(tiny, Gate)
+    shipped = gate().rules
+    assert {name for name, rule in tiny.rules.items() if rule != shipped[name]} == {"wins_over_sft", "keeps_language"}

@@ -79,14 +79,30 @@ def long_pair(row_id: str, prompt: int, chosen: int, rejected: int = 3) -> dict[
 
 
 def drawn(
-    directory: Path, tokenizer: PreTrainedTokenizerBase, pairs: list[dict[str, object]], lengths: Lengths
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[dict[str, object]],
+    lengths: Lengths,
+    **more: list[dict[str, object]],
 ) -> Rows:
-    rows = {"text": tiny.text_rows(4), "conversations": tiny.conversation_rows(4), "pairs": pairs}
+    rows = {"text": tiny.text_rows(4), "conversations": tiny.conversation_rows(4), "pairs": pairs, **more}
     inputs = {
         slot: Input(name=slot, kind=Kind.ROWS, fingerprint=slot, path=tiny.write_rows(directory / slot, held, held))
         for slot, held in rows.items()
     }
     return draw(inputs, tokenizer, num_rows=99, num_prompts=99, num_questions=99, lengths=lengths, seed=0)
+
+
+def test_held_out_prompts_are_asked_in_the_place_of_those_of_the_pairs(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lengths = Lengths(max_length=128, max_new_tokens=32)
+    of_pairs = drawn(tmp_path, tokenizer, ROWS, lengths)
+    asked = tiny.prompt_rows(5)
+    rows = drawn(tmp_path, tokenizer, ROWS, lengths, prompts=asked)
+    assert {prompt.messages[0]["content"] for prompt in rows.prompts} == {row["prompt"][0]["content"] for row in asked}  # type: ignore[index]
+    assert rows.pairs == of_pairs.pairs and rows.prompts != of_pairs.prompts
+    assert len(rows.prompt_ids) == 5
 
 
 def test_pairs_with_long_prompts_are_measured_with_their_whole_answers(

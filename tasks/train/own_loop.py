@@ -1,0 +1,184 @@
+"""Resume, report, stop and save for a loop that is not transformers'.
+
+loop = OwnLoop(run, {"model": model, "optimizer": optimizer})
+for step in loop.steps():
+    ...
+    loop.report(loss=loss, num_tokens=num_tokens, grad_norm=grad_norm)
+return loop.metrics()
+"""
+
+import math
+import random
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import ConfigError, PipelineError, StoppedError
+from tasks.heartbeat import Doing
+from tasks.train.callbacks import WINDOW_STEPS, Recorder, step_metrics, summary
+from tasks.train.checkpointing import Saver, divergence, last_saved
+from tasks.train.run import adding_in_one_order
+
+if TYPE_CHECKING:
+    from tasks.train.run import TrainingRun
+
+_STATE, _RANDOM = "state.pt", "random-{rank}.pt"
+
+
+class Stateful(Protocol):
+    """What is saved and loaded: a model, an optimizer, a schedule."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+    def load_state_dict(self, state: Mapping[str, object]) -> object: ...
+
+
+class OwnLoop:
+    """The steps of one training.
+
+    Args:
+        state: all that changes from step to step but the random state, by name; equal on all workers.
+
+    Attributes:
+        step: optimizer steps that are done.
+        num_tokens: that were reported so far, over all workers.
+
+    Raises:
+        ConfigError: the method asks for its best model, which only transformers' loop measures.
+    """
+
+    def __init__(self, run: "TrainingRun", state: Mapping[str, Stateful]) -> None:
+        if run.method.best is not None:
+            raise ConfigError(
+                f"method.best: {type(run.method).__name__} has a loop of its own, which measures no competing models; "
+                "state best=null"
+            )
+        self.run, self.ctx, self.state = run, run.ctx, state
+        self.step, self.num_tokens = 0, 0
+        self.device = torch.device("cuda" if run.ctx.resources.gpus_per_worker else "cpu")
+        self._recorder = Recorder(run.ctx)
+        self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
+        self._seconds_before = Checkpoints.at(run.ctx.resume_from).train_seconds if run.ctx.resume_from else 0.0
+        self._saver = Saver(run.ctx, None, self._seconds_before)
+        self._start = time.perf_counter()
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, each by the number of those before it; every one is to be reported.
+
+        Raises:
+            StoppedError: the stage was asked to end; a checkpoint is committed.
+            PipelineError: an operation has no deterministic kernel, which ``deterministic`` forbids.
+        """
+        num_steps = self.run.method.num_steps
+        self._resume()
+        self._saver.begin(self.step)
+        self._start = time.perf_counter()
+        self._recorder.window.append((self._start, float(self.num_tokens)))
+        with adding_in_one_order(self.ctx.resources.deterministic):
+            while self.step < num_steps:
+                self.ctx.mark(self.step, Doing.STEPPING)
+                yield self.step
+                if not self._log or self._log[-1]["step"] != self.step + 1:
+                    raise PipelineError(f"step {self.step + 1} was not reported; call report(...) in each step")
+                self.step += 1
+                self.ctx.mark(self.step, Doing.BETWEEN)
+                if self.step < num_steps:  # after the last one the output follows
+                    self._save_or_stop()
+        self.ctx.mark(self.step, Doing.DONE)
+
+    def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:
+        """What the step that is being taken has found, before it is done.
+
+        Args:
+            num_tokens: of this step, over all workers.
+            grad_norm: before clipping.
+
+        Raises:
+            PipelineError: the loss or the norm is non-finite.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            method = self.run.method
+            found, remedy = divergence(self.step + 1, loss, grad_norm, method.learning_rate, method.max_grad_norm)
+            raise PipelineError(f"{found}; {last_saved(self.ctx.checkpoints)}; {remedy}")
+        self.num_tokens += num_tokens
+        logs = {**metrics, "loss": loss, "grad_norm": grad_norm, "num_tokens": float(self.num_tokens)}
+        self._log.append({**logs, "step": self.step + 1})
+        self._recorder.record(self.step + 1, logs, self.device)
+
+    def metrics(self) -> dict[str, float]:
+        """Final metrics: means of the last steps, ``steps``, ``num_tokens``, ``train_seconds`` of all attempts."""
+        return summary(self._trainer_state(), self._seconds_before + time.perf_counter() - self._start, self.step)
+
+    def _trainer_state(self) -> SimpleNamespace:
+        return SimpleNamespace(log_history=list(self._log), global_step=self.step)
+
+    def _save_or_stop(self) -> None:
+        save, stop = self._saver.agreed(self.step, self.device)
+        if save:
+            self.ctx.mark(self.step, Doing.SAVING)
+            self._save()
+            self.ctx.mark(self.step, Doing.BETWEEN)
+            self._saver.saved()
+        if stop:
+            raise StoppedError(f"stopped at step {self.step} of {self.run.method.num_steps}")
+
+    def _save(self) -> None:
+        draft = self.ctx.work_dir / f"own-loop-{self.step}"
+        if self.ctx.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)  # of an attempt that was killed while it saved
+            draft.mkdir(parents=True)
+            states = {name: each.state_dict() for name, each in self.state.items()}
+            done = {"step": self.step, "num_tokens": self.num_tokens, "log": list(self._log), "states": states}
+            torch.save(done, draft / _STATE)
+        self._wait()
+        torch.save(_random_state(), draft / _RANDOM.format(rank=self.ctx.rank))
+        self._wait()
+        if self.ctx.rank == 0:
+            self._saver.commit(draft, self.step, step_metrics(self._trainer_state(), self.step))
+        self._wait()
+
+    def _resume(self) -> None:
+        if self.ctx.resume_from is None:
+            return
+        done = torch.load(self.ctx.resume_from / _STATE, map_location=self.device, weights_only=True)
+        for name, each in self.state.items():
+            each.load_state_dict(done["states"][name])
+        self.step, self.num_tokens = done["step"], done["num_tokens"]
+        self._log.extend(done["log"])
+        own = Path(self.ctx.resume_from, _RANDOM.format(rank=self.ctx.rank))
+        if Checkpoints.at(self.ctx.resume_from).num_workers == self.ctx.world_size:
+            _set_random_state(torch.load(own, weights_only=True))
+        else:  # a saved state belongs to one rank of so many
+            drawn = random.Random(f"{self.run.method.seed} {self.step} {self.ctx.rank}")
+            set_seed(drawn.getrandbits(32))
+
+    def _wait(self) -> None:
+        if self.ctx.world_size > 1:
+            torch.distributed.barrier()
+
+
+def _random_state() -> dict[str, object]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_state(state: Mapping[str, object]) -> None:
+    python, (name, keys, *rest) = state["python"], state["numpy"]
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

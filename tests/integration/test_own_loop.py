@@ -1,0 +1,116 @@
+"""A loop that is not transformers': resumed to the bit, stopped when asked, refused when it diverges."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import PipelineError, StoppedError
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.data.kinds import TEXT
+from tasks.method import Training
+from tasks.train.run import TrainingRun
+from tests import training
+
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainLoop(Training):
+    """The next-token loss in plain torch, with noise on its gradients that the random state decides."""
+
+    reads: ClassVar = TEXT
+
+    fails_at: int | None = None
+    diverges_at: int | None = None
+
+    def loop(self, run: TrainingRun) -> Metrics:
+        from tasks.train.own_loop import OwnLoop
+
+        model = run.policy.model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
+        loop = OwnLoop(run, {"model": model, "optimizer": optimizer})
+        for step in loop.steps():
+            batches = list(run.micro_batches(step))
+            loss = sum(model(**batch).loss / len(batches) for batch in batches)
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad += 1e-2 * torch.randn_like(parameter)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == self.fails_at:
+                raise InterruptedError
+            num_tokens = sum(batch["input_ids"].numel() for batch in batches)
+            value = math.nan if step + 1 == self.diverges_at else float(loss)
+            loop.report(loss=value, num_tokens=num_tokens, grad_norm=float(grad_norm))
+        return loop.metrics()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def method(**fields: object) -> PlainLoop:
+    return PlainLoop(**{**training.FIELDS, "max_length": 16, "num_steps": STEPS, **fields})  # type: ignore[arg-type]
+
+
+def context(folder: Path, reports: dict[int, Metrics] | None = None, **fields: object) -> TrainContext:
+    return TrainContext(
+        output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
+        resources=Resources(micro_batch_size=4, save_steps=2),
+        report=lambda step, metrics: (reports if reports is not None else {}).update({step: dict(metrics)}),
+        **fields,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_killed_and_resumed_it_ends_with_the_same_model_to_the_bit(root: Path, tmp_path: Path) -> None:
+    whole: dict[int, Metrics] = {}
+    given = training.inputs(root, method())
+    torch.manual_seed(0)
+    expected = method().run(given, context(tmp_path / "whole", whole))
+
+    parts: dict[int, Metrics] = {}
+    killed = context(tmp_path / "parts", parts)
+    torch.manual_seed(0)
+    with pytest.raises(InterruptedError):
+        method(fails_at=4).run(given, killed)
+    newest = Checkpoints(tmp_path / "parts" / "checkpoints").newest()
+    assert newest and newest.step == 2
+    torch.manual_seed(1)  # what another process would begin with
+    resumed = replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2")
+    found = method().run(given, resumed)
+
+    assert training.same(*(training.weights(tmp_path / name / "output") for name in ("whole", "parts")))
+    assert not training.same(training.weights(tmp_path / "whole" / "output"), training.weights(root / "policy"))
+    timed = {"tokens_per_second", "memory_gib", "train_seconds"}
+    assert whole.keys() == parts.keys() == set(range(1, STEPS + 1))
+    for step, metrics in whole.items():
+        assert {**metrics, **dict.fromkeys(timed, 0)} == {**parts[step], **dict.fromkeys(timed, 0)}, step
+    assert {n: v for n, v in found.items() if n not in timed} == {n: v for n, v in expected.items() if n not in timed}
+    assert found["steps"] == STEPS and found["num_tokens"] == STEPS * 8 * 16
+    assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "memory_gib"} <= whole[1].keys()
+
+
+def test_asked_to_stop_it_saves_and_ends(root: Path, tmp_path: Path) -> None:
+    ctx = context(tmp_path, should_stop=lambda: True)
+    with pytest.raises(StoppedError, match="stopped at step 1 of 5"):
+        method().run(training.inputs(root, method()), ctx)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_loss_that_is_non_finite_ends_it(root: Path, tmp_path: Path) -> None:
+    message = r"training diverged: at step 3 loss=nan.*last good checkpoint is that of step 2.*lower learning_rate"
+    with pytest.raises(PipelineError, match=message):
+        method(diverges_at=3).run(training.inputs(root, method()), context(tmp_path))
+
+
+def test_its_fields_are_its_identity_and_its_slots_those_of_its_rows() -> None:
+    assert set(PlainLoop.consumes) == {"policy", "rows"}
+    assert "PlainLoop" in str(method().recipe()["method"])
