@@ -63,7 +63,7 @@ class Resources:
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of {rows} "
                 f"(num_workers={self.num_workers} x micro_batch_size={self.micro_batch_size}); "
-                "change micro_batch_size or num_workers: neither changes the model"
+                "change micro_batch_size or num_workers: neither is part of the recipe"
             )
         return global_batch_size // rows
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
+from flows.planning.batch_effects import batch_notes, check_positions
 from flows.planning.champion import Champion, resolve_champions
 from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
@@ -135,15 +136,17 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     """Fingerprints every stage and looks each one up in the store.
 
     Raises:
-        ConfigError: a source does not exist or is no model, a chat template is lacking, a gate's rules cannot be
-            judged, old rows were split otherwise, a mixture names no slot, ``code_drift=refuse`` and a reused
-            stage's code changed, or a stage cannot go on from its checkpoints.
+        ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
+            model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
+            no slot, ``code_drift=refuse`` and a reused stage's code changed, or a stage cannot go on from its
+            checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
     check_replay(pipeline)
     check_data(pipeline)
     check_models(pipeline)
+    check_positions(pipeline)
     check_evaluations(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
@@ -152,6 +155,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     resolved = champions.pipeline
     if resolved != pipeline:
         check_models(resolved)
+        check_positions(resolved)
     check_same_split(resolved, champions.found)
     known = {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
     unknown = [name for name in resolved.used_sources() if SOURCE + name not in known]
@@ -163,7 +167,9 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         planned = _plan_stage(name, stage, inputs, store, resolved, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
         stages.append(planned)
-    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=champions.notes)
+    effects = batch_notes(resolved)
+    notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
+    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=[*champions.notes, *notes])
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:

@@ -79,10 +79,11 @@ class StepCounts(TrainerCallback):
 
     def _counted_step(self, model: object, inputs: object, *args: object, **kwargs: object) -> "Tensor":
         """A micro batch; as a trainer's ``training_step``."""
-        counted = inputs.get("attention_mask", inputs.get("input_ids")) if isinstance(inputs, Mapping) else None
-        if counted is not None:
-            is_mask = "attention_mask" in inputs
-            self.new_tokens.append(counted.sum() if is_mask else counted.new_tensor(counted.numel()))
+        batch = inputs if isinstance(inputs, Mapping) else {}
+        if "attention_mask" in batch:
+            self.new_tokens.append(batch["attention_mask"].sum())
+        elif "input_ids" in batch:
+            self.new_tokens.append(batch["input_ids"].new_tensor(batch["input_ids"].numel()))
         return self._step(model, inputs, *args, **kwargs)
 
     def _kept_norm(self, *args: object, **kwargs: object) -> object:

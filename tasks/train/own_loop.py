@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
 _STATE, _RANDOM = "state.pt", "random-{rank}.pt"
+
+
+class _RandomState(TypedDict):
+    """What the next random numbers follow from, in types that ``torch.load`` reads without unpickling others."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    keys: list[int]  # of numpy's MT19937
+    position: int
+    has_gauss: int
+    gauss: float
+    torch: "torch.Tensor"
+    cuda: "list[torch.Tensor]"
 
 
 class Stateful(Protocol):
@@ -165,20 +177,25 @@ class OwnLoop:
             torch.distributed.barrier()
 
 
-def _random_state() -> dict[str, object]:
-    name, keys, *rest = np.random.get_state()
+def _random_state() -> _RandomState:
+    version, numbers, following = random.getstate()
+    numpy = np.random.get_state(legacy=False)
     return {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": (version, numbers, following),
+        "keys": numpy["state"]["key"].tolist(),
+        "position": int(numpy["state"]["pos"]),
+        "has_gauss": int(numpy["has_gauss"]),
+        "gauss": float(numpy["gauss"]),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 
-def _set_random_state(state: Mapping[str, object]) -> None:
-    python, (name, keys, *rest) = state["python"], state["numpy"]
-    random.setstate((python[0], tuple(python[1]), python[2]))
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+def _set_random_state(state: _RandomState) -> None:
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    keys = np.array(state["keys"], dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, state["position"], state["has_gauss"], state["gauss"]))
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

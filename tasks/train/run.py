@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from datasets import Dataset
@@ -39,7 +39,7 @@ from tasks.train.callbacks import (
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
 from tasks.train.optimizers import optimizer_args
-from tasks.train.padding_free import collator_for, install
+from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
@@ -209,10 +209,10 @@ class TrainingRun:
         names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
         return self.model(names[0]) if names else None
 
-    def _collator(self, own: object, is_line: bool) -> object:
+    def _collator(self, own: object, is_line: bool) -> Collator:
         """Of the rows' kind or the method's own; for a padding-free forward, with the layout of the tokens."""
         reads, tokenization = type(self.method).reads, self.method.tokenization()
-        collate = own or reads.collator(self.policy.tokenizer.pad_token_id)
+        collate = cast(Collator, own or reads.collator(self.policy.tokenizer.pad_token_id))
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
             pairs = reads.kind == Kind.PREFERENCES
             collate = collator_for(self.policy.model, collate, pairs=pairs, packs=self._packs)
@@ -274,7 +274,7 @@ def _parameters(trainer_class: type) -> set[str]:
     found: set[str] = set()
     for base in trainer_class.__mro__:
         if "__init__" in base.__dict__:
-            each = inspect.signature(base.__init__).parameters
+            each = inspect.signature(base.__dict__["__init__"]).parameters
             found |= each.keys()
             if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in each.values()):
                 break
@@ -307,7 +307,8 @@ def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
             """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
             if getattr(self, "ref_model", self) is None:
                 return autocast(self.args)
-            return super().autocast_smart_context_manager(cache_enabled)
+            plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
+            return plain
 
     OnTokens.__name__, OnTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
     return OnTokens
