@@ -119,6 +119,7 @@ def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
     try:
         with mock.patch.dict(os.environ, environment, clear=True):
             read_prefect_settings()
+            forget_databases()
             yield
     finally:
         os.chdir(here)
@@ -135,6 +136,23 @@ def read_prefect_settings() -> None:
     """From the environment as it is now, where Prefect has read an earlier one."""
     if "prefect.context" in sys.modules:
         sys.modules["prefect.context"].refresh_global_settings_context()
+
+
+def forget_databases() -> None:
+    """MLflow keeps databases open by their address, where the file may be another one by now."""
+    for name, registry in {
+        "mlflow.store.tracking.sqlalchemy_store": "mlflow.tracking._tracking_service.registry.TrackingStoreRegistry",
+        "mlflow.store.model_registry.sqlalchemy_store": (
+            "mlflow.tracking._model_registry.registry.ModelRegistryStoreRegistry"
+        ),
+    }.items():
+        if name in sys.modules:
+            engines = sys.modules[name].SqlAlchemyStore._engine_map
+            for engine in engines.values():
+                engine.dispose()
+            engines.clear()
+            module, _, cls = registry.rpartition(".")
+            getattr(sys.modules[module], cls)._get_store_with_resolved_uri.cache_clear()
 
 
 @contextlib.contextmanager

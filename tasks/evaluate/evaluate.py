@@ -116,7 +116,8 @@ class Evaluate(Method):
             thinking=self.thinking,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        scores, by_kind = policy_scores(rows, measured, reference, self.answer_form), {}
+        scores = policy_scores(rows, measured, reference, self.answer_form)
+        by_kind: dict[str, float] = {}
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
             of_rewards, by_kind = self._rewards(reward_model, rows, lengths, measured, reference, tokenizer, ctx)

@@ -18,6 +18,7 @@ def chats(tmp_path, monkeypatch, capsys):
     """Calls the command on a hundred conversations of growing length, in the tokens of a tiny model."""
     monkeypatch.chdir(tmp_path)
     tiny.write_policy(tmp_path / "model")
+    capsys.readouterr()  # what imports of libraries print
     rows = [
         {"messages": [{"role": "user", "content": f"say {place}"}, {"role": "assistant", "content": "word " * place}]}
         for place in range(1, 101)

@@ -136,13 +136,14 @@ def test_a_damaged_database_is_told_without_a_traceback(toy):
     toy.run()
     (toy.folder / "mlflow.db").write_bytes(b"garbage" * 1000)
     for verb in ("verify", "rebuild"):
-        result = toy(verb)
+        result = toy.process(verb)
         assert result.returncode == 1
         assert "cannot be opened" in result.stdout + result.stderr
         assert "Traceback" not in result.stderr
 
 
 def test_tracking_none_and_mlflow_false_record_nothing_and_uri_says_where(toy):
+    (toy.folder / "mlflow.db").unlink()
     toy.run("tracking=none")
     toy.run("tracking.mlflow=false", "stages.left.method.learning_rate=0.2")
     assert not (toy.folder / "mlflow.db").exists()
