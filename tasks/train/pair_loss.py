@@ -1,10 +1,9 @@
 """Methods on preference pairs whose loss is a function of the answers' log-probabilities.
 
-Shapes: B pairs of a micro batch.
+Shapes: B pairs of a micro batch, R = 2B rows.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from tasks.train.run import TrainingRun
-
-    Loss = Callable[["Logps", "Logps"], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,4 +82,17 @@ class PairLoss(Training):
         from tasks.train.pair_trainer import PairConfig, PairTrainer
 
         has_reference = FROZEN_POLICY in self.models.values()
-        return run.trl(PairTrainer, PairConfig, pair_loss=self.loss, proof=run.start_proof() if has_reference else None)
+        return run.trl(
+            PairTrainer, PairConfig, pair_loss=self._of_rows, proof=run.start_proof() if has_reference else None
+        )
+
+    def _of_rows(
+        self, sums_R: "Tensor", counts_R: "Tensor", reference_R: "Tensor | None"
+    ) -> "tuple[Tensor, dict[str, Tensor]]":
+        """``loss`` of rows: the chosen answers, then the rejected ones."""
+        references = (None, None) if reference_R is None else reference_R.chunk(2)
+        chosen, rejected = (
+            Logps(sum_B=sums_B, num_tokens_B=counts_B, reference=each)
+            for sums_B, counts_B, each in zip(sums_R.chunk(2), counts_R.chunk(2), references, strict=True)
+        )
+        return self.loss(chosen, rejected)

@@ -15,16 +15,15 @@ from transformers import Trainer, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from tasks.train.pair_loss import Logps
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from tasks.train.pair_loss import Loss
-
     Batch = dict[str, Tensor]
+    # Log-probabilities, tokens, and the reference's log-probabilities, of rows (R) -> loss, and metrics
+    Loss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass
@@ -38,7 +37,7 @@ class PairTrainer(Trainer):
     """Trains by a function of the log-probabilities of chosen and rejected answers.
 
     Args:
-        pair_loss: ``PairLoss.loss``.
+        pair_loss: of the answers' log-probabilities, their numbers of tokens, and what the reference says of them.
         ref_model: the frozen policy; None: there is none, or it is the policy without its adapter.
         proof: that policy and reference agree, called with the log-ratios (R) of the batches before the first step;
             None: there is no reference.
@@ -85,16 +84,12 @@ class PairTrainer(Trainer):
         if reference_R is not None and self.proof and self.state.global_step == 0:
             self.proof(sums_R.detach() - reference_R)
         counts_R = answers_RT[:, 1:].sum(1).clamp(min=1)
-        references = (None, None) if reference_R is None else reference_R.chunk(2)
-        chosen, rejected = (
-            Logps(sum_B=sums_B, num_tokens_B=counts_B, reference=each)
-            for sums_B, counts_B, each in zip(sums_R.chunk(2), counts_R.chunk(2), references, strict=True)
-        )
-        loss, metrics = self.pair_loss(chosen, rejected)
+        loss, metrics = self.pair_loss(sums_R, counts_R, reference_R)
         if self.router_aux_loss_coef:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
             metrics = {**metrics, "aux_loss": outputs.aux_loss}
-        self._record({**metrics, "logps/chosen": chosen.sum_B, "logps/rejected": rejected.sum_B})
+        chosen_B, rejected_B = sums_R.chunk(2)
+        self._record({**metrics, "logps/chosen": chosen_B, "logps/rejected": rejected_B})
         return loss
 
     def _reference_sums(self, given: "Batch", labels_RT: "Tensor") -> "Tensor | None":

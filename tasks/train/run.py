@@ -305,7 +305,7 @@ def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
 
         def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
             """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
-            if getattr(self, "ref_model", self) is None:
+            if hasattr(self, "ref_model"):
                 return autocast(self.args)
             plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
             return plain

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, StoppedError
 from tasks.best import Best, KeepBest
+from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
 from tasks.heartbeat import Doing
@@ -76,7 +77,8 @@ def test_measuring_changes_no_bit_and_measures_the_model_that_is_there(root: Pat
 
     trained = replace(training.inputs(root, stage)["policy"], path=measured.output)
     rows = draw_rows(training.inputs(root, stage)["rows"], 10, 0)
-    scored = answer_tokens(rows, load_tokenizer(trained), stage.max_length)
+    tokens = RowTokenizer.of(stage.tokenization(), load_tokenizer(trained))(rows)
+    scored = answer_tokens(list(zip(rows, tokens, strict=True)))
     model = AutoModelForCausalLM.from_pretrained(measured.output, dtype=torch.float32).eval()
     loss = -sum(logps(model, scored, 4)) / sum(row.num_tokens for row in scored)
     assert metrics["held_out_loss"] == pytest.approx(loss, abs=1e-5)

@@ -129,4 +129,5 @@ def as_json(value: object, what: str) -> str:
     try:
         return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRowError(f"{what} is no JSON value: {error}", "JSON values", "write it as a string") from error
+        cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
+        raise BadRowError(f"{what} is no JSON value: {cause}", "JSON values", "write it as a string") from error

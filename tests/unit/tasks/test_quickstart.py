@@ -95,6 +95,7 @@ def test_no_topic_is_most_of_the_rows_and_no_answer_most_of_a_topic_but_yes_and_
 
 
 # The standard library's own words for the objects of some modules: nothing of what makes the questions is asked.
+# Without os: this process may have patched it.
 LIVE = (
     "argparse",
     "bisect",
@@ -103,7 +104,6 @@ LIVE = (
     "heapq",
     "json",
     "logging",
-    "os",
     "random",
     "shutil",
     "textwrap",

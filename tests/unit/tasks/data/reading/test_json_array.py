@@ -82,7 +82,7 @@ def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path
         ('[{"a": 1}\n{"a": 2}]', """2: not a JSON array: no comma after an item at '{"a": 2}]' (item [1])"""),
         ('[{"a": 1}]\n{}', "2: not a JSON array: something after the end of the array at '{}' (item [1])"),
         ('[{"a": 1},\n{"b":\ntru, "c": 2}]', """3: not a JSON array: Expecting value at 'tru, "c": 2}]' (item [1])"""),
-        ("[" * 3000, f"1: not a JSON array: values nested too deep at {'[' * 40!r} (item [0])"),
+        ("[" * 200_000, f"1: not a JSON array: values nested too deep at {'[' * 40!r} (item [0])"),
     ],
 )
 def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
