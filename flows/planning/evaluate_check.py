@@ -7,7 +7,8 @@ from flows.declare.pipeline import Pipeline
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
-from tasks.evaluate.evaluate import Evaluate, differing, other_tokens
+from tasks.evaluate.evaluate import Evaluate, other_tokens
+from tasks.train.models import differing_tokens
 
 
 def check_evaluations(pipeline: Pipeline) -> None:
@@ -29,8 +30,9 @@ def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
     for slot, ref in _models(pipeline, name).items():
         root = _root(pipeline, ref)
         own = None if root == reference else _vocabulary(pipeline, root)
-        if own and known and differing(own, known):
-            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'])}")
+        apart = differing_tokens(own, known) if own and known else []
+        if apart:
+            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'], apart)}")
 
 
 def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:

@@ -247,15 +247,15 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: one has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.train.models import load_tokenizer
+    from tasks.train.models import differing_tokens, load_tokenizer
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():
         own, known = (given.path / "tokenizer.json" for given in (model, reference))
         same = own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False)
-        # A model further on may know more tokens; the same token is never another one.
-        if not same and differing(load_tokenizer(model).get_vocab(), vocabulary):
-            raise ConfigError(other_tokens(slot, model.name, reference.name))
+        apart = [] if same else differing_tokens(load_tokenizer(model).get_vocab(), vocabulary)
+        if apart:
+            raise ConfigError(other_tokens(slot, model.name, reference.name, apart))
         if slot == "reward_model" and load_tokenizer(model).chat_template != tokenizer.chat_template:
             raise ConfigError(
                 f"reward_model ({model.name}) and {reference.name} have different chat templates, so it would score "
@@ -264,21 +264,17 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
             )
 
 
-def differing(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> bool:
-    """Whether a token of one vocabulary is another one in the other, or is missing there."""
-    return any(known.get(token, index) != index for token, index in vocabulary.items())
-
-
-def other_tokens(slot: str, name: str, reference: str) -> str:
+def other_tokens(slot: str, name: str, reference: str, apart: Sequence[str]) -> str:
     """The message of a model that cannot be compared."""
     remedy = (
         "train the reward model from a model of the same base"
         if slot == "reward_model"
-        else f"leave {slot} out, or begin both from the same base: cpt-sft-dpo-retrain goes on from the champion"
+        else f"leave {slot} out, or train both from the same base, as cpt-sft-dpo-retrain starts from the champion"
     )
     return (
-        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared; models "
-        f"whose tokens are the same are accepted; {remedy}"
+        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared: "
+        f"{len(apart)} tokens of {reference} are missing in {slot} or have other ids there, such as {apart[0]!r}; a "
+        f"model that has all of them with the same ids is accepted; {remedy}"
     )
 
 
