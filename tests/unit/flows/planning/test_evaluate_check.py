@@ -88,6 +88,16 @@ def test_the_length_of_the_longest_stage_leaves_capacity_for_a_prompt() -> None:
     check(f"{METHOD}.max_new_tokens=4096", f"{METHOD}.max_length=5000")
 
 
+def test_what_a_stage_leaves_out_of_the_thinking_is_left_out_of_the_measure() -> None:
+    trained = [f"stages.{stage}.method.thinking" for stage in ("sft", "reward", "dpo")]
+    check(f"{trained[0]}=keep")  # without it a stage trains all that the assistant thinks, or refuses the row
+    check(*(f"{field}=drop" for field in trained))
+    check(f"{trained[0]}=drop", f"{METHOD}.thinking=drop")
+    for others in ((), (f"{trained[1]}=drop", f"{trained[2]}=keep")):
+        with pytest.raises(ConfigError, match=r"stages\.evaluate\.method: thinking of evaluate .* sft.* thinking=drop"):
+            check(f"{trained[0]}=drop", *others)
+
+
 def test_models_that_no_stage_trains_need_a_length(bases: tuple[str, str]) -> None:
     known, _ = bases
     slots = ("reference", "cpt", "sft", "dpo")
