@@ -1,14 +1,12 @@
 """The judge of interrupted runs sees what is wrong with them."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lineage.attempts import note_attempt
-from lineage.lease import Lease
 from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
 from tests.written_store import WrittenStore
@@ -63,11 +61,8 @@ def test_what_a_finished_store_should_not_hold_is_found(tmp_path: Path, entry: P
     (tmp_path / "cache" / "x" / "work").mkdir(parents=True)  # of no stage
     assert untidy(tmp_path) == []
     (entry / "checkpoints").mkdir()
-    lease = Lease(entry)
-    assert lease.try_acquire()
-    assert untidy(tmp_path) == [str(entry / "checkpoints"), f"{entry}/lock is held"]
-    (entry / "lock").write_text((entry / "lock").read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194304'))
-    assert untidy(tmp_path) == [str(entry / "checkpoints")]
+    (entry / "lock").touch()
+    assert sorted(Path(each).name for each in untidy(tmp_path)) == ["checkpoints", "lock is held"]
 
 
 def test_a_finished_stage_that_is_made_again_or_is_gone_is_found(tmp_path: Path) -> None:
