@@ -58,7 +58,6 @@ def _own_place(_empty_directory: None) -> Iterator[None]:
         patch.setenv("HOME", str(folder / "home"))
         patch.setenv("PREFECT_HOME", str(folder / "home/.prefect"))
         patch.chdir(folder / "work")
-        patch.setattr(os, "fsync", lambda descriptor: None)  # no test takes the power away
         yield
     shutil.rmtree(folder, ignore_errors=True)
 

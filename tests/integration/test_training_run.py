@@ -14,6 +14,7 @@ from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import CONVERSATIONS, PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, TEACHER, VALUE_MODEL, Input, Inputs, LoRA, Training
+from tasks.train.rewards import sequence_scores
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.tiny_models import write_model
@@ -42,6 +43,15 @@ class Plain(Training):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Twice(Plain):
+    """Puts the adapter on by ``run.policy``, and once more by ``run.trl``."""
+
+    def loop(self, run: TrainingRun) -> Metrics:
+        assert run.policy.model
+        return run.fit(self.trainer(run))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Roles(Training):
     """Loads every role."""
 
@@ -57,6 +67,7 @@ class Roles(Training):
 
 
 FOUND: dict[str, object] = {}
+EOS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,11 @@ def test_an_argument_that_nothing_takes_is_refused_with_the_nearest(root: Path, 
         training.train(stage(Plain, own={"temprature": 0.5}), root, tmp_path / "output")
 
 
+def test_a_loop_that_would_put_its_adapter_on_twice_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Twice.loop reads run.policy, whose model has its adapter already"):
+        training.train(stage(Twice, adapter=LoRA(rank=2, alpha=4)), root, tmp_path / "output")
+
+
 def test_shared_arguments_are_those_that_a_config_has() -> None:
     from dataclasses import fields
 
@@ -118,6 +134,12 @@ def test_models_are_loaded_by_role(root: Path, tmp_path: Path) -> None:
     method.run(given, TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path / "work"))
     for name in ("reference", "judge", "teacher"):
         assert not any(parameter.requires_grad for parameter in FOUND[name].parameters()), name
+    judge = FOUND["judge"]
+    judge.config.pad_token_id = EOS
+    finished, cut = torch.tensor([[5, 6, 7, EOS, EOS]]), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    scores = judge(input_ids=finished.repeat(2, 1), attention_mask=cut).logits
+    assert torch.equal(scores[:, 0], sequence_scores(judge, finished.repeat(2, 1), cut))
+    assert scores[0] != scores[1], "a finished answer and a cut one, where padding is the end of sequence"
     assert all(parameter.requires_grad for parameter in FOUND["value"].parameters())
     assert torch.equal(FOUND["value"].score.weight, FOUND["judge"].score.weight), "begun as the reward model"
 

@@ -62,7 +62,7 @@ def test_what_a_finished_store_should_not_hold_is_found(tmp_path: Path, entry: P
     assert untidy(tmp_path) == []
     (entry / "checkpoints").mkdir()
     (entry / "lock").touch()
-    assert sorted(Path(each).name for each in untidy(tmp_path)) == ["checkpoints", "lock"]
+    assert sorted(Path(each).name for each in untidy(tmp_path)) == ["checkpoints", "lock is held"]
 
 
 def test_a_finished_stage_that_is_made_again_or_is_gone_is_found(tmp_path: Path) -> None:

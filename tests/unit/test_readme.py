@@ -63,7 +63,7 @@ def test_every_override_of_a_page_composes(page: Path) -> None:
 def test_the_example_groups_of_the_readme_take_effect(reader: Path) -> None:
     pipeline = load_pipeline(["model=ours"], Path("our_conf"))
     assert pipeline.sources["base"].path == "/models/ours"
-    assert pipeline.sources["corpus"].path == "/data/manuals.jsonl"
+    assert pipeline.sources["instructions"].path == "/data/chats.jsonl"
     assert pipeline.stages["sft"].method.recipe()["num_steps"] == 300
 
 
