@@ -41,7 +41,8 @@ class Evaluate(Method):
         num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that nothing can be measured on.
-        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part.
+        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part; likewise of
+            those whose prompts lose their beginning, and of the prompts and questions that lose it.
         answer_form: that answers to the questions should have; measured as ``one_sentence_share``, with their mean
             length as ``answer_tokens``; None: neither.
         seed: of the choice of rows.

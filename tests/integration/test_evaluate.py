@@ -25,7 +25,7 @@ from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore
 
 SIDES = ("chosen", "rejected")
-SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128)
+SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128, max_cut=1)
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_rows_are_read_with_the_thinking_that_the_models_were_trained_on(
 
 
 def test_lost_rows_are_metrics_and_stand_in_the_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24, max_cut=1))
+    metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24))
     assert metrics["pairs/prompts_cut"] > 0
     table = re.sub(" +", " ", (tmp_path / "short" / "table.md").read_text())
     assert f"| prompts_cut | pairs | {metrics['pairs/prompts_cut']:.0f} |" in table
