@@ -1,12 +1,11 @@
 """Checks of evaluations that need no model: made with the plan, not after hours of training."""
 
-import json
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
+from flows.planning.root_model import read_json, root_directory, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
-from lineage.sources import local_paths
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.train.models import differing_tokens
 
@@ -29,10 +28,10 @@ def check_evaluations(pipeline: Pipeline) -> None:
 
 def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
     inputs = pipeline.stages[name].inputs
-    reference = _root(pipeline, inputs["reference"])
+    reference = root_of(pipeline, inputs["reference"])
     known = _vocabulary(pipeline, reference)
     for slot, ref in _models(pipeline, name).items():
-        root = _root(pipeline, ref)
+        root = root_of(pipeline, ref)
         own = None if root == reference else _vocabulary(pipeline, root)
         apart = differing_tokens(own, known) if own and known else []
         if apart:
@@ -78,24 +77,14 @@ def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
     return {slot: ref for slot, ref in stage.inputs.items() if kinds.get(slot, kinds["*"]) in MODELS}
 
 
-def _root(pipeline: Pipeline, ref: str) -> str:
-    """The source or stage that a model's tokenizer comes from."""
-    while not pipeline.is_source(ref) and "policy" in pipeline.stages[ref].inputs:
-        ref = pipeline.stages[ref].inputs["policy"]
-    return ref
-
-
 def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
-    """Token -> index, of a model in a local directory; None: not known before it is fetched or made."""
-    if not pipeline.is_source(ref):
+    """Token -> index; None: not known before the model is fetched or trained."""
+    document = read_json(root_directory(pipeline, ref), "tokenizer.json")
+    if not isinstance(document, dict):
         return None
-    paths = local_paths(pipeline.sources[ref.removeprefix(SOURCE)].path)
     try:
-        document = json.loads((paths[0] / "tokenizer.json").read_text(encoding="utf-8")) if paths else None
-        if document is None:
-            return None
         model = document["model"]["vocab"]
         tokens = model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
         return {**tokens, **{token["content"]: token["id"] for token in document.get("added_tokens", [])}}
-    except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
+    except (ValueError, KeyError, TypeError):  # the stage that loads it reports what is wrong
         return None
