@@ -192,7 +192,7 @@ def test_other_architectures_train(root: Path, tmp_path: Path, architecture: str
 
 def test_a_row_longer_than_a_table_of_positions_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "gpt2", "gpt2", n_positions=64)
-    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*state max_length=64 or less"):
+    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*set max_length=64 or less"):
         training.train(training.method("sft"), root, tmp_path / "output", policy=policy)
 
 
