@@ -185,7 +185,7 @@ class TrainingRun:
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
+            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision))
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
