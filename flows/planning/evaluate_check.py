@@ -7,19 +7,24 @@ from flows.declare.pipeline import Pipeline
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
-from tasks.evaluate.evaluate import Evaluate, differing, other_tokens
+from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
+from tasks.train.models import differing_tokens
+
+_THINKING = "thinking"  # of a method that trains on conversations
 
 
 def check_evaluations(pipeline: Pipeline) -> None:
     """That what an evaluation compares can be compared, and that its rows have a length.
 
     Raises:
-        ConfigError: a model has another tokenizer than the reference, or ``max_length`` is unknown or too small.
+        ConfigError: a model has another tokenizer than the reference, ``max_length`` is unknown or too small, or
+            ``thinking`` is not set and the stages that trained the models differ in it.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Evaluate):
             _check_tokenizers(pipeline, name)
             _check_length(pipeline, name, stage.method)
+            _check_thinking(pipeline, name, stage.method)
 
 
 def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
@@ -29,8 +34,9 @@ def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
     for slot, ref in _models(pipeline, name).items():
         root = _root(pipeline, ref)
         own = None if root == reference else _vocabulary(pipeline, root)
-        if own and known and differing(own, known):
-            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'])}")
+        apart = differing_tokens(own, known) if own and known else []
+        if apart:
+            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'], apart)}")
 
 
 def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
@@ -47,6 +53,17 @@ def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
             f"stages.{name}.method.max_length is not set, and none of the models is trained by a stage whose length it "
             f"could follow; a number of tokens is accepted; set stages.{name}.method.max_length=1024"
         )
+
+
+def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
+    if method.thinking is not None:
+        return
+    refs = [ref for ref in _models(pipeline, name).values() if not pipeline.is_source(ref)]
+    methods = {ref: pipeline.stages[ref].method for ref in refs}
+    try:
+        agreed_thinking({ref: getattr(each, _THINKING) for ref, each in methods.items() if hasattr(each, _THINKING)})
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}.method: {error}") from error
 
 
 def _has_record(path: str) -> bool:

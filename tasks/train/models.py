@@ -200,19 +200,27 @@ def disable_dropout(model: "PreTrainedModel") -> None:
 
 
 def require_same_tokens(policy: Input, other: Input) -> None:
-    """That two models read the same tokens.
+    """That another model reads the policy's tokens as the policy does.
 
     Raises:
         ConfigError: their tokenizers differ, naming a token.
     """
     ours, theirs = (load_tokenizer(each).get_vocab() for each in (policy, other))
-    apart = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    apart = differing_tokens(theirs, ours)
     if apart:
         raise ConfigError(
             f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
             f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); give a model that was trained from the "
             f"same base as {policy.name}"
         )
+
+
+def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
+    """The tokens of ``known`` that are missing in a vocabulary or have another id there, sorted.
+
+    A model that has further tokens reads rows of ``known`` tokens as they are meant.
+    """
+    return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
 
 
 def load_model(given: Input) -> "PreTrainedModel":

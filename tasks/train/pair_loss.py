@@ -73,7 +73,7 @@ class PairLoss(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
-    thinking: Thinking | None = None  # of the answers: see DPO
+    thinking: Thinking | None = None  # of the answers, as in DPO
 
     @abstractmethod
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":

@@ -64,11 +64,11 @@ def test_dpo_as_a_pair_loss_is_trls(root: Path, tmp_path: Path, policy: str, ada
     assert training.same(*(training.weights(run.output) for run in runs))
 
 
-def test_thinking_is_a_field_of_every_pair_loss() -> None:
-    tokenization = stage(OwnDPO, thinking="keep").tokenization()
-    assert tokenization and tokenization.thinking == "keep"
-    assert stage(OwnDPO).recipe() == stage(OwnDPO, thinking=None).recipe(), "off is no part of the identity"
-    assert "thinking" not in stage(OwnDPO).recipe()
+def test_thinking_is_trained_or_left_out_as_in_dpo() -> None:
+    for thinking in ("keep", "drop", None):
+        tokenizations = [stage(cls, thinking=thinking).tokenization() for cls in (DPO, OwnDPO)]
+        assert tokenizations[0] == tokenizations[1] and tokenizations[1]
+        assert tokenizations[1].thinking == thinking
 
 
 def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
