@@ -49,7 +49,7 @@ def _make(source: Source, directory: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"model {source.path}: its weights are in GGUF, and the package gguf is not installed; "
-            "run: pip install 'posttrain[gguf]'"
+            "run: pip install gguf==0.19.0"
         )
     scratch = directory / "download"
     scratch.mkdir()

@@ -38,7 +38,6 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
@@ -185,7 +184,7 @@ class TrainingRun:
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
+            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision))
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
@@ -278,7 +277,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "per_device_train_batch_size": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "max_steps": method.num_steps,
-        **optimizer_args(method),
+        "weight_decay": method.weight_decay,  # of AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101
         **schedule_args(method),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
@@ -321,8 +320,11 @@ def _require_known(own: Mapping[str, object], known: set[str], parameters: set[s
 
 def _reads_lines(trainer_class: type) -> bool:
     """Whether a trainer calls the model as the padding-free forward is called: for log-probabilities, or for scores."""
-    names = {base.__name__ for base in trainer_class.__mro__}
-    return bool(names & {"SFTTrainer", "DPOTrainer", "RewardTrainer", "PairTrainer"})
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
+    from tasks.train.pair_trainer import PairTrainer
+
+    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer))
 
 
 def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:

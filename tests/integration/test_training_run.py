@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
+from trl import GRPOConfig, SFTConfig
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -111,10 +112,21 @@ def test_a_loop_that_would_put_its_adapter_on_twice_is_refused(root: Path, tmp_p
         training.train(stage(Twice, adapter=LoRA(rank=2, alpha=4)), root, tmp_path / "output")
 
 
+def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_path: Path) -> None:
+    from trl import SFTTrainer
+
+    method = stage(Plain)
+    run = TrainingRun(
+        method, training.inputs(root, method), TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path / "work")
+    )
+    trainer = run.trl(type("SFTTrainer", (Silent,), {}), TrainingArguments)
+    assert "forward" not in vars(trainer.model), "its own forward is called"
+    derived = run.trl(type("Mine", (SFTTrainer,), {}), SFTConfig)
+    assert "forward" in vars(derived.model), "the padding-free forward"
+
+
 def test_shared_arguments_are_those_that_a_config_has() -> None:
     from dataclasses import fields
-
-    from trl import GRPOConfig
 
     from tasks.train.run import trainer_args
 
@@ -192,7 +204,7 @@ def test_other_architectures_train(root: Path, tmp_path: Path, architecture: str
 
 def test_a_row_longer_than_a_table_of_positions_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "gpt2", "gpt2", n_positions=64)
-    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*state max_length=64 or less"):
+    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*set max_length=64 or less"):
         training.train(training.method("sft"), root, tmp_path / "output", policy=policy)
 
 
