@@ -63,7 +63,7 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         ConfigError: there is no such file, directory, bucket, hub repository or function, or it states what cannot be.
     """
     matches = local_paths(source.path)
-    is_hub = not matches and _is_hub_id(source.path)
+    is_hub = not matches and is_hub_id(source.path)
     check_options(name, source, is_hub=is_hub, is_url=is_url(source.path))
     if source.path.startswith(QUICKSTART):
         # These rows come from the interpreter's own documentation, so the interpreter is their revision, with what is
@@ -88,7 +88,7 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
 
 def never_changes(source: Source) -> bool:
     """Whether its name says already what it holds: a commit of the hub, a wheel, or the rows that ship with Python."""
-    return source.path.startswith((QUICKSTART, WHEEL)) or (_is_hub_id(source.path) and _is_commit(source.revision))
+    return source.path.startswith((QUICKSTART, WHEEL)) or (is_hub_id(source.path) and _is_commit(source.revision))
 
 
 def _by_revision(source: Source, revision: str, detected: Mapping[str, object] = NOTHING) -> Pinned:
@@ -204,7 +204,8 @@ def _by_place(paths: list[Path], digests: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _is_hub_id(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
+    """Whether a path that names no file of this machine is the id of a hub repository."""
     owner, _, name = path.partition("/")
     return (
         bool(owner and name)

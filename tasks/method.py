@@ -1,8 +1,9 @@
 """What a method is: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
+from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.recipe import (
     ALL_LINEAR,
@@ -42,12 +43,46 @@ __all__ = [
 ]
 
 
+# What transformers' trainer does with a recipe, and a loop of its own has to do by itself.
+LOOP_FIELDS = ("precision", "weight_decay", "lr_schedule", "warmup_ratio", "max_grad_norm")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training(TrainingRecipe):
     """A method that takes optimizer steps. It states its fields, ``reads``, ``models`` and its ``trainer``.
 
     A method with a loop of its own states ``loop`` instead (``tasks.train.own_loop``).
+
+    Class attributes:
+        applies: the fields of ``LOOP_FIELDS`` that a loop of its own applies; others must keep their defaults.
     """
+
+    applies: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_own_loop = cls.loop is not Training.loop
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_own_loop:
+            self._check_own_loop()
+
+    def _check_own_loop(self) -> None:
+        """Refuses a field that the recipe would record and the training would ignore."""
+        name = type(self).__name__
+        if self.best is not None:
+            raise ConfigError(
+                f"method.best: {name} has a loop of its own, which measures no competing models; set best=null"
+            )
+        defaults = {each.name: each.default for each in fields(self)}
+        for field in LOOP_FIELDS:
+            found, default = getattr(self, field), defaults[field]
+            if found != default and field not in self.applies:
+                raise ConfigError(
+                    f"{field}={found}: {name} has a loop of its own, which does not apply it; set {field}={default}, "
+                    f'or apply it in {name}.loop and add "{field}" to {name}.applies'
+                )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         """Loads what the method states, trains, and writes the output."""

@@ -165,12 +165,14 @@ class TrainingRecipe(Method):
     Class attributes:
         reads: the rows that it trains on: an entry of ``tasks.data.kinds``.
         models: name -> role of every model that it uses; ``policy`` is the one that becomes its output.
+        has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
 
     ``consumes``, ``produces`` and ``chat_slot`` follow from these two, where a class does not state them itself.
     """
 
     reads: ClassVar[RowKind]
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
+    has_own_loop: ClassVar[bool] = False
     trains: ClassVar[bool] = True
     uses_gpu: ClassVar[bool] = True
 

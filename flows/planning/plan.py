@@ -169,7 +169,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         stages.append(planned)
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
-    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=[*champions.notes, *notes])
+    notes = list(dict.fromkeys([*champions.notes, *notes]))  # one note may be of several stages
+    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes)
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:

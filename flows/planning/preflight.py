@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.champion import Champion
+from flows.planning.root_model import root_config
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
@@ -51,16 +52,9 @@ def check_models(pipeline: Pipeline) -> None:
 
 
 def _check_packing(name: str, pipeline: Pipeline) -> None:
-    """Reads the config of the model that the policy comes from, where it is a directory; the stage checks again."""
-    given: str | None = name
-    while given is not None and not pipeline.is_source(given):
-        given = pipeline.stages[given].inputs.get("policy")
-    paths = local_paths(pipeline.sources[given.removeprefix(SOURCE)].path) if given else []
-    try:
-        config = json.loads((paths[0] / "config.json").read_text(encoding="utf-8")) if paths else None
-    except (OSError, ValueError):  # the stage that loads it says what is wrong
-        return
-    reason = why_not_packable(config) if isinstance(config, dict) else None
+    """Reads the config of the model that the policy comes from, where that is here; the stage checks again."""
+    config = root_config(pipeline, name)
+    reason = why_not_packable(config) if config else None
     if reason is not None:
         raise ConfigError(f"stages.{name}.method.{reason}")
 

@@ -68,7 +68,6 @@ class RowKind:
         examples: what a trainer is given of the examples in a file of tokens.
         collator: pads examples to a batch, with a pad token.
         sample: an example as text, for the log; what is trained stands in ⟦ ⟧.
-        measures: what evaluation may measure on held-out rows.
     """
 
     kind: Kind
@@ -84,7 +83,6 @@ class RowKind:
     examples: Callable[["Dataset"], "Dataset"] = lambda examples: examples
     collator: Callable[[int], Collator]
     sample: Callable[["PreTrainedTokenizerBase", Columns], str]
-    measures: tuple[str, ...]
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -216,13 +214,11 @@ _TOOLS = {"tools": Column.TEXT}  # JSON text
 TEXT = RowKind(
     kind=Kind.TEXT, slot="rows", asked="text", tokens=_LABELLED, chat=False, joined=True,
     tokenize=lambda tokenizer, rows: tokenizer.texts(rows), collator=_language_modeling, sample=_labelled_text,
-    measures=("perplexity",),
 )  # fmt: skip
 
 CONVERSATIONS = RowKind(
     kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, tokens=_LABELLED,
     tokenize=lambda tokenizer, rows: tokenizer.conversations(rows), collator=_language_modeling, sample=_labelled_text,
-    measures=("answer_perplexity", "exact_match"),
 )  # fmt: skip
 
 PREFERENCES = RowKind(
@@ -230,14 +226,12 @@ PREFERENCES = RowKind(
     others={"kind": Column.TEXT, **_TOOLS},
     tokens={"prompt_ids": Column.IDS, "chosen_ids": Column.IDS, "rejected_ids": Column.IDS},
     tokenize=lambda tokenizer, rows: tokenizer.preferences(rows), collator=_pairs, sample=_answers_text,
-    measures=("accuracy", "margin", "reward_score"),
 )  # fmt: skip
 
 UNPAIRED = RowKind(
     kind=Kind.UNPAIRED, slot="rows", asked="prompt", answers=("completion",), others={"label": Column.FLAG, **_TOOLS},
     tokens={"prompt_ids": Column.IDS, "completion_ids": Column.IDS, "label": Column.FLAG},
     tokenize=lambda tokenizer, rows: tokenizer.unpaired(rows), collator=_single_answers, sample=_judged_text,
-    measures=("accuracy", "reward_score"),
 )  # fmt: skip
 
 PROMPTS = RowKind(
@@ -245,7 +239,6 @@ PROMPTS = RowKind(
     tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
     tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), examples=_with_columns, collator=_as_they_are,
     sample=_prompt_text,
-    measures=("exact_match", "reward_score"),
 )  # fmt: skip
 
 ROW_KINDS: Mapping[Kind, RowKind] = {

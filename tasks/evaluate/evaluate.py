@@ -2,8 +2,9 @@
 greedy answers."""
 
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -18,7 +19,7 @@ from tasks.evaluate import rows as held_out
 from tasks.evaluate.measured import AnswerForm, Measured, over_pairs, perplexities, policy_scores, reward_scores, win
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import RowScores, write_scores
-from tasks.evaluate.scoring import greedy_answers, logps, rewards
+from tasks.evaluate.scoring import Answer, greedy_answers, logps, rewards
 from tasks.recipe import Input, Inputs, Method
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ class Evaluate(Method):
         num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that nothing can be measured on.
-        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part.
+        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part; likewise of
+            those whose prompts lose their beginning, and of the prompts and questions that lose it.
         answer_form: that answers to the questions should have; measured as ``one_sentence_share``, with their mean
             length as ``answer_tokens``; None: neither.
         seed: of the choice of rows.
-        thinking: of the assistant, as the stages that trained the models have it.
+        thinking: of the assistant; None: as the stages that trained the models have it.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -106,21 +108,24 @@ class Evaluate(Method):
         require_chat_template(tokenizer, inputs["reference"])
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
-        lengths = self.lengths(self.max_length or trained_length([*models.values(), inputs["reference"]]))
-        for model in (*models.values(), inputs["reference"]):
+        trained = [*models.values(), inputs["reference"]]
+        lengths = self.lengths(self.max_length or trained_length(trained))
+        thinking = self.thinking or trained_thinking(trained)
+        for model in trained:
             config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
             require_positions(config, lengths.max_length)
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
-            thinking=self.thinking,
+            thinking=thinking,
         )  # fmt: skip
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
         scores = policy_scores(rows, measured, reference, self.answer_form)
         by_kind: dict[str, float] = {}
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
-            of_rewards, by_kind = self._rewards(reward_model, rows, lengths, measured, reference, tokenizer, ctx)
+            read = partial(held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking)
+            of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
             scores += of_rewards
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
@@ -174,21 +179,23 @@ class Evaluate(Method):
         self,
         reward_model: Input,
         rows: held_out.Rows,
-        lengths: held_out.Lengths,
+        read: Callable[[Sequence[held_out.Prompt], Sequence[Answer]], list[list[int]]],
         measured: Mapping[str, Measured],
         reference: Measured,
-        tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
-        """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair."""
+        """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair.
+
+        Args:
+            read: the tokens of prompts with their answers.
+        """
         from tasks.train.models import load_model
 
         model = load_model(reward_model).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:
-            tokens = held_out.answered_tokens(rows.prompts, policy.greedy, tokenizer, lengths, self.thinking)
-            return rewards(model, tokens, batch_size)
+            return rewards(model, read(rows.prompts, policy.greedy), batch_size)
 
         chosen, rejected = (
             rewards(model, [row.input_ids for row in side], batch_size)
@@ -226,8 +233,7 @@ def trained_length(models: Sequence[Input]) -> int:
     Raises:
         ConfigError: none of them does.
     """
-    manifests = [Entry(model.path.parent).manifest() for model in models if model.path.name == "output"]
-    found = [manifest.recipe.get("max_length") for manifest in manifests if manifest]
+    found = [recipe.get("max_length") for recipe in _recipes(models).values()]
     lengths = [length for length in found if isinstance(length, int)]
     if not lengths:
         raise ConfigError(
@@ -235,6 +241,45 @@ def trained_length(models: Sequence[Input]) -> int:
             "long the rows are that it was trained on; a number of tokens is accepted; set max_length of evaluate"
         )
     return max(lengths)
+
+
+def trained_thinking(models: Sequence[Input]) -> Thinking | None:
+    """The ``thinking`` that the records of the models state; None: none of them does.
+
+    Raises:
+        ConfigError: they do not agree.
+    """
+    stated = {name: recipe["thinking"] for name, recipe in _recipes(models).items() if "thinking" in recipe}
+    return agreed_thinking(stated)
+
+
+def agreed_thinking(trained: Mapping[str, object]) -> Thinking | None:
+    """What the models were trained with.
+
+    A stage without ``thinking`` trains what its chat template keeps, and refuses rows of which it keeps less: the same
+    tokens as ``keep``.
+
+    Args:
+        trained: stage -> its ``thinking``.
+
+    Raises:
+        ConfigError: some trained what the assistant thinks, and others left it out.
+    """
+    dropping = [name for name, thinking in trained.items() if thinking == "drop"]
+    others = [name for name, thinking in trained.items() if thinking != "drop"]
+    if dropping and others:
+        raise ConfigError(
+            f"thinking of evaluate is not set, and what it could follow differs: {', '.join(dropping)} trained with "
+            f"thinking=drop, {', '.join(others)} without it; one thinking for all of them is accepted; set thinking of "
+            "evaluate to keep or drop, or the same thinking on these stages"
+        )
+    return "drop" if dropping else "keep" if "keep" in trained.values() else None
+
+
+def _recipes(models: Sequence[Input]) -> dict[str, Mapping[str, object]]:
+    """Name -> recipe, of the models that have a record."""
+    manifests = {model.name: Entry(model.path.parent).manifest() for model in models if model.path.name == "output"}
+    return {name: manifest.recipe for name, manifest in manifests.items() if manifest}
 
 
 def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -247,15 +292,15 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: one has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.train.models import load_tokenizer
+    from tasks.train.models import differing_tokens, load_tokenizer
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():
         own, known = (given.path / "tokenizer.json" for given in (model, reference))
         same = own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False)
-        # A model further on may know more tokens; the same token is never another one.
-        if not same and differing(load_tokenizer(model).get_vocab(), vocabulary):
-            raise ConfigError(other_tokens(slot, model.name, reference.name))
+        apart = [] if same else differing_tokens(load_tokenizer(model).get_vocab(), vocabulary)
+        if apart:
+            raise ConfigError(other_tokens(slot, model.name, reference.name, apart))
         if slot == "reward_model" and load_tokenizer(model).chat_template != tokenizer.chat_template:
             raise ConfigError(
                 f"reward_model ({model.name}) and {reference.name} have different chat templates, so it would score "
@@ -264,21 +309,17 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
             )
 
 
-def differing(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> bool:
-    """Whether a token of one vocabulary is another one in the other, or is missing there."""
-    return any(known.get(token, index) != index for token, index in vocabulary.items())
-
-
-def other_tokens(slot: str, name: str, reference: str) -> str:
+def other_tokens(slot: str, name: str, reference: str, apart: Sequence[str]) -> str:
     """The message of a model that cannot be compared."""
     remedy = (
         "train the reward model from a model of the same base"
         if slot == "reward_model"
-        else f"leave {slot} out, or begin both from the same base: cpt-sft-dpo-retrain goes on from the champion"
+        else f"leave {slot} out, or train both from the same base, as cpt-sft-dpo-retrain starts from the champion"
     )
     return (
-        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared; models "
-        f"whose tokens are the same are accepted; {remedy}"
+        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared: "
+        f"{len(apart)} tokens of {reference} are missing in {slot} or have other ids there, such as {apart[0]!r}; a "
+        f"model that has all of them with the same ids is accepted; {remedy}"
     )
 
 

@@ -6,11 +6,6 @@ from pathlib import Path
 
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
-POLICY_METRICS = (
-    "text_perplexity", "answer_perplexity", "exact_match", "preference_accuracy", "logp_accuracy",
-    "mean_logp_accuracy", "reward_score", "win_rate", "unfinished_share",
-    "one_sentence_share",
-)  # fmt: skip
 LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
 _NUM_SAMPLES = 5
 _MAX_SHOWN = 120  # characters of a sample answer
@@ -26,8 +21,9 @@ _COLUMNS = {
     "win_rate": ("win rate over the reference ↑", 2),
     "unfinished_share": ("answers cut off ↓", 2),
     "one_sentence_share": ("answers of one sentence ↑", 2),
-    "answer_tokens": ("tokens per answer", 1),
+    "answer_tokens": ("tokens per answer ↓", 1),
 }
+POLICY_METRICS = tuple(_COLUMNS)
 
 
 def write_report(

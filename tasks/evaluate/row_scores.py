@@ -47,8 +47,8 @@ def is_perplexity(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Of perplexities, losses and shares of unfinished answers; of every other metric more is better."""
-    return metric.endswith(("perplexity", "loss", "unfinished_share"))
+    """Of perplexities, losses, shares of unfinished answers and tokens per answer; of other metrics more is better."""
+    return metric.endswith(("perplexity", "loss", "unfinished_share", "answer_tokens"))
 
 
 def is_bounded(metric: str) -> bool:

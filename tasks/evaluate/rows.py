@@ -106,7 +106,7 @@ class Lengths:
     Args:
         max_length: of a row, prompt and answer.
         max_new_tokens: capacity that is reserved for an answer.
-        max_dropped, max_cut: shares of the rows of a kind.
+        max_dropped, max_cut: shares of the rows of a kind; ``max_cut`` also of the prompts and questions.
     """
 
     max_length: int
@@ -157,9 +157,9 @@ def draw(
     asked = [*prompts, *(question.prompt for question in questions)]
     ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
     for slot, found in tokens.items():
-        if slot not in inputs:
-            continue
-        _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
+        if slot in inputs:
+            _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
+    _require_whole(num_cut, len(asked), lengths)
     return Rows(
         text=text_tokens(tokens["text"]),
         answers=answer_tokens(tokens["conversations"]),
@@ -214,7 +214,7 @@ def _tokens(
 
 def _require_enough(name: str, slot: str, tokens: Sequence[TokenRow], lengths: Lengths) -> None:
     dropped = [each for each in tokens if each.fate.dropped]
-    num_cut = sum(each.fate.cut for each in tokens if not each.fate.dropped) if slot != "text" else 0
+    measured = [each.fate for each in tokens if not each.fate.dropped and slot != "text"]
     reasons = ", ".join(sorted({str(each.fate.dropped) for each in dropped}))
     if len(dropped) == len(tokens):
         raise DataError(
@@ -223,14 +223,25 @@ def _require_enough(name: str, slot: str, tokens: Sequence[TokenRow], lengths: L
         )
     for count, what, limit, field in (
         (len(dropped), f"dropped ({reasons})", lengths.max_dropped, "max_dropped"),
-        (num_cut, "cut in their answers", lengths.max_cut, "max_cut"),
+        (sum(fate.cut for fate in measured), "cut in their answers", lengths.max_cut, "max_cut"),
+        (sum(fate.prompt_cut for fate in measured), "cut in their prompts", lengths.max_cut, "max_cut"),
     ):
         if count > limit * len(tokens):
             raise DataError(
                 f"{count} of {len(tokens)} held-out rows of {name!r} ({slot}) are {what} with "
-                f"max_length={lengths.max_length}, and the others do not speak for all; at most {field}={limit:g} of "
-                f"the rows are accepted; raise max_length or {field} of evaluate"
+                f"max_length={lengths.max_length}, and the result would not represent all rows; at most "
+                f"{field}={limit:g} of the rows are accepted; raise max_length or {field} of evaluate"
             )
+
+
+def _require_whole(num_cut: int, num_asked: int, lengths: Lengths) -> None:
+    if num_cut > lengths.max_cut * num_asked:
+        raise DataError(
+            f"{num_cut} of {num_asked} prompts and questions have more than the {lengths.max_prompt_length} tokens "
+            f"that max_length={lengths.max_length} leaves beside max_new_tokens={lengths.max_new_tokens}, and would be "
+            f"answered without their beginning; at most max_cut={lengths.max_cut:g} of them are accepted; raise "
+            "max_length or max_cut of evaluate, or lower max_new_tokens"
+        )
 
 
 def _lost(tokens: Mapping[str, Tokens]) -> dict[str, float]:

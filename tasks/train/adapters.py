@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.artifact import ALIAS, SOURCE, Kind, Source
+from lineage.artifact import ALIAS, SOURCE, WHEEL, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import short
@@ -39,24 +39,26 @@ class Base:
     Args:
         name: the stage, or ``source:NAME``, that its pipeline called it.
         digest: of its bytes; None where the revision is the identity.
-        hub_id, revision: where it is a model of the hub; the path of a directory is in the manifest beside ``output/``,
-            because it is no part of what an artifact is.
+        hub_id, wheel, revision: where it is a model of the hub, or of a wheel (``wheel:NAME==VERSION``); the path of
+            a directory is in the manifest beside ``output/``, because it is no part of what an artifact is.
     """
 
     name: str
     fingerprint: str
     digest: str | None = None
     hub_id: str | None = None
+    wheel: str | None = None
     revision: str | None = None
 
     @staticmethod
     def of(policy: Input) -> "Base":
         """The base that a stage was given."""
-        # Of models, only those of the hub have a revision once they are pinned.
-        on_hub = policy.source if policy.source and policy.source.revision else None
+        source = policy.source if policy.source and policy.source.revision and not _is_alias(policy.source) else None
+        is_wheel = source is not None and source.path.startswith(WHEEL)
         return Base(
             name=policy.name, fingerprint=policy.fingerprint, digest=policy.digest,
-            hub_id=on_hub.path if on_hub else None, revision=on_hub.revision if on_hub else None,
+            hub_id=source.path if source and not is_wheel else None, wheel=source.path if source and is_wheel else None,
+            revision=source.revision if source else None,
         )  # fmt: skip
 
     def write(self, directory: Path) -> None:
@@ -120,8 +122,8 @@ def _sources(adapter: Path, base: Base) -> Iterator[Source]:
     for source in _recorded(adapter, base):
         if not _is_alias(source):
             yield Source(path=source.path, kind=Kind(source.kind), revision=source.revision, split=source.split)
-    if base.hub_id:
-        yield Source(path=base.hub_id, kind=Kind.CHECKPOINT, revision=base.revision)
+    for path in filter(None, (base.hub_id, base.wheel)):
+        yield Source(path=path, kind=Kind.CHECKPOINT, revision=base.revision)
 
 
 def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
@@ -132,7 +134,7 @@ def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
             yield record.source
 
 
-def _is_alias(source: SourceRecord) -> bool:
+def _is_alias(source: SourceRecord | Source) -> bool:
     return (source.revision or "").startswith(ALIAS)
 
 
@@ -213,7 +215,9 @@ def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
     base = Base.of(policy)
-    config["base_model_name_or_path"], config["revision"] = base.hub_id or base.fingerprint, base.revision
+    # PEFT resolves hub ids alone.
+    config["base_model_name_or_path"] = base.hub_id or base.fingerprint
+    config["revision"] = base.revision if base.hub_id else None
     for key in ("target_modules", "modules_to_save"):
         if isinstance(config.get(key), list):
             config[key] = sorted(config[key])

@@ -1,5 +1,6 @@
 """What a training says of its steps: reported one by one, and as means of the last; marks, and the proof of step 0."""
 
+import logging
 import math
 import random
 import time
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
     from tasks.recipe import Input
+
+logger = logging.getLogger(__name__)
 
 # Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
@@ -208,14 +211,15 @@ class StepZeroProof(TrainerCallback):
 
     Of the loss only the preference loss is proven: that of a mixture of experts holds its routers' loss too.
 
-    Args:
-        loss_type: of the trainer; ``["sigmoid"]`` is ln 2 where the two agree.
+    It reads the rewards that the trainer logs, which are 0, and the sigmoid loss, which is ln 2. A trainer that has
+    neither cannot be proven: that is logged as a warning.
     """
 
-    def __init__(self, trainer: "Trainer", policy: "Input", precision: str, loss_type: object) -> None:
+    def __init__(self, trainer: "Trainer", policy: "Input", precision: str) -> None:
         self.trainer, self.policy = trainer, policy
         self.tolerance = TOLERANCE[precision]
-        self.is_sigmoid = loss_type in ("sigmoid", ["sigmoid"])
+        is_scaled = any(getattr(trainer.args, name, None) for name in ("loss_weights", "use_weighting"))
+        self.is_sigmoid = getattr(trainer.args, "loss_type", None) in ("sigmoid", ["sigmoid"]) and not is_scaled
 
     def on_log(
         self,
@@ -228,6 +232,13 @@ class StepZeroProof(TrainerCallback):
         if state.global_step != 1 or "loss" not in logs:
             return
         rewards = {name: logs[name] for name in REWARDS if name in logs}
+        if not rewards and not self.is_sigmoid:
+            logger.warning(
+                "policy=%s step=0 reference=unproven: the trainer logs none of %s, and its loss_type is not sigmoid; "
+                "log one of them, or give run.trl(...) a trainer with a parameter proof, and proof=run.start_proof()",
+                self.policy.name, ", ".join(REWARDS),
+            )  # fmt: skip
+            return
         loss = logs["loss"] - getattr(self.trainer, "router_aux_loss_coef", 0.0) * logs.get("aux_loss", 0.0)
         # Written so that nan fails: it is neither above nor below the tolerance.
         is_off = self.is_sigmoid and not abs(loss - math.log(2)) <= self.tolerance

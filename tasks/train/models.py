@@ -36,11 +36,20 @@ TOKENIZER_FILES = (
 )
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADAPTER_DIR = "adapter"
-# Architectures that look positions up in a table; all others compute them, or bias attention by distance.
-_LEARNED_POSITIONS = frozenset(
-    {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "biogpt", "xglm", "imagegpt", "decision_transformer"}
-)
-_POSITIONS = ("max_position_embeddings", "n_positions")
+# Architectures with a table of positions, learned or computed once; all others compute a position when they need it.
+_FIRST_POSITION_IS_0 = (
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
+    "codegen", "ctrl", "electra", "ernie", "git", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart",
+    "megatron-bert", "mpt", "mvp", "openai-gpt", "opt", "pegasus", "plbart", "rembert", "roc_bert", "roformer", "trocr",
+    "xlm",
+)  # fmt: skip
+# These begin to count behind the pad token's id, which is this one where a config states none.
+_FIRST_POSITION_IS_BEHIND = {
+    "camembert": 1, "data2vec-text": 1, "roberta": 1, "roberta-prelayernorm": 1, "xlm-roberta": 1,
+    "xlm-roberta-xl": 1, "xmod": 1,
+}  # fmt: skip
+LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *_FIRST_POSITION_IS_BEHIND})
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # Of a generation config: what only sampling reads, and what only beams do.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAMS = ("early_stopping", "length_penalty")
@@ -151,18 +160,22 @@ def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
 
 
 def learned_positions(config: Mapping[str, object]) -> int | None:
-    """How many tokens a model of such a ``config.json`` takes; None: its positions are computed."""
-    if config.get("model_type") not in _LEARNED_POSITIONS:
-        return None
+    """How many tokens a model of such a ``config.json`` takes; None: no table limits it, or it states no size."""
+    architecture = str(config.get("model_type"))
     found = next((config[name] for name in _POSITIONS if name in config), None)
-    return found if isinstance(found, int) else None
+    if architecture not in LEARNED_POSITIONS or not isinstance(found, int):
+        return None
+    if architecture not in _FIRST_POSITION_IS_BEHIND:
+        return found
+    pad = config.get("pad_token_id", _FIRST_POSITION_IS_BEHIND[architecture])
+    return found - pad - 1 if isinstance(pad, int) else found
 
 
 def too_few_positions(max_length: int, positions: int, model_type: str) -> str:
     """What is wrong, and what to do."""
     return (
         f"max_length={max_length}: the model ({model_type}) has a table of {positions} positions, and a longer row "
-        f"would end its training; state max_length={positions} or less"
+        f"would end its training; set max_length={positions} or less"
     )
 
 
@@ -181,24 +194,33 @@ def disable_dropout(model: "PreTrainedModel") -> None:
         if isinstance(module, Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):  # of attention, which has no module for it
+            # Of attention, which has no module for it: attention_dropout, attn_dropout_p, resid_pdrop, layerdrop ...
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
 def require_same_tokens(policy: Input, other: Input) -> None:
-    """That two models read the same tokens.
+    """That another model reads the policy's tokens as the policy does.
 
     Raises:
         ConfigError: their tokenizers differ, naming a token.
     """
     ours, theirs = (load_tokenizer(each).get_vocab() for each in (policy, other))
-    apart = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    apart = differing_tokens(theirs, ours)
     if apart:
         raise ConfigError(
             f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
             f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); give a model that was trained from the "
             f"same base as {policy.name}"
         )
+
+
+def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
+    """The tokens of ``known`` that are missing in a vocabulary or have another id there, sorted.
+
+    A model that has further tokens reads rows of ``known`` tokens as they are meant.
+    """
+    return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
 
 
 def load_model(given: Input) -> "PreTrainedModel":

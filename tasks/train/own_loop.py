@@ -22,7 +22,7 @@ import torch
 from transformers import set_seed
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ConfigError, PipelineError, StoppedError
+from lineage.errors import PipelineError, StoppedError
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
@@ -62,17 +62,9 @@ class OwnLoop:
     Attributes:
         step: optimizer steps that are done.
         num_tokens: that were reported so far, over all workers.
-
-    Raises:
-        ConfigError: the method asks for its best model, which only transformers' loop measures.
     """
 
     def __init__(self, run: "TrainingRun", state: Mapping[str, Stateful]) -> None:
-        if run.method.best is not None:
-            raise ConfigError(
-                f"method.best: {type(run.method).__name__} has a loop of its own, which measures no competing models; "
-                "state best=null"
-            )
         self.run, self.ctx, self.state = run, run.ctx, state
         self.step, self.num_tokens = 0, 0
         self.device = torch.device("cuda" if run.ctx.resources.gpus_per_worker else "cpu")

@@ -11,6 +11,7 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
+from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import TooLong
 from tasks.method import FROZEN_POLICY, Training
 
@@ -72,6 +73,7 @@ class PairLoss(Training):
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None  # of the answers, as in DPO
 
     @abstractmethod
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
@@ -38,7 +38,6 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
@@ -46,7 +45,7 @@ from tasks.train.schedules import schedule_args
 from tasks.train.sharding import autocast, name_accumulation, zero_args
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel, TrainerCallback
 
@@ -75,9 +74,25 @@ class TrainingRun:
 
     @cached_property
     def policy(self) -> "Policy":
-        """The model that is trained, and its tokenizer."""
-        is_reward_model = self.method.models[_POLICY] == Role.REWARD_HEAD
-        load = models.load_reward_model if is_reward_model else models.load_policy
+        """The model that is trained, and its tokenizer.
+
+        A method with a loop of its own gets the model as ``trl`` would train it: with its adapter, and a reward model
+        with scores of the last token.
+        """
+        start = self._start
+        if not self.method.has_own_loop:
+            return start
+        adapter = peft_config(self.method.adapter, start.model)
+        model = self._with_adapter(start.model, adapter) if adapter else start.model
+        step_in_fp32(model)
+        if self._is_reward_model:
+            install_scores(model)
+        return replace(start, model=model)
+
+    @cached_property
+    def _start(self) -> "Policy":
+        """The policy as the stage got it: no adapter yet."""
+        load = models.load_reward_model if self._is_reward_model else models.load_policy
         policy = load(self.method, self.inputs[_POLICY], self.ctx)
         models.require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
@@ -94,12 +109,12 @@ class TrainingRun:
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         assert tokenization
         if reads.chat:
-            require_chat_template(self.policy.tokenizer, self.inputs[_POLICY])
+            require_chat_template(self._start.tokenizer, self.inputs[_POLICY])
         given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
-        if self.policy.model.can_generate():
-            stop_at(self.policy.model.generation_config, rows.account.stop_tokens)
+        if self._start.model.can_generate():
+            stop_at(self._start.model.generation_config, rows.account.stop_tokens)
         return rows
 
     def model(self, name: str) -> "PreTrainedModel | None":
@@ -118,7 +133,10 @@ class TrainingRun:
             return models.load_value_model(self.method, self.inputs[start], self.ctx)
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the model that is trained"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
-        return models.frozen(models.load_model(self.inputs[name]))
+        model = models.load_model(self.inputs[name])
+        if role == Role.REWARD_MODEL:
+            install_scores(model)
+        return models.frozen(model)
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """A trainer of TRL, of transformers or of a user's own, with all that trainings share.
@@ -133,7 +151,12 @@ class TrainingRun:
         known = {each.name for each in fields(config_class) if each.init}
         parameters = _parameters(trainer_class)
         _require_known(own, known, parameters, f"{config_class.__name__} and {trainer_class.__name__}")
-        policy, reference = self.policy, self._reference()
+        if self.method.has_own_loop and "policy" in self.__dict__ and self.method.adapter:
+            raise ConfigError(
+                f"{type(self.method).__name__}.loop reads run.policy, whose model has its adapter already, before it "
+                "calls run.trl(...), which puts one on; call run.trl(...) alone, and train its trainer.model"
+            )
+        policy, reference = self._start, self._reference()
         # TRL turns off all dropout, that of an adapter too, which is asked for.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
@@ -151,8 +174,7 @@ class TrainingRun:
         if "peft_config" in parameters:
             shared["peft_config"] = adapter
         elif adapter:
-            set_seed(self.method.seed)  # of what an adapter begins with; TRL's trainers do so
-            model = get_peft_model(model, adapter)
+            model = self._with_adapter(model, adapter)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         trainer = _on_tokens(trainer_class)(
             model=model,
@@ -162,7 +184,7 @@ class TrainingRun:
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision, own.get("loss_type")))
+            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision))
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
@@ -205,6 +227,14 @@ class TrainingRun:
         tokenization = self.method.tokenization()
         return tokenization is not None and tokenization.packing is not None
 
+    @property
+    def _is_reward_model(self) -> bool:
+        return self.method.models[_POLICY] == Role.REWARD_HEAD
+
+    def _with_adapter(self, model: "PreTrainedModel", adapter: "PeftConfig") -> "PeftModel":
+        set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
+        return get_peft_model(model, adapter)
+
     def _reference(self) -> "PreTrainedModel | None":
         names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
         return self.model(names[0]) if names else None
@@ -212,15 +242,15 @@ class TrainingRun:
     def _collator(self, own: object, is_line: bool) -> Collator:
         """Of the rows' kind or the method's own; for a padding-free forward, with the layout of the tokens."""
         reads, tokenization = type(self.method).reads, self.method.tokenization()
-        collate = cast(Collator, own or reads.collator(self.policy.tokenizer.pad_token_id))
+        collate = cast(Collator, own or reads.collator(self._start.tokenizer.pad_token_id))
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
             pairs = reads.kind == Kind.PREFERENCES
-            collate = collator_for(self.policy.model, collate, pairs=pairs, packs=self._packs)
+            collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
         return collate
 
     def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
         """Gives the models the forward that trains; after the trainer, which replaces it too, is built."""
-        if self.method.models[_POLICY] == Role.REWARD_HEAD:
+        if self._is_reward_model:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
             install(model, packs=self._packs)
@@ -247,7 +277,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "per_device_train_batch_size": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "max_steps": method.num_steps,
-        **optimizer_args(method),
+        "weight_decay": method.weight_decay,  # of AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101
         **schedule_args(method),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
@@ -290,8 +320,11 @@ def _require_known(own: Mapping[str, object], known: set[str], parameters: set[s
 
 def _reads_lines(trainer_class: type) -> bool:
     """Whether a trainer calls the model as the padding-free forward is called: for log-probabilities, or for scores."""
-    names = {base.__name__ for base in trainer_class.__mro__}
-    return bool(names & {"SFTTrainer", "DPOTrainer", "RewardTrainer", "PairTrainer"})
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
+    from tasks.train.pair_trainer import PairTrainer
+
+    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer))
 
 
 def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:

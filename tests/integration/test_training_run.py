@@ -8,12 +8,14 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
+from trl import GRPOConfig, SFTConfig
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import CONVERSATIONS, PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, TEACHER, VALUE_MODEL, Input, Inputs, LoRA, Training
+from tasks.train.rewards import sequence_scores
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.tiny_models import write_model
@@ -42,6 +44,15 @@ class Plain(Training):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Twice(Plain):
+    """Puts the adapter on by ``run.policy``, and once more by ``run.trl``."""
+
+    def loop(self, run: TrainingRun) -> Metrics:
+        assert run.policy.model
+        return run.fit(self.trainer(run))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Roles(Training):
     """Loads every role."""
 
@@ -57,6 +68,7 @@ class Roles(Training):
 
 
 FOUND: dict[str, object] = {}
+EOS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +107,26 @@ def test_an_argument_that_nothing_takes_is_refused_with_the_nearest(root: Path, 
         training.train(stage(Plain, own={"temprature": 0.5}), root, tmp_path / "output")
 
 
+def test_a_loop_that_would_put_its_adapter_on_twice_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Twice.loop reads run.policy, whose model has its adapter already"):
+        training.train(stage(Twice, adapter=LoRA(rank=2, alpha=4)), root, tmp_path / "output")
+
+
+def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_path: Path) -> None:
+    from trl import SFTTrainer
+
+    method = stage(Plain)
+    run = TrainingRun(
+        method, training.inputs(root, method), TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path / "work")
+    )
+    trainer = run.trl(type("SFTTrainer", (Silent,), {}), TrainingArguments)
+    assert "forward" not in vars(trainer.model), "its own forward is called"
+    derived = run.trl(type("Mine", (SFTTrainer,), {}), SFTConfig)
+    assert "forward" in vars(derived.model), "the padding-free forward"
+
+
 def test_shared_arguments_are_those_that_a_config_has() -> None:
     from dataclasses import fields
-
-    from trl import GRPOConfig
 
     from tasks.train.run import trainer_args
 
@@ -118,6 +146,12 @@ def test_models_are_loaded_by_role(root: Path, tmp_path: Path) -> None:
     method.run(given, TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path / "work"))
     for name in ("reference", "judge", "teacher"):
         assert not any(parameter.requires_grad for parameter in FOUND[name].parameters()), name
+    judge = FOUND["judge"]
+    judge.config.pad_token_id = EOS
+    finished, cut = torch.tensor([[5, 6, 7, EOS, EOS]]), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    scores = judge(input_ids=finished.repeat(2, 1), attention_mask=cut).logits
+    assert torch.equal(scores[:, 0], sequence_scores(judge, finished.repeat(2, 1), cut))
+    assert scores[0] != scores[1], "a finished answer and a cut one, where padding is the end of sequence"
     assert all(parameter.requires_grad for parameter in FOUND["value"].parameters())
     assert torch.equal(FOUND["value"].score.weight, FOUND["judge"].score.weight), "begun as the reward model"
 
@@ -170,7 +204,7 @@ def test_other_architectures_train(root: Path, tmp_path: Path, architecture: str
 
 def test_a_row_longer_than_a_table_of_positions_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "gpt2", "gpt2", n_positions=64)
-    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*state max_length=64 or less"):
+    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*set max_length=64 or less"):
         training.train(training.method("sft"), root, tmp_path / "output", policy=policy)
 
 

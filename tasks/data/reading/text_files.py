@@ -1,18 +1,15 @@
 """Plain text: a document per line, per paragraph, or per file, which is what Markdown is by itself."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
 from lineage.errors import DataError
-from lineage.text_split import SplitBy, detected_split
+from lineage.text_split import BLANK_LINE, SplitBy, detected_split
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
 from tasks.data.reading.lines import MAX_ROW_BYTES, blocks, line_chunks, not_utf8, require_line_feeds
 from tasks.data.reading.opened import no_rows, opened
-
-_BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
         pending += data
         require_line_feeds(pending, name, found=found)
         found = found or not pending.isspace()
-        end = max((match.end() for match in _BLANK_LINE.finditer(pending)), default=0)
+        end = max((match.end() for match in BLANK_LINE.finditer(pending)), default=0)
         if end:
             yield ParagraphsChunk(name=name, first=first, data=pending[:end])
             first += pending.count(b"\n", 0, end)

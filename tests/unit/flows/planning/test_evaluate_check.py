@@ -1,6 +1,7 @@
 """Evaluations that could not compare their models are refused with the plan."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def source(name: str, kind: str, path: str) -> tuple[str, ...]:
     ("slot", "kind", "remedy"),
     [
         ("reward_model", "reward_model", "train the reward model from a model of the same base"),
-        ("dpo", "checkpoint", "leave dpo out, or begin both from the same base"),
+        ("dpo", "checkpoint", "leave dpo out, or train both from the same base"),
     ],
 )
 def test_a_model_with_other_tokens_is_refused(bases: tuple[str, str], slot: str, kind: str, remedy: str) -> None:
@@ -56,12 +57,45 @@ def test_a_model_with_other_tokens_is_refused(bases: tuple[str, str], slot: str,
         check(*given, *source("own", kind, other))
 
 
+def write_vocabulary(directory: Path, change: Callable[[dict[str, int]], dict[str, int]]) -> str:
+    document = json.loads((write_tokenizer(directory) / "tokenizer.json").read_text())
+    document["model"]["vocab"] = change(document["model"]["vocab"])
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    return str(directory)
+
+
+def test_a_model_that_lacks_tokens_of_the_reference_is_refused(bases: tuple[str, str], tmp_path: Path) -> None:
+    """Two vocabularies without a token in common were accepted."""
+    known, _ = bases
+    given = (*start_from(known), "stages.evaluate.inputs.dpo=source:own")
+    lacking = {
+        "disjoint": lambda tokens: {f"{token}~": index for token, index in tokens.items()},
+        "smaller": lambda tokens: {token: index for token, index in tokens.items() if token != "a"},
+    }
+    for name, change in lacking.items():
+        other = write_vocabulary(tmp_path / name, change)
+        with pytest.raises(ConfigError, match=r"dpo .*: [0-9]+ tokens of .* are missing in dpo or have"):
+            check(*given, *source("own", "checkpoint", other))
+    larger = write_vocabulary(tmp_path / "larger", lambda tokens: {**tokens, "a~": 10**5})
+    check(*given, *source("own", "checkpoint", larger))
+
+
 def test_the_length_of_the_longest_stage_leaves_capacity_for_a_prompt() -> None:
     with pytest.raises(
         ConfigError, match="max_new_tokens=4096 of evaluate leaves no capacity for a prompt in max_length="
     ):
         check(f"{METHOD}.max_new_tokens=4096")
     check(f"{METHOD}.max_new_tokens=4096", f"{METHOD}.max_length=5000")
+
+
+def test_what_a_stage_leaves_out_of_the_thinking_is_left_out_of_the_measure() -> None:
+    trained = [f"stages.{stage}.method.thinking" for stage in ("sft", "reward", "dpo")]
+    check(f"{trained[0]}=keep")  # without it a stage trains all that the assistant thinks, or refuses the row
+    check(*(f"{field}=drop" for field in trained))
+    check(f"{trained[0]}=drop", f"{METHOD}.thinking=drop")
+    for others in ((), (f"{trained[1]}=drop", f"{trained[2]}=keep")):
+        with pytest.raises(ConfigError, match=r"stages\.evaluate\.method: thinking of evaluate .* sft.* thinking=drop"):
+            check(f"{trained[0]}=drop", *others)
 
 
 def test_models_that_no_stage_trains_need_a_length(bases: tuple[str, str]) -> None:

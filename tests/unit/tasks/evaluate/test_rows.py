@@ -161,13 +161,33 @@ def test_answers_that_are_too_long_are_cut_at_their_end_and_counted(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     pairs = [long_pair(f"r{index}", 200, 200 if index % 2 else 4) for index in range(4)]
-    lengths = Lengths(max_length=128, max_new_tokens=32, max_cut=0.5)
+    lengths = Lengths(max_length=128, max_new_tokens=32)
     rows = drawn(tmp_path, tokenizer, pairs, lengths)
     assert rows.lost["pairs/rows_cut"] == 2
     cut = [scored for scored in rows.pairs.chosen if scored.row_id in ("r1", "r3")]
     assert [(len(each.input_ids), sum(each.mask)) for each in cut] == [(128, 64)] * 2
+    whole_prompts = [long_pair(f"r{index}", 5, 200 if index % 2 else 4) for index in range(4)]
+    drawn(tmp_path, tokenizer, whole_prompts, Lengths(max_length=128, max_new_tokens=32, max_cut=0.5))
     with pytest.raises(DataError, match=r"2 of 4 held-out rows of 'pairs' \(pairs\) are cut in their answers with"):
+        drawn(tmp_path, tokenizer, whole_prompts, Lengths(max_length=128, max_new_tokens=32, max_cut=0.4))
+
+
+def test_too_many_prompts_without_their_beginning_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """All of them could be cut without a word."""
+    pairs = [long_pair(f"r{index}", 200 if index % 2 else 5, 4) for index in range(4)]
+    drawn(tmp_path, tokenizer, pairs, Lengths(max_length=128, max_new_tokens=32, max_cut=0.5))
+    cut = r"2 of 4 held-out rows of 'pairs' \(pairs\) are cut in their prompts with max_length=128.*raise max_length or"
+    with pytest.raises(DataError, match=cut):
         drawn(tmp_path, tokenizer, pairs, Lengths(max_length=128, max_new_tokens=32, max_cut=0.4))
+    rows = drawn(tmp_path, tokenizer, pairs, Lengths(max_length=2000, max_new_tokens=32, max_cut=0))
+    assert rows.lost["pairs/prompts_cut"] == rows.lost["asked/prompts_cut"] == 0
+    longest = max(map(len, rows.prompt_ids))
+    no_capacity = Lengths(max_length=2000, max_new_tokens=2000 - longest + 1, max_cut=0.2)
+    asked = r"2 of 8 prompts and questions have more than the [0-9]+ tokens .* or lower max_new_tokens"
+    with pytest.raises(DataError, match=asked):
+        drawn(tmp_path, tokenizer, pairs, no_capacity)
 
 
 def test_too_many_dropped_rows_are_refused_with_the_remedy(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,0 +1,42 @@
+"""What the report says of its metrics is what the gate does with them."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tasks.evaluate import Evaluate
+from tasks.evaluate.measured import Measured, policy_scores
+from tasks.evaluate.report import POLICY_METRICS, write_report
+from tasks.evaluate.row_scores import lower_is_better
+from tasks.evaluate.rows import Pairs, Prompt, Question, Rows
+from tasks.evaluate.scoring import Answer
+
+DOCS = Path(__file__).parents[4] / "docs" / "evaluation.md"
+
+
+@pytest.mark.parametrize("metric", POLICY_METRICS)
+def test_the_arrow_of_a_column_is_what_a_gate_calls_better(tmp_path: Path, metric: str) -> None:
+    write_report(
+        tmp_path, {f"sft/{metric}": 1.0}, prompts=[], answers={"sft": []}, questions=[], references=[], answered={}
+    )
+    titles = (tmp_path / "table.md").read_text().splitlines()[0]
+    assert ("↓" in titles) == lower_is_better(metric) and ("↑" in titles) != lower_is_better(metric)
+
+
+def test_every_metric_of_a_policy_may_be_a_rule_of_a_gate_and_is_documented() -> None:
+    """answer_tokens was measured, no gate took it, and no page named it."""
+    prompt = Prompt(messages=[{"role": "user", "content": "a"}], tools=None)
+    nothing: dict[str, object] = {each.name: [] for each in fields(Rows)} | {"lost": {}}
+    rows = Rows(  # type: ignore[arg-type]
+        **nothing | {
+            "pairs": Pairs(chosen=[], rejected=[], kinds=[]),
+            "questions": [Question(prompt=prompt, reference="b", row_id="r", group="r")],
+        }
+    )  # fmt: skip
+    answer = Answer(text="b.", finished=True, num_tokens=2)
+    measured = Measured(text=[], answers=[], chosen=[], rejected=[], greedy=[], answered=[answer])
+    found = {each.metric for each in policy_scores(rows, {"sft": measured}, measured, "one_sentence")}
+    assert {"exact_match", "one_sentence_share", "answer_tokens"} <= found <= set(Evaluate.metrics)
+    documented = DOCS.read_text(encoding="utf-8")
+    assert [metric for metric in POLICY_METRICS if f"`{metric}`" not in documented] == []

@@ -1,0 +1,111 @@
+"""What is known of a model before it trains: how many tokens it takes, and which of its dropout is off."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lineage.errors import ConfigError
+from tasks.train.models import LEARNED_POSITIONS, disable_dropout, learned_positions, require_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+POSITIONS = 16
+COMPUTED = (
+    "llama", "qwen2", "mistral", "gemma3_text", "gpt_neox", "falcon", "bloom", "phi", "starcoder2", "stablelm", "xglm",
+)  # fmt: skip
+# Of every architecture that has a field of such a name.
+_SMALL: dict[str, object] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "decoder_ffn_dim", "encoder_ffn_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    "vocab_size": 100, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "is_decoder": True, "attention_types": [[["global", "local"], 1]], "embedding_size": 32,
+    "input_embedding_size": 32, "output_embedding_size": 32, "enable_pronunciation": False, "enable_shape": False,
+    "languages": ["en_XX"], "default_language": "en_XX",
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+        "patch_size": 14,
+    },
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), POSITIONS),
+}  # fmt: skip
+
+
+def config_of(architecture: str) -> "PreTrainedConfig":
+    known = AutoConfig.for_model(architecture).to_dict()
+    return AutoConfig.for_model(architecture, **{name: value for name, value in _SMALL.items() if name in known})
+
+
+def model_of(architecture: str) -> "PreTrainedModel":
+    return AutoModelForCausalLM.from_config(config_of(architecture)).eval()
+
+
+def ask(model: "PreTrainedModel", num_tokens: int) -> None:
+    ids = torch.full((1, num_tokens), 5)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+@pytest.mark.parametrize("architecture", sorted(LEARNED_POSITIONS))
+def test_a_model_with_a_table_of_positions_takes_as_many_tokens_as_is_said(architecture: str) -> None:
+    model = model_of(architecture)
+    positions = learned_positions(model.config.to_dict())
+    assert positions is not None
+    require_positions(model.config, positions)
+    ask(model, positions)
+    with pytest.raises((IndexError, RuntimeError)):
+        ask(model, positions + 1)
+    with pytest.raises(ConfigError, match=rf"set max_length={positions} or less"):
+        require_positions(model.config, positions + 1)
+
+
+@pytest.mark.parametrize("architecture", COMPUTED)
+def test_a_model_that_computes_its_positions_takes_more(architecture: str) -> None:
+    model = model_of(architecture)
+    ask(model, 3 * POSITIONS)
+    require_positions(model.config, 3 * POSITIONS)
+
+
+def test_roberta_counts_its_positions_from_the_pad_token_on() -> None:
+    assert learned_positions({"model_type": "roberta", "max_position_embeddings": 514}) == 512
+    assert learned_positions({"model_type": "gpt2"}) is None, "a config.json that states no number: the stage checks"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+        ("gpt_bigcode", {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+        ("llama", {"attention_dropout": 0.5}),
+        ("opt", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}),
+        ("mpt", {"resid_pdrop": 0.5, "emb_pdrop": 0.5}),
+        ("dbrx", {
+            "attn_config": {"attn_pdrop": 0.5, "kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64}, "resid_pdrop": 0.5, "emb_pdrop": 0.5,
+        }),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)  # fmt: skip
+def test_all_dropout_is_switched_off(architecture: str, fields: dict[str, object]) -> None:
+    config = config_of(architecture)
+    stated = {**{name: value for name, value in _SMALL.items() if name in config.to_dict()}, **fields}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **stated)).train()
+    for module in model.modules():
+        if hasattr(module, "attn_dropout_p"):  # MPT's, of a config field that takes whole numbers alone
+            module.attn_dropout_p = 0.5
+    ids = torch.arange(5, 13).unsqueeze(0)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return found
+
+    assert any(not torch.equal(logits(), logits()) for _ in range(4)), "it draws dropout"
+    disable_dropout(model)
+    assert all(torch.equal(logits(), logits()) for _ in range(4))
