@@ -38,6 +38,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
+from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
@@ -277,7 +278,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "per_device_train_batch_size": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "max_steps": method.num_steps,
-        "weight_decay": method.weight_decay,  # of AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101
+        **optimizer_args(method),
         **schedule_args(method),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,

@@ -4,7 +4,7 @@ from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.format import CanonicalRow, Fields
 from tasks.data.formats.tool_schemas import add_tools
 from tasks.data.formats.turns import Message
-from tasks.data.formats.values import named
+from tasks.data.formats.values import named, whole_characters
 
 
 def preference(
@@ -26,4 +26,12 @@ def preference(
             f"kind is {named(kind)}", "a string or null", "it names what is wrong with the rejected answer",
             reason="not text",
         )  # fmt: skip
-    return add_tools({"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind or None}, fields)
+    return add_tools(
+        {
+            "prompt": prompt,
+            "chosen": chosen,
+            "rejected": rejected,
+            "kind": whole_characters(kind, "kind") if kind else None,
+        },
+        fields,
+    )

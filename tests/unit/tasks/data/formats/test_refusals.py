@@ -387,6 +387,11 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             {"prompt": "q", "chosen": "a", "rejected": "b", "kind": 3}, "kind is the number 3", "a string or null",
             "it names what is wrong with the rejected answer", "not text",
         ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "kind": "\ud83d"},
+            "kind has half a surrogate pair at character 0", "text", "write the whole character",
+            "half a surrogate pair",
+        ),
         ({"prompt": "q", "chosen": [], "rejected": "b"}, "chosen is empty", PAIR, LIST, "no answer"),
         (
             {"prompt": "another", "chosen": [Q, A], "rejected": [Q, {**A, "content": "b"}]},
