@@ -133,6 +133,9 @@ class EmbeddedServer:
                 self._process.wait()
 
 
+_EVENTS_SECONDS = 5.0
+
+
 @contextlib.contextmanager
 def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | None]:
     """Starts a server unless the user has one, and points Prefect's client at it.
@@ -154,9 +157,19 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     try:
         yield server
     finally:
+        send_events()
         server.stop()
         del os.environ["PREFECT_API_URL"]
         _read_settings_again()
+
+
+def send_events() -> None:
+    """Sends what Prefect's client has left for a server that is about to stop, and ends its thread.
+
+    Without a server it retries each event for seconds.
+    """
+    if "prefect.events.worker" in sys.modules:
+        sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=_EVENTS_SECONDS)
 
 
 def _read_settings_again() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from flows.prefect_server import EmbeddedServer
+from flows.prefect_server import EmbeddedServer, send_events
 from tests.command import TOY, Command
 
 
@@ -50,6 +50,7 @@ def _prefect_server(database: Path) -> Iterator[str]:
         server.wait_until_ready()
         yield server.url
     finally:
+        send_events()
         server.stop()
 
 

@@ -19,7 +19,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
     folder = tmp_path_factory.mktemp("own")
     own = miniature.write_own_rows(folder)[:2]  # corpus and instructions
     left = [word for word in miniature.STEPS if not word.startswith(("stages.reward", "stages.dpo", "stages.evaluate"))]
-    trained = Command(folder, *ONLY_SFT, *miniature.MODEL, *left, *own)
+    trained = Command(folder, *ONLY_SFT, *miniature.MODEL, *left, "stages.sft.method.max_length=256", *own)
     trained.run()
     return trained
 

@@ -97,6 +97,7 @@ def test_one_field_reruns_its_stage_and_evaluate(quickstart, stages):
     assert set(quickstart.states("resources.num_workers=2", "resources.micro_batch_size=2").values()) == {"reuse"}
 
 
+@pytest.mark.slow
 def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
     here = own.run("store=here", *ONLY_SFT)
     there = own.run(

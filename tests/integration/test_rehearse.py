@@ -129,6 +129,7 @@ def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: P
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_the_real_stages_are_trained_merged_evaluated_judged_and_registered(tmp_path: Path, uri: str) -> None:
     from mlflow import MlflowClient
 
