@@ -126,6 +126,7 @@ def kill_head(run: Started) -> None:
         each.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interrupt", "by", "command"),
     [

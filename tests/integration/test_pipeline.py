@@ -146,6 +146,7 @@ def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(ow
     assert own("verify", "store=lora").returncode == 0
 
 
+@pytest.mark.slow
 def test_ones_own_model_goes_in_by_its_directory(own):
     base = output(own.run("store=here", *ONLY_SFT)["base"])
     model = Command(own.folder, *STEPS, *own_sources(own), f"model={base}", "store=model")

@@ -84,7 +84,6 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "    print(next(results)[1], flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    worker = int(subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, check=False).stdout)
+    worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False).stdout)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(worker).wait(timeout=20)
