@@ -8,6 +8,8 @@ READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+# uv compiles nothing. Where this is set, as in many containers, each process would compile whatever it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
