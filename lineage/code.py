@@ -22,8 +22,7 @@ def code_digest(module: str) -> str:
 
 def code_digest_now(module: str) -> str:
     """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
-    for cached in (source_file, _imports):
-        cached.cache_clear()
+    source_file.cache_clear()
     return code_digest(module)
 
 
@@ -32,7 +31,8 @@ def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
     if path is None or module in files:
         return
     files[module] = path
-    for name in _imports(module, path):
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for name in _imports(package, path.read_bytes()):
         if name.partition(".")[0] in packages:
             _collect(name, files, packages)
 
@@ -55,17 +55,17 @@ def source_file(module: str) -> Path | None:
 
 
 @cache
-def _imports(module: str, path: Path) -> tuple[str, ...]:
-    """Every module that a file names in an import, inside functions too; a relative one by its full name."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+def _imports(package: str, source: bytes) -> tuple[str, ...]:
+    """Every module that a source names in an import, inside functions too; a relative one by its full name."""
+    parts = package.split(".")
     names: list[str] = []
     with _PARSING:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
+            parents = parts[: len(parts) - node.level + 1] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(names)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lineage import code
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
 from lineage.digest import DigestCache, digest_file, digest_files
@@ -235,6 +236,7 @@ def test_threads_may_digest_at_once():
     def let_others_in(*_: object) -> None:
         time.sleep(0)
 
+    code._imports.cache_clear()
     threshold = gc.get_threshold()
     gc.callbacks.append(let_others_in)
     gc.set_threshold(50)
