@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from lineage.digest import digest_file, digest_of
@@ -22,8 +22,7 @@ def code_digest(module: str) -> str:
 
 def code_digest_now(module: str) -> str:
     """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
-    for cached in (source_file, _imports):
-        cached.cache_clear()
+    source_file.cache_clear()
     return code_digest(module)
 
 
@@ -54,13 +53,18 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@cache
 def _imports(module: str, path: Path) -> tuple[str, ...]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return _imports_in(path.read_bytes(), package)
+
+
+@lru_cache(maxsize=4096)  # by what the file holds: parsed once, though each stage asks what it holds now
+def _imports_in(source: bytes, of_package: str) -> tuple[str, ...]:
     """Every module that a file names in an import, inside functions too; a relative one by its full name."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = of_package.split(".") if of_package else []
     names: list[str] = []
     with _PARSING:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
