@@ -1,6 +1,7 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
 import os
+import sys
 import time
 
 import optuna
