@@ -76,3 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # no later collection looks at what was imported
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that the interpreter ends without complaints of extensions about what is left
