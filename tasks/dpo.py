@@ -23,14 +23,14 @@ class DPO(Training):
     Args:
         beta: strength of the KL to the reference.
         loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
-        too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
-            beginning of its prompt is, it is left out, or it is an error.
+        too_long: what is done with a row of more than ``max_length`` tokens: cut the end of its answers (None), cut the
+            beginning of its prompt, drop it, or fail.
         max_prompt_length: a longer prompt keeps its last tokens.
-        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
-            row whose thinking it would leave out is an error.
+        thinking: whether thinking in the answers (``<think>...</think>``) is trained or dropped; None: as the chat
+            template does, and a row whose thinking the template would drop is an error.
     """
 
-    version: ClassVar[int] = 2  # 1 trained what the template writes behind the token that ends an answer
+    version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 

@@ -171,7 +171,7 @@ def test_a_mistake_says_what_is_accepted(override, message):
         (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
         (["adapter=lora", "save=lora"], 'save="lora": input should be \'adapter\''),
         (["adapter=qlora", "adapter.quantization=fp4"], 'adapter.quantization="fp4": input should be \'nf4\''),
-        (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; give"),
+        (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; names"),
         (["resources.keep_best={metric: held_out_loss}"], "left.resources: keep_best.metric=held_out_loss is measured "
          "only where models compete by it; state stages.left.method.best.every_steps=N, or another metric, such as"),
         (["resources=zero2", "resources.num_workers=1"], "zero_stage=2 divides .* and num_workers=1; use"),
