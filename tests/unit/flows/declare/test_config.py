@@ -116,7 +116,7 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("+hydra.verbose=true", "unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
         ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
-        ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* state adapter=lora"),
+        ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* set adapter=lora"),
         ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
         ("stages.left.method.learning_rate=inf", "finite number"),
         ("stages.left.method.learning_rate=true", "stages.left.method.learning_rate=true: .*valid number"),
