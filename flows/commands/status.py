@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from flows.commands.arguments import add_overrides
-from flows.declare.store_root import store_root
+from flows.declare.store_root import asked_store
 from flows.reports.run_views import views
 from flows.reports.status import status_dict, status_text
 from lineage.errors import StoppedError
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    store = store_root(options.overrides, options.config_dir)
+    store = asked_store(options.overrides, options.config_dir)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store)
