@@ -127,8 +127,8 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
     bounded = _Bounded(text, name, separator)
     reader = csv.reader(bounded, delimiter=separator, strict=True)
     while True:
+        first = bounded.first = reader.line_num + 1
         bounded.size = bounded.cells = 0
-        first = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
@@ -148,19 +148,24 @@ class _Bounded:
 
     def __init__(self, text: TextIOWrapper, name: str, separator: str) -> None:
         self._text, self._name, self._separator = text, name, separator
-        self.number = self.size = self.cells = 0
+        self.number = self.first = self.size = self.cells = 0
 
     def __iter__(self) -> Iterator[str]:
         while line := self._text.readline(MAX_ROW_BYTES - self.size + 1):
             self.number, self.size = self.number + 1, self.size + len(line)
             self.cells += line.count(self._separator)
             if self.size > MAX_ROW_BYTES or self.cells > _MAX_CELLS:
-                most = f"more than {MAX_ROW_BYTES // 2**20} MB or {_MAX_CELLS:,} cells"
-                raise DataError(
-                    f"{self._name}:{self.number}: the row that goes up to here has {most}; fewer are accepted; end "
-                    "rows with a line feed, close their quotes, or split them"
-                )
+                raise self._refusal()
             yield line
+
+    def _refusal(self) -> DataError:
+        most = f"{MAX_ROW_BYTES // 2**20} MB" if self.size > MAX_ROW_BYTES else f"{_MAX_CELLS:,} separators"
+        if self.number > self.first:
+            return _swallowed(self._name, f"a cell of more than {most}", self.first, self.number)
+        return DataError(
+            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end each row with a line feed, or "
+            "split it"
+        )
 
 
 def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
