@@ -163,7 +163,7 @@ class _Bounded:
         if self.number > self.first:
             return _swallowed(self._name, f"a cell of more than {most}", self.first, self.number)
         return DataError(
-            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end each row with a line feed, or "
+            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end rows with a line feed, or "
             "split it"
         )
 
