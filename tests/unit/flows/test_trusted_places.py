@@ -145,13 +145,13 @@ class _Guarded(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         let_in = self.headers.get("Authorization") == "Basic " + base64.b64encode(b"ann:PW-7").decode()
+        self.server.let_in.append(let_in)
         self.send_response(200 if let_in else 401)
         self.send_header("ETag", "1")
         self.send_header("Content-Length", str(len(self.content)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(self.content)
-        self.server.let_in.append(let_in)
 
     do_HEAD = do_GET
 
