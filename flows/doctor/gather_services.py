@@ -91,7 +91,7 @@ def absent_variables(texts: Iterable[tuple[str, str]], environment: Mapping[str,
 def _ask(url: str, setting: str, question: str, headers: Mapping[str, str]) -> Service:
     try:
         asked = request(question)
-        asked.headers |= headers
+        asked.headers.update(headers)
         with urllib.request.urlopen(asked, timeout=_SECONDS) as reply:
             return Service(url=shown(url), setting=setting, status=reply.status)
     except urllib.error.HTTPError as error:
