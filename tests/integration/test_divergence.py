@@ -42,5 +42,5 @@ def test_a_training_that_diverges_fails_and_names_its_last_good_checkpoint(root:
         ran(training.method("sft", **EXPLODING))
     assert all(math.isfinite(ran.store.read(step).metrics["loss"]) for step in ran.store.steps())
     stage = training.method("sft", **EXPLODING, best=Best(every_steps=7), on_divergence="best")
-    with pytest.raises(PipelineError, match=r"nothing was saved; no model has competed yet"):
+    with pytest.raises(PipelineError, match=r"nothing was saved; on_divergence=best: no model has competed yet"):
         StageFolder(tmp_path / "late", root)(stage)
