@@ -18,7 +18,6 @@ def shipped():
         "stages.dpo.method.beta=0.2",
         "+stages.dpo.method.beta=0.2",
         "stages.dpo.method.adapter.rank=8",
-        "stages.dpo.method._target_=tasks.sft.SFT",
         "stages.dpo.inputs.policy=sft",
         "stages.dpo.resources.num_workers=2",
         "stages.dpo.resources={num_workers: 2}",
@@ -50,6 +49,8 @@ def test_a_key_that_some_pipeline_has_passes(shipped, word):
         "sources.corpora.path=x",
         "model.name=x",
         "modell=tiny",
+        "stages.dpo.method._target_=tasks.sft.SFT",
+        "sources.corpus.allow_code=true",
         "pipeline=cpt-sft-dpo",  # that is what the deployment is
         "resources@stages.dpo.resourced=gpu",
         "hydra.run.dir=x",
@@ -65,3 +66,9 @@ def test_the_users_own_stages_and_sources_count(shipped):
     own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",)))
     for word in ("stages.left.method.num_steps=3", "sources.rows.path=x"):
         assert re.search(own, word) and not re.search(shipped, word)
+
+
+def test_code_may_be_named_where_it_is_allowed():
+    allowed = override_pattern(Preset(allow_code=True))
+    for word in ("stages.dpo.method._target_=tasks.sft.SFT", "sources.corpus.allow_code=true"):
+        assert re.search(allowed, word)
