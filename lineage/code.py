@@ -57,15 +57,24 @@ def source_file(module: str) -> Path | None:
 @cache
 def _imports(module: str, path: Path) -> tuple[str, ...]:
     """Every module that a file names in an import, inside functions too; a relative one by its full name."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     names: list[str] = []
-    with _PARSING:
-        tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
+            base = full_name(node, module, path)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(names)
+
+
+def full_name(node: ast.ImportFrom, module: str, path: Path) -> str:
+    """The module that a ``from`` names; a relative one by its full name."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    parents = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a source file."""
+    with _PARSING:
+        return ast.parse(path.read_bytes())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lineage.artifact import WHEEL, Source
 from lineage.errors import ConfigError
+from lineage.model_files import require_own_files
 from lineage.sources import is_hub_id, local_paths
 from tasks.wheel_model import wheel_entry, wheel_model
 
@@ -17,7 +18,7 @@ def fetch_model(source: Source, cache: Path) -> Path:
         cache: of the store, where a converted model is kept.
 
     Raises:
-        ConfigError: it holds no model, or none in safetensors.
+        ConfigError: it holds no model, or none in safetensors; or a file of it lies elsewhere.
     """
     if source.path.startswith(WHEEL):
         return wheel_model(source, cache)
@@ -37,6 +38,7 @@ def fetch_model(source: Source, cache: Path) -> Path:
                 f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
             ) from error
         directory = Path(fetched)
+    require_own_files(directory)
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
         if not any(directory.glob(pattern)):
             raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
