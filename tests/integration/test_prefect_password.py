@@ -92,7 +92,7 @@ def test_serve_keeps_its_password_to_itself_and_its_own_commands_find_it(toy, tm
             ["sh", "-c", f"{command} --watch"], env={**toy.environment, "PATH": path}, capture_output=True, text=True,
             check=False, timeout=120 * PATIENCE,
         )  # fmt: skip
-        assert started.returncode == 0, started.stdout + started.stderr
+        assert started.returncode == 0, started.stdout + started.stderr + said.read_text()
         assert "Completed" in started.stdout
         words = [word for each in family(serve) for word in each.cmdline()]
         assert "flows.prefect_process" in words and not any(auth in word for word in words)
