@@ -35,6 +35,9 @@ def test_a_command_that_asks_a_store_writes_nothing_where_none_is(words, tmp_pat
     foreign.mkdir()
     (foreign / "of-another-program").touch()
     for place, found in ((foreign, f"is no store (it has no {MARKER})"), (tmp_path / "gone", "does not exist")):
+        if words == ["status"] and not place.exists():  # a run may be about to create it
+            assert main([*words, f"store={place}"]) == 0
+            continue
         assert main([*words, f"store={place}"]) == 2
         assert f"store={place}: {found}" in capsys.readouterr().err
     assert [path.name for path in foreign.iterdir()] == ["of-another-program"]
