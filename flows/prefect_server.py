@@ -156,20 +156,20 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     outlives us.
     """
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
-    _read_settings_again()
+    read_settings_again()
     url = configured_api_url()
     if url:
         require_reachable(url)
         use_own_auth(url)
         _require_let_in()
-        _read_settings_again()
+        read_settings_again()
         yield None
         return
     server = EmbeddedServer(log, ui)
     server.start()
     before = os.environ.get("PREFECT_API_AUTH_STRING")  # of another server
     os.environ.update(PREFECT_API_URL=server.url, PREFECT_API_AUTH_STRING=server.auth)
-    _read_settings_again()
+    read_settings_again()
     try:
         yield server
     finally:
@@ -178,7 +178,7 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
         del os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
         if before is not None:
             os.environ["PREFECT_API_AUTH_STRING"] = before
-        _read_settings_again()
+        read_settings_again()
 
 
 def _require_let_in() -> None:
@@ -200,7 +200,15 @@ def send_events() -> None:
         sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=_EVENTS_SECONDS)
 
 
-def _read_settings_again() -> None:
-    """For a second run in one process: Prefect reads its settings when it is imported."""
-    if "prefect.context" in sys.modules:
+_read_from: dict[str, str] = {}  # the variables that Prefect's settings were last read from
+
+
+def read_settings_again() -> None:
+    """For a second run in one process: Prefect reads its settings when it is imported, in a tenth of a second."""
+    if "prefect.context" not in sys.modules:
+        return
+    now = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_") or name == "HOME"}
+    if now != _read_from:
         sys.modules["prefect.context"].refresh_global_settings_context()
+        _read_from.clear()
+        _read_from.update(now)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_allow_code, add_overrides, words_of
+from flows.commands.arguments import add_allow_code, add_overrides, stated_words
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
-    preset = replace(Preset.of(words_of(options)), allow_code=options.allow_code)
+    preset = replace(Preset.of(stated_words(options)), allow_code=options.allow_code)
     if options.watch_only and configured_api_url() is None:
         raise ConfigError("--watch-only: whose deployments? set PREFECT_API_URL to the Prefect server that has them")
     # What is said of a run belongs on its page; the server's own log stays on this screen.

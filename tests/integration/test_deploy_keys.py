@@ -63,7 +63,7 @@ def test_a_key_that_no_pipeline_has_does_not(shipped, word):
 
 
 def test_the_users_own_stages_and_sources_count_and_code_where_it_is_allowed(shipped):
-    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",), allow_code=True))
+    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",), pipeline="toy", allow_code=True))
     code = ("stages.left.method._target_=tests.toy_methods.ToyTraining", "sources.rows.allow_code=true")
     for word in ("stages.left.method.num_steps=3", "sources.rows.path=x", *code):
         assert re.search(own, word) and not re.search(shipped, word)
