@@ -144,7 +144,7 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     outlives us.
     """
     os.environ.update({name: value for name, value in CLIENT_SETTINGS.items() if name not in os.environ})
-    _read_settings_again()
+    read_settings_again()
     url = configured_api_url()
     if url:
         require_reachable(url)
@@ -153,14 +153,14 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     server = EmbeddedServer(log, ui)
     server.start()
     os.environ["PREFECT_API_URL"] = server.url
-    _read_settings_again()
+    read_settings_again()
     try:
         yield server
     finally:
         send_events()
         server.stop()
         del os.environ["PREFECT_API_URL"]
-        _read_settings_again()
+        read_settings_again()
 
 
 def send_events() -> None:
@@ -172,7 +172,15 @@ def send_events() -> None:
         sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=_EVENTS_SECONDS)
 
 
-def _read_settings_again() -> None:
-    """For a second run in one process: Prefect reads its settings when it is imported."""
-    if "prefect.context" in sys.modules:
+_read_from: dict[str, str] = {}  # the variables that Prefect's settings were last read from
+
+
+def read_settings_again() -> None:
+    """For a second run in one process: Prefect reads its settings when it is imported, in a tenth of a second."""
+    if "prefect.context" not in sys.modules:
+        return
+    now = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_") or name == "HOME"}
+    if now != _read_from:
         sys.modules["prefect.context"].refresh_global_settings_context()
+        _read_from.clear()
+        _read_from.update(now)

@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from lineage.digest import digest_file, digest_of
@@ -22,8 +22,7 @@ def code_digest(module: str) -> str:
 
 def code_digest_now(module: str) -> str:
     """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
-    for cached in (source_file, _imports):
-        cached.cache_clear()
+    source_file.cache_clear()
     return code_digest(module)
 
 
@@ -54,11 +53,15 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@cache
 def _imports(module: str, path: Path) -> tuple[str, ...]:
+    return _imports_in(module, path, path.read_bytes())
+
+
+@lru_cache(maxsize=4096)  # by what the file holds: parsed once, though each stage asks what it holds now
+def _imports_in(module: str, path: Path, source: bytes) -> tuple[str, ...]:
     """Every module that a file names in an import, inside functions too; a relative one by its full name."""
     names: list[str] = []
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(_parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -76,5 +79,9 @@ def full_name(node: ast.ImportFrom, module: str, path: Path) -> str:
 
 def parsed(path: Path) -> ast.Module:
     """The syntax tree of a source file."""
+    return _parse(path.read_bytes())
+
+
+def _parse(source: bytes) -> ast.Module:
     with _PARSING:
-        return ast.parse(path.read_bytes())
+        return ast.parse(source)

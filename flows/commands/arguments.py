@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lineage.secrets import redacted
+
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """What states a pipeline: overrides, and a folder of further groups."""
@@ -44,6 +46,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def words_of(options: argparse.Namespace) -> list[str]:
+def stated_words(options: argparse.Namespace) -> list[str]:
     """What states the pipeline, as words of a further command."""
     return [*(["--config-dir", str(options.config_dir)] if options.config_dir else []), *options.overrides]
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The same as it is recorded and printed: without the secrets of an address."""
+    return list(map(redacted, stated_words(options)))

@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_overrides, words_of
+from flows.commands.arguments import add_overrides, stated_words
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
-    preset = Preset.of(words_of(options))
+    preset = Preset.of(stated_words(options))
     if options.watch_only and configured_api_url() is None:
         raise ConfigError("--watch-only: whose deployments? set PREFECT_API_URL to the Prefect server that has them")
     # What is said of a run belongs on its page; the server's own log stays on this screen.

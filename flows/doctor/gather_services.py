@@ -1,6 +1,5 @@
 """Asks the services that a run would use."""
 
-import base64
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from flows.stages.cluster_room import ask_cluster
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown
+from lineage.reach import basic, request
 
 _SECONDS = 2.0  # a service that takes longer is none to rely on
 _RAY_SECONDS = 60.0  # to join a cluster, which takes seconds
@@ -43,7 +43,7 @@ def prefect_service(environment: Mapping[str, str]) -> Service | None:
     if settings.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {settings['PREFECT_API_KEY']}"
     elif settings.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = _basic(settings["PREFECT_API_AUTH_STRING"])
+        headers["Authorization"] = basic(settings["PREFECT_API_AUTH_STRING"])
     return _ask(url, "PREFECT_API_URL", f"{url.rstrip('/')}/admin/version", headers)
 
 
@@ -56,7 +56,7 @@ def mlflow_service(uri: str | None, stated: bool, environment: Mapping[str, str]
         headers["Authorization"] = f"Bearer {environment['MLFLOW_TRACKING_TOKEN']}"
     elif environment.get("MLFLOW_TRACKING_USERNAME"):
         password = environment.get("MLFLOW_TRACKING_PASSWORD", "")
-        headers["Authorization"] = _basic(f"{environment['MLFLOW_TRACKING_USERNAME']}:{password}")
+        headers["Authorization"] = basic(f"{environment['MLFLOW_TRACKING_USERNAME']}:{password}")
     question = f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
     return _ask(uri, "tracking.uri" if stated else "MLFLOW_TRACKING_URI", question, headers)
 
@@ -90,13 +90,11 @@ def absent_variables(texts: Iterable[tuple[str, str]], environment: Mapping[str,
 
 def _ask(url: str, setting: str, question: str, headers: Mapping[str, str]) -> Service:
     try:
-        with urllib.request.urlopen(urllib.request.Request(question, headers=dict(headers)), timeout=_SECONDS) as reply:
+        asked = request(question)
+        asked.headers.update(headers)
+        with urllib.request.urlopen(asked, timeout=_SECONDS) as reply:
             return Service(url=shown(url), setting=setting, status=reply.status)
     except urllib.error.HTTPError as error:
         return Service(url=shown(url), setting=setting, status=error.code)
     except (OSError, ValueError) as error:
         return Service(url=shown(url), setting=setting, trouble=str(error))
-
-
-def _basic(pair: str) -> str:
-    return "Basic " + base64.b64encode(pair.encode()).decode()

@@ -306,35 +306,6 @@ def test_a_listening_server_is_found(monkeypatch):
 
 
 # A worker of Ray: its title lies over its environment. Under a raylet, or under a process that Ray knows nothing of.
-WORKER = """
-import socket, sys
-from ray._raylet import setproctitle
-server = socket.create_server(("127.0.0.1", 0))
-setproctitle("ray::IDLE")
-print(server.getsockname()[1], flush=True)
-sys.stdin.read()
-"""
-PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-
-
-@pytest.mark.parametrize(
-    ("parent", "environment", "expected"),
-    [("raylet", {"RAY_AUTH_MODE": "token"}, [True]), ("raylet", {"RAY_AUTH_MODE": "disabled"}, [False]),
-     ("session", {}, [])],
-)  # fmt: skip
-def test_a_worker_of_ray_is_guarded_as_its_raylet_is(tmp_path, monkeypatch, parent, environment, expected):
-    monkeypatch.setattr(exposed_module, "is_loopback", lambda address: False)
-    (tmp_path / parent).write_text(PARENT)
-    tree = subprocess.Popen(
-        [sys.executable, tmp_path / parent, WORKER], env={**os.environ, **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    port = int(tree.stdout.readline())
-    found = [each for each in exposed_servers() if port in each.ports]
-    tree.communicate()
-    assert [each.guarded for each in found] == expected
-
-
 @pytest.fixture
 def service():
     """Lets in whoever knows the password."""

@@ -1,7 +1,6 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
 import os
-import subprocess
 import sys
 import time
 
@@ -269,8 +268,3 @@ def test_a_metric_that_is_never_reported_is_told(tmp_path, caplog):
         study.tell(trial, complete({"best": 1.0}))
     (told,) = caplog.messages
     assert "left reports no such metric" in told and "did you mean loss?" in told
-
-
-def test_importing_the_proposers_imports_no_optuna():
-    code = "import sys, flows.sweep.proposers, flows.sweep.files; print('optuna' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -62,6 +62,6 @@ def test_a_key_that_no_pipeline_has_does_not(shipped, word):
 
 
 def test_the_users_own_stages_and_sources_count(shipped):
-    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",)))
+    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",), pipeline="toy"))
     for word in ("stages.left.method.num_steps=3", "sources.rows.path=x"):
         assert re.search(own, word) and not re.search(shipped, word)
