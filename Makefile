@@ -13,9 +13,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-# A run starts several processes, and the tests start hundreds: what one has compiled, the next ones read.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: demo demo-smollm2 test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model

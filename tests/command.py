@@ -21,6 +21,7 @@ from unittest import mock
 import psutil
 
 from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
+from lineage.code import source_file
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
@@ -123,6 +124,7 @@ def _in_folder(folder: Path, environment: dict[str, str]) -> Iterator[None]:
         with mock.patch.dict(os.environ, {**CLIENT_SETTINGS, **environment}, clear=True):
             read_settings_again()
             forget_databases()
+            source_file.cache_clear()
             yield
     finally:
         os.chdir(here)
