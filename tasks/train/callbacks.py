@@ -158,7 +158,7 @@ class NewRandomState(TrainerCallback):
 
     def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         if state.global_step == self.step:
-            seed_worker(args.seed, self.step, self.rank)
+            seed_worker(args.seed, state.global_step, self.rank)
 
 
 def seed_worker(seed: int, step: int, rank: int) -> None:
