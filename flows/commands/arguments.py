@@ -14,6 +14,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
 
 
+def add_allow_code(parser: argparse.ArgumentParser) -> None:
+    """What lets the overrides of a deployed run name code."""
+    parser.add_argument(
+        "--allow-code", action="store_true", help="overrides of a run may name _target_, allow_code and python:"
+    )
+
+
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """What makes a sweep of a run, and what makes a run of the best trial of a sweep."""
     parser.add_argument("--multirun", action="store_true", help="try every value, such as a.b=1,2; see sweep=")

@@ -7,10 +7,12 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from flows.doctor.facts import Service
+from flows.prefect_address import own_auth
 from flows.stages.cluster_room import ask_cluster
 from flows.wording import counted
 from lineage.errors import ConfigError
@@ -39,12 +41,15 @@ def prefect_service(environment: Mapping[str, str]) -> Service | None:
     url = settings.get("PREFECT_API_URL")
     if not url:
         return None
-    headers = {}
+    headers, question = {}, f"{url.rstrip('/')}/admin/version"
+    auth = own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
     if settings.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {settings['PREFECT_API_KEY']}"
-    elif settings.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = basic(settings["PREFECT_API_AUTH_STRING"])
-    return _ask(url, "PREFECT_API_URL", f"{url.rstrip('/')}/admin/version", headers)
+    elif auth:
+        headers["Authorization"] = basic(auth)
+    found = _ask(url, "PREFECT_API_URL", question, headers)
+    without = _ask(url, "PREFECT_API_URL", question, {}) if headers and found.status == 200 else found
+    return replace(found, open_to_all=without.status == 200)
 
 
 def mlflow_service(uri: str | None, stated: bool, environment: Mapping[str, str]) -> Service | None:
