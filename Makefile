@@ -8,6 +8,8 @@ READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+# uv compiles nothing. Where this is set, as in many containers, each process would compile whatever it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
@@ -63,7 +65,7 @@ lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
 
 # pip installs torch, since it knows where this machine's builds of it are (pip.conf); uv installs the rest in a third of
-# the time.
+# the time, without compiling it: what is imported is compiled once, by the first process that imports it.
 $(READY): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(or $(PYTHON),false) -c '$(FITS)' || { \
 	  echo "posttrain needs Python 3.11, 3.12 or 3.13 with the module venv, and found $(or $(PYTHON),none):"; \

@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from lineage.digest import digest_file, digest_of
@@ -22,8 +22,7 @@ def code_digest(module: str) -> str:
 
 def code_digest_now(module: str) -> str:
     """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
-    for cached in (source_file, _imports):
-        cached.cache_clear()
+    source_file.cache_clear()
     return code_digest(module)
 
 
@@ -54,18 +53,35 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@cache
 def _imports(module: str, path: Path) -> tuple[str, ...]:
+    return _imports_in(module, path, path.read_bytes())
+
+
+@lru_cache(maxsize=4096)  # by what the file holds: parsed once, though each stage asks what it holds now
+def _imports_in(module: str, path: Path, source: bytes) -> tuple[str, ...]:
     """Every module that a file names in an import, inside functions too; a relative one by its full name."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     names: list[str] = []
-    with _PARSING:
-        tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
+    for node in ast.walk(_parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
+            base = full_name(node, module, path)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(names)
+
+
+def full_name(node: ast.ImportFrom, module: str, path: Path) -> str:
+    """The module that a ``from`` names; a relative one by its full name."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    parents = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a source file."""
+    return _parse(path.read_bytes())
+
+
+def _parse(source: bytes) -> ast.Module:
+    with _PARSING:
+        return ast.parse(source)

@@ -20,6 +20,9 @@ from unittest import mock
 
 import psutil
 
+from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
+from lineage.code import source_file
+
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
 STATING = ("plan", "run", "rehearse", "certify")  # the commands that take what states a pipeline
@@ -117,9 +120,11 @@ def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
     sys.modules["__main__"] = ModuleType("__main__")  # without a file: else each stage's process would import pytest
     os.chdir(folder)
     try:
-        with mock.patch.dict(os.environ, environment, clear=True):
-            read_prefect_settings()
+        # With what a run sets for Prefect's client already set, further calls read no settings again.
+        with mock.patch.dict(os.environ, {**CLIENT_SETTINGS, **environment}, clear=True):
+            read_settings_again()
             forget_databases()
+            source_file.cache_clear()
             yield
     finally:
         os.chdir(here)
@@ -129,13 +134,6 @@ def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file and Path(file).is_relative_to(folder):  # a user's own, of which the next test has another
                 del sys.modules[name]
-        read_prefect_settings()
-
-
-def read_prefect_settings() -> None:
-    """From the environment as it is now, where Prefect has read an earlier one."""
-    if "prefect.context" in sys.modules:
-        sys.modules["prefect.context"].refresh_global_settings_context()
 
 
 def forget_databases() -> None:

@@ -1,6 +1,7 @@
 """Marks tests by folder, and gives each a directory and an environment of its own: nothing there is the user's."""
 
 import atexit
+import gc
 import itertools
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is imported: a quarter of the time of that
 HERE = Path(__file__).parent
 # Of this process and of those that tests start: the slots of the machine, for which a test that hangs would else keep
 # all others waiting. The name is short, since sockets lie below it.
@@ -33,8 +35,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 tempfile.tempdir = None  # looked up again
 atexit.register(shutil.rmtree, OWN, ignore_errors=True)
 # Other work on the machine makes any example slow. A commit is judged on the same examples as the one before it.
-settings.register_profile("posttrain", deadline=None, derandomize=True)
-settings.register_profile("nightly", deadline=None)
+settings.register_profile("posttrain", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("nightly", deadline=None, max_examples=300)
 settings.load_profile("posttrain")
 _numbers = itertools.count()
 
@@ -69,3 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if folder == "gpu" and not Path("/dev/nvidiactl").exists():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no later collection looks at what was imported
+    gc.enable()

@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from flows.planning.plan import Plan
 from lineage.digest import digest_files, digest_of
 from lineage.lease import Lease
-from lineage.manifest import InputRecord, Manifest, provenance
+from lineage.manifest import InputRecord, Manifest, Provenance, provenance
 from lineage.store import Entry
 from tests.saved import commit
 
 
 def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) -> None:
     """Commits an output for each of these stages, or for all."""
-    ran = provenance(start=0, end=1, code_digest="", seed=0, resources={}, hardware={})
+    ran = _ran()
     for planned in plan.stages:
         if names and planned.name not in names:
             continue
@@ -40,6 +41,12 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         )  # fmt: skip
         with lease.holding():
             entry.commit(manifest, lease)
+
+
+@cache
+def _ran() -> Provenance:
+    """Asks git once per process."""
+    return provenance(start=0, end=1, code_digest="", seed=0, resources={}, hardware={})
 
 
 def save(entry: Entry, step: int, **record: int) -> Path:

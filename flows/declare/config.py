@@ -1,6 +1,5 @@
 """The border of Hydra: overrides in, a checked ``Pipeline`` out. No ``DictConfig`` passes it."""
 
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,9 +10,11 @@ from flows.declare.compose import compose_tree, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
 from flows.declare.sweep import Sweep
+from flows.declare.target import target_class
 from flows.declare.typed import Node, typed
 from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
+from lineage.store import store_path
 from lineage.verdict import Approval
 from tasks.context import Resources
 from tasks.method import LoRA, Method
@@ -95,7 +96,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
     pipeline = Pipeline(
         name=root.name,
-        store=Path(root.store).expanduser().absolute(),
+        store=store_path(root.store),
         code_drift=root.code_drift,
         tracking=root.tracking,
         sources=sources,
@@ -109,8 +110,6 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         ),
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
-    if pipeline.store.exists() and not pipeline.store.is_dir():
-        raise ConfigError(f"store={pipeline.store}: is a file; name a directory, which is made if it does not exist")
     return pipeline
 
 
@@ -140,21 +139,13 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
 
 
 def method_class(where: str, target: str) -> type[Method]:
-    """The class that a stage's ``_target_`` names.
+    """The class that a stage's ``_target_`` names; its module is imported, where its source has such a class.
 
     Raises:
         ConfigError: it cannot be imported, or is no complete method.
     """
-    module, _, name = target.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a module of the user's raises when it is imported
-        raise ConfigError(
-            f"{where}={target}: cannot be imported ({error}); give package.module.Class, "
-            "of a package that is installed, in this folder, or on PYTHONPATH"
-        ) from error
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise ConfigError(f"{where}={target}: is no tasks.method.Method; derive the class from it")
+    cls = target_class(target, where, (Method,), "is no tasks.method.Method; derive the class from it")
+    assert issubclass(cls, Method)
     lacking = [name for name in ("consumes", "produces") if not hasattr(cls, name)]
     if inspect.isabstract(cls) or lacking:
         raise ConfigError(f"{where}={target}: lacks {', '.join(lacking) or 'run'}; see docs/add_a_method.md")

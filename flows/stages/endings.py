@@ -71,6 +71,8 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
         who, when = _who(job, [0]), f" {_when(job, 0)}"
     if exit_code is not None and exit_code < 0:
         hint = memory_hint(memory_kills_before, memory_kills()) if -exit_code == signal.SIGKILL else ""
+        if -exit_code == signal.SIGVTALRM:
+            hint = ": a chat template took 60 s for one conversation; see docs/security.md"
         cause = f"{who} was killed by {signal.Signals(-exit_code).name}{when}{hint}"
         return LostError(job.stage, cause, str(job.log))
     cause = f"{who} ended{when} with exit code {exit_code} and no answer"

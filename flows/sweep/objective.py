@@ -7,8 +7,8 @@ from typing import cast
 
 from flows.declare.pipeline import nearest
 from flows.declare.sweep import Objective, Sweep
+from flows.declare.target import dotted
 from flows.sweep.dimension import Dimension
-from flows.sweep.target import dotted
 from flows.sweep.trial import Outcome
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.manifest import Manifest

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import optuna
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler
+from optuna.samplers.nsgaii import BaseCrossover, BaseMutation
 
 from flows.declare.sweep import Direction, Sweep
 from flows.sweep.dimension import Dimension
@@ -16,6 +17,9 @@ from lineage.errors import ConfigError
 # Their seed stands for one sequence, of which each trial is a member.
 _ONE_SEQUENCE = ("optuna.samplers.QMCSampler", "optuna.samplers.GridSampler")
 
+# What an argument of a sampler or a pruner may be built from.
+_PARTS = (BaseSampler, BasePruner, BaseCrossover, BaseMutation)
+
 
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """The sampler for one trial, with a seed of its own: a continued sweep must not draw the same again."""
@@ -23,7 +27,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     seed = node.get("seed")
     if isinstance(seed, int) and node.get("_target_") not in _ONE_SEQUENCE:
         node["seed"] = seed + number
-    sampler = build(node, "sweep.sampler", BaseSampler)
+    sampler = build(node, "sweep.sampler", (BaseSampler,), _PARTS)
     assert isinstance(sampler, BaseSampler)
     return sampler
 
@@ -36,7 +40,7 @@ def make_pruner(sweep: Sweep) -> BasePruner:
     if direction_sign(sweep) < 0 and node.get("_target_") == "optuna.pruners.ThresholdPruner":
         bounds = {"lower": node.pop("upper", None), "upper": node.pop("lower", None)}  # of the negative
         node |= {name: -bound for name, bound in bounds.items() if isinstance(bound, int | float)}
-    pruner = build(node, "sweep.pruning.pruner", BasePruner)
+    pruner = build(node, "sweep.pruning.pruner", (BasePruner,), _PARTS)
     assert isinstance(pruner, BasePruner)
     return pruner
 

@@ -6,12 +6,14 @@ it trains the same model up to the order of additions.
 
 import contextlib
 import os
+import pickle
+import re
 import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from lineage.checkpoints import Checkpoint, Checkpoints
-from lineage.errors import ConfigError
+from lineage.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -106,6 +108,31 @@ def _bring_in(*, on_gpu: bool) -> None:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+    TorchCheckpointEngine.load = _load_plain  # its own unpickles whatever the file names
     # All-reduces of inference through shared memory: 80 s of a C++ compiler at the start of a process group.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _load_plain(engine: object, path: str, map_location: object = None) -> object:
+    """What DeepSpeed reads of a checkpoint: tensors, plain data, and the three classes that its own files hold.
+
+    Raises:
+        ArtifactError: the file names anything else, which reading it could run.
+    """
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ArtifactError(
+            f"{path} was not loaded: it names {named[1] if named else 'what is no tensor'}, and reading that could run "
+            "code; tensors and plain data, as DeepSpeed writes them, are accepted; restore the file, or begin again "
+            "with restart=[STAGE]"
+        ) from None

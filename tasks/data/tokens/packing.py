@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-# Tested: in a pack, a row has the loss and the gradients that it has alone (tests/unit/tasks/train/test_packs.py).
+# Tested: in a pack, a row has the loss and the gradients that it has alone (tests/integration/test_packs.py).
 PACKABLE = frozenset({
     "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",

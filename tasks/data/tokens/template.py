@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.schema import Message
+from tasks.data.tokens import render_limits
+from tasks.data.tokens.render_limits import Limited, OverTimeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,7 @@ Tools = Sequence[Mapping[str, object]]
 DATE = "26 Jul 2024"  # what the templates of Llama 3 write where they cannot ask for the day
 _DAY = datetime(2024, 7, 26)
 _WORD = "zq0qz"  # such as no template writes by itself
+_REFUSED: dict[tuple[str, str], str] = {}  # templates that went beyond their limits, and what was said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class Template:
     """A chat template with the tokens that it names. Can be pickled.
 
     Args:
+        name: of the model that it came with, for messages.
         plain, with_tools: for a conversation without and with tools; models may have one for each.
         in_blocks: it takes contents as lists of ``{"type": "text", "text": ...}``, as those of vision models do.
     """
@@ -35,6 +39,7 @@ class Template:
     with_tools: str
     special_tokens: Mapping[str, object]
     in_blocks: bool = False
+    name: str = ""
 
     @staticmethod
     def of(tokenizer: "PreTrainedTokenizerBase") -> "Template":
@@ -54,6 +59,7 @@ class Template:
             plain=_on_one_day(plain),
             with_tools=_on_one_day(with_tools),
             special_tokens=dict(tokenizer.special_tokens_map),
+            name=tokenizer.name_or_path,
         )
         blocks = replace(template, in_blocks=True)
         return blocks if blocks.writes() and not template.writes() else template
@@ -82,18 +88,31 @@ class Template:
             thinks: the assistant will think, which some templates must be told.
         Raises:
             DataError: the template refuses the messages.
-            ConfigError: the template itself is wrong.
+            ConfigError: the template itself is wrong, or takes more time or memory than it may.
         """
         from jinja2 import TemplateError
 
+        if (self.plain, self.with_tools) in _REFUSED:  # it is not tried twice
+            raise ConfigError(_REFUSED[self.plain, self.with_tools])
         if self.in_blocks:
             conversations = [[_in_blocks(message) for message in messages] for messages in conversations]
         try:
-            try:
-                return self._texts(conversations, tools, prompt=prompt, thinks=thinks)
-            except TypeError:  # a few, such as DeepSeek's, take the arguments of calls as JSON text alone
-                texts = [[_with_json_arguments(message) for message in messages] for messages in conversations]
-                return self._texts(texts, tools, prompt=prompt, thinks=thinks)
+            with Limited():
+                try:
+                    return self._texts(conversations, tools, prompt=prompt, thinks=thinks)
+                except TypeError:  # a few, such as DeepSeek's, take the arguments of calls as JSON text alone
+                    texts = [[_with_json_arguments(message) for message in messages] for messages in conversations]
+                    return self._texts(texts, tools, prompt=prompt, thinks=thinks)
+        except (OverTimeError, MemoryError) as error:
+            time, memory = f"{render_limits.SECONDS} s of CPU time", f"{render_limits.MEMORY_BYTES // 2**20} MiB"
+            limit = time if isinstance(error, OverTimeError) else memory
+            refusal = (
+                f"the chat template of {self.name or 'the model'} takes more than {limit} for one conversation"
+                f"{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is accepted; mend the "
+                "template, or set chat_template=chatml on the sft stage"
+            )
+            _REFUSED[self.plain, self.with_tools] = refusal
+            raise ConfigError(refusal) from error
         except Exception as error:  # a template is a program: it can raise whatever Python can
             if type(error) is TemplateError:  # its `raise_exception`
                 raise DataError(

@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -15,7 +13,6 @@ from flows.sweep.trial import Trial
 from lineage.attempts import note_attempt
 from lineage.holder import host
 from lineage.lease import Holder
-from tests.command import REPOSITORY
 from tests.sweeps import complete, ended
 
 
@@ -243,13 +240,3 @@ def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):
     replace(live, stages={**live.stages, **resting}).write(store)
     assert "others  1 done, 31 reused, 1 pending" in text(store)
     assert "dpo     3/13" in text(store)
-
-
-def test_status_imports_nothing_that_takes_time(tmp_path):
-    heavy = "{'torch', 'prefect', 'ray', 'mlflow', 'hydra', 'pydantic', 'optuna', 'sqlalchemy'}"
-    code = f"import sys; from flows.__main__ import main; main(['status']); print(sorted({heavy} & set(sys.modules)))"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert ran.stdout.splitlines()[-1] == "[]"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lineage import code
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
 from lineage.digest import DigestCache, digest_file, digest_files
@@ -229,12 +230,24 @@ def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(
     assert len(set(digests)) == 3
 
 
+def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import other_of_mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest_now("mine")
+    parsed, parse = [], code.ast.parse
+    monkeypatch.setattr(code.ast, "parse", lambda source: parsed.append(source) or parse(source))
+    assert code_digest_now("mine") == before and parsed == []
+    (tmp_path / "mine.py").write_text("import another_of_mine\n")
+    assert code_digest_now("mine") != before and parsed == [b"import another_of_mine\n"]
+
+
 def test_threads_may_digest_at_once():
     """Python 3.11 counts once for all threads how deep it parses; a collection in between lets another thread in."""
 
     def let_others_in(*_: object) -> None:
         time.sleep(0)
 
+    code._imports_in.cache_clear()
     threshold = gc.get_threshold()
     gc.callbacks.append(let_others_in)
     gc.set_threshold(50)

@@ -1,7 +1,7 @@
 """Pairs without a prompt: what both answers begin with, by TRL's rule."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lineage.errors import DataError
@@ -33,7 +33,6 @@ def test_what_two_texts_begin_with_is_the_prompt(chosen: str, rejected: str, pro
     }  # fmt: skip
 
 
-@settings(max_examples=300)
 @given(
     begin=st.text("ab ", max_size=4), chosen=st.text("ab ", min_size=1, max_size=4),
     rejected=st.text("ab ", min_size=1, max_size=4),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.data.formats.bad_row import BadRowError
@@ -71,7 +71,6 @@ MADE_OF: dict[str, Callable[[list[Turn]], tuple[str, Row]]] = {
 
 
 @pytest.mark.parametrize("spelling", MADE_OF)
-@settings(max_examples=40)
 @given(turns=conversations())
 def test_a_conversation_is_read_as_what_was_said(spelling: str, turns: list[Turn]) -> None:
     name, row = MADE_OF[spelling](turns)
@@ -107,7 +106,6 @@ ANSWERED: dict[str, Callable[[list[Turn], Turn, Turn], tuple[str, Row]]] = {
 
 
 @pytest.mark.parametrize("spelling", ANSWERED)
-@settings(max_examples=40)
 @given(asked=conversations(ends="user"), chosen=texts, rejected=texts)
 def test_a_preference_is_read_as_what_was_said(spelling: str, asked: list[Turn], chosen: str, rejected: str) -> None:
     answers = [{"role": "assistant", "content": each} for each in (chosen, rejected)]
@@ -121,7 +119,6 @@ def test_a_preference_is_read_as_what_was_said(spelling: str, asked: list[Turn],
     assert made == {"prompt": asked, "chosen": answers[:1], "rejected": answers[1:], "kind": None}
 
 
-@settings(max_examples=40)
 @given(turns=conversations(), label=st.booleans(), inside=st.booleans())
 def test_a_judged_answer_is_read_as_what_was_said(turns: list[Turn], label: bool, inside: bool) -> None:
     made = {"prompt": turns[:-1], "completion": turns[-1:], "label": label}
@@ -224,7 +221,6 @@ def test_the_rows_to_damage_are_good(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@settings(max_examples=120)
 @given(data=st.data())
 def test_a_damaged_row_is_refused_or_nothing_that_it_says_is_lost(name: str, data: st.DataObject) -> None:
     row = data.draw(damaged(name))

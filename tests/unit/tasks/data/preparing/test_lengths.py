@@ -68,6 +68,7 @@ class Words:
 
     chat_template = None
     special_tokens_map = {}
+    name_or_path = "words"
 
     def __init__(self, template=None):
         self.chat_template = template

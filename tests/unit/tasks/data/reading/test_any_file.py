@@ -13,15 +13,13 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lineage.errors import DataError
 from tasks.data.reading import delimited, json_array, lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import read, rows_of, write
-
-_settings = settings(max_examples=40, derandomize=True)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 names = st.text(st.characters(categories=["L"]), min_size=1, max_size=8)
@@ -74,23 +72,20 @@ WRITERS: dict[str, Callable[[list[dict[str, object]]], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
 @given(rows=rows, block_bytes=blocks)
-@_settings
-def test_rows_come_back_from_json(name: str, rows: list[dict[str, object]], block_bytes: int) -> None:
-    with file_of(name, WRITERS[name](rows), block_bytes) as file:
-        assert rows_of(file) == rows
+def test_rows_come_back_from_json(rows: list[dict[str, object]], block_bytes: int) -> None:
+    for name, written in WRITERS.items():
+        with file_of(name, written(rows), block_bytes) as file:
+            assert rows_of(file) == rows
 
 
 @given(table=tables)
-@_settings
 def test_rows_come_back_from_parquet(table: list[dict[str, str]]) -> None:
     with file_of("rows.parquet", parquet_of(table)) as file:
         assert rows_of(file) == table
 
 
 @given(table=tables, block_bytes=blocks)
-@_settings
 def test_cells_come_back_from_csv(table: list[dict[str, str]], block_bytes: int) -> None:
     with file_of("rows.csv", csv_of(table), block_bytes) as file:
         assert rows_of(file) == table
@@ -139,7 +134,6 @@ def read_or_refused(file: Path) -> list[Row | Broken] | None:
 
 
 @given(rows=rows, damaged=damage(), block_bytes=blocks)
-@_settings
 def test_a_damaged_line_is_a_fault_or_what_a_parser_says_of_it(
     rows: list[dict[str, object]], damaged: Callable[[bytes], bytes], block_bytes: int
 ) -> None:
@@ -155,21 +149,19 @@ def test_a_damaged_line_is_a_fault_or_what_a_parser_says_of_it(
         assert len(found) == sum(bool(line.strip()) for line in content.split(b"\n"))
 
 
-@pytest.mark.parametrize("name", ["line.json", "indent.json"])
 @given(rows=rows, damaged=damage(), block_bytes=blocks)
-@_settings
 def test_a_damaged_array_is_refused_faulty_or_what_a_parser_says_of_it(
-    name: str, rows: list[dict[str, object]], damaged: Callable[[bytes], bytes], block_bytes: int
+    rows: list[dict[str, object]], damaged: Callable[[bytes], bytes], block_bytes: int
 ) -> None:
-    content = damaged(WRITERS[name](rows))
-    with file_of(name, content, block_bytes) as file:
-        found = read_or_refused(file)
-    if found and content.lstrip().startswith(b"[") and all(isinstance(row, Row) for row in found):
-        assert [row.fields for row in found if isinstance(row, Row)] == json.loads(content)
+    for name in ("line.json", "indent.json"):
+        content = damaged(WRITERS[name](rows))
+        with file_of(name, content, block_bytes) as file:
+            found = read_or_refused(file)
+        if found and content.lstrip().startswith(b"[") and all(isinstance(row, Row) for row in found):
+            assert [row.fields for row in found if isinstance(row, Row)] == json.loads(content)
 
 
 @given(table=tables, damaged=damage(), block_bytes=blocks)
-@_settings
 def test_a_damaged_table_ends_in_rows_and_faults_or_is_refused(
     table: list[dict[str, str]], damaged: Callable[[bytes], bytes], block_bytes: int
 ) -> None:
@@ -178,7 +170,6 @@ def test_a_damaged_table_ends_in_rows_and_faults_or_is_refused(
 
 
 @given(rows=rows, damaged=damage())
-@_settings
 def test_a_damaged_gzip_never_yields_other_rows(
     rows: list[dict[str, object]], damaged: Callable[[bytes], bytes]
 ) -> None:
@@ -189,7 +180,6 @@ def test_a_damaged_gzip_never_yields_other_rows(
 
 
 @given(table=tables, damaged=damage())
-@_settings
 def test_a_damaged_parquet_file_ends_in_rows_and_faults_or_is_refused(
     table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
 ) -> None:
@@ -199,7 +189,6 @@ def test_a_damaged_parquet_file_ends_in_rows_and_faults_or_is_refused(
 
 @pytest.mark.parametrize("is_stream", [True, False])
 @given(table=tables, damaged=damage())
-@settings(_settings, max_examples=80)
 def test_a_damaged_arrow_file_ends_in_rows_and_faults_or_is_refused(
     is_stream: bool, table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
 ) -> None:

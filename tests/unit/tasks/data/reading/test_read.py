@@ -13,7 +13,6 @@ from datasets import Dataset, DatasetDict
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
 from tasks.data.reading.chunk import Row
-from tasks.data.reading.read import read_chunks
 from tasks.fetch_model import fetch_model
 from tests.site import site
 from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
@@ -207,11 +206,6 @@ def test_only_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
             f"{path}: streaming is for data sets of the hub; all else is read piece by piece anyway; "
             "leave streaming out"
         )
-
-
-def test_rows_that_ship_with_python_are_named_by_their_number() -> None:
-    first = next(iter(next(read_chunks(Source(path="quickstart:corpus"))).rows()))
-    assert isinstance(first, Row) and first.where == "quickstart:corpus[0]" and first.fields["text"]
 
 
 def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:

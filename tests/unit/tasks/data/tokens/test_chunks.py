@@ -33,7 +33,7 @@ def test_documents_are_joined_and_cut_in_chunks_and_the_rest_is_reported(directo
     assert result.metrics["trained_tokens_percent"] == 100
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(words=st.lists(st.integers(0, 12), min_size=1, max_size=12), max_length=st.integers(1, 30))
 def test_chunks_are_the_stream_and_every_document_is_counted_once(
     directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[int], max_length: int

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -55,7 +55,6 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=80)
 @given(parts=st.lists(texts, min_size=1, max_size=4))
 def test_tokens_and_places_are_those_of_the_tokenizer(name: str, parts: list[str]) -> None:
     tokenizer, text = TOKENIZERS[name], "".join(parts)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -92,7 +92,6 @@ def stored(messages: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("template", ["chatml", "hermes", "own system"])
-@settings(max_examples=60)
 @given(messages=conversations())
 def test_labels_are_those_of_the_plainest_way(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]]
@@ -103,7 +102,6 @@ def test_labels_are_those_of_the_plainest_way(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60)
 @given(rows=st.lists(conversations(), min_size=2, max_size=4))
 def test_a_learned_form_gives_the_borders_that_each_row_would_prove(
     tokenizer: PreTrainedTokenizerBase, template: str, rows: list[list[dict[str, object]]]
@@ -114,7 +112,6 @@ def test_a_learned_form_gives_the_borders_that_each_row_would_prove(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60)
 @given(messages=conversations())
 def test_a_token_is_trained_if_it_ends_within_a_turn(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]]

@@ -31,7 +31,10 @@ def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipelin
     """The pipeline; of a sweep those of its first and last values, where they are listed."""
     fixed, swept = fixed_and_swept(overrides)
     listed = {field: values for field, values in swept.items() if "(" not in values}
-    ends = ([f"{field}={values.split(',')[end]}" for field, values in listed.items()] for end in (0, -1))
+    ends = (
+        [f"{field}={values.split(',')[end]}" for field, values in listed.items()]
+        for end in ((0, -1) if listed else (0,))
+    )
     return [load_pipeline([*fixed, *end], config_dir) for end in ends]
 
 

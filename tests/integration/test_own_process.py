@@ -1,0 +1,118 @@
+"""What only a process of its own shows: what it imports, what its hash seed changes, that it ends with its parent."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.doctor import gather_exposed as exposed_module
+from flows.doctor.gather_exposed import exposed_servers
+from tasks.quickstart import ROWS
+from tasks.quickstart.documentation import documents
+from tests.command import REPOSITORY
+
+HEAVY = (
+    "torch", "transformers", "trl", "ray", "prefect", "mlflow", "datasets", "pyarrow", "numpy", "optuna", "sqlalchemy",
+)  # fmt: skip
+MAIN = "from flows.__main__ import main; main({})"
+
+
+@pytest.mark.parametrize(
+    ("code", "banned"),
+    [
+        (MAIN.format(["plan", "store=/nonexistent"]), HEAVY),
+        (MAIN.format(["status"]), (*HEAVY, "hydra", "pydantic")),
+        ("import flows.sweep.proposers, flows.sweep.files", ("optuna",)),
+        ("from flows.declare.cron import is_cron; is_cron('@daily')", HEAVY),
+    ],
+    ids=["plan", "status", "sweep", "cron"],
+)
+def test_what_answers_at_once_imports_nothing_heavy(code: str, banned: tuple[str, ...], tmp_path: Path) -> None:
+    shown = f"import sys; {code}; print('heavy:', sorted({set(banned)} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", shown], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "heavy: []"
+
+
+DIGEST = """
+import hashlib, json, sys
+{before}
+from tasks.quickstart import ROWS
+for name, rows in ROWS.items():
+    print(name, hashlib.sha256("".join(json.dumps(row) for row in rows()).encode()).hexdigest())
+"""
+
+
+def digests(before: str, directory: Path, **environment: str) -> str:
+    command = [sys.executable, "-c", DIGEST.format(before=before)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_rows_depend_on_neither_hash_seed_nor_directory_nor_environment_nor_what_is_imported(tmp_path: Path) -> None:
+    plain = digests("", REPOSITORY, PYTHONHASHSEED="1")
+    patched = "import os.path, email.mime.text, textwrap; os.listdir.__class__; textwrap.dedent.__doc__ = 'changed'"
+    elsewhere = digests(patched, tmp_path, PYTHONHASHSEED="2", QUERY_STRING="secret", HOME=str(tmp_path), LC_ALL="C")
+    assert plain == elsewhere
+    assert [line.split()[0] for line in plain.splitlines()] == list(ROWS)
+
+
+def test_rows_do_not_depend_on_the_virtual_environment() -> None:
+    file = sys.modules[documents.__module__].__file__
+    interpreters = (sys.executable, sys._base_executable)  # type: ignore[attr-defined]
+    found = [
+        subprocess.run([path, "-I", "-S", str(file)], capture_output=True, check=True).stdout for path in interpreters
+    ]
+    assert found[0] == found[1]
+
+
+def test_processes_that_work_on_rows_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, signal\nfrom tests.integration.test_ordered_pool import slow_first\n"
+        "from tasks.data.ordered_pool import ordered_map\n"
+        "if __name__ == '__main__':\n"
+        "    results = ordered_map(slow_first, iter(range(10**6)), 2, inline_below=1)\n"
+        "    print(next(results)[1], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False).stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(worker).wait(timeout=20)
+    assert not psutil.pid_exists(worker)
+
+
+# A worker of Ray: its title lies over its environment. Under a raylet, or under a process that Ray knows nothing of.
+WORKER = """
+import socket, sys
+from ray._raylet import setproctitle
+server = socket.create_server(("127.0.0.1", 0))
+setproctitle("ray::IDLE")
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize(
+    ("parent", "environment", "expected"),
+    [("raylet", {"RAY_AUTH_MODE": "token"}, [True]), ("raylet", {"RAY_AUTH_MODE": "disabled"}, [False]),
+     ("session", {}, [])],
+)  # fmt: skip
+def test_a_worker_of_ray_is_guarded_as_its_raylet_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, environment: dict[str, str], expected: list[bool]
+) -> None:
+    monkeypatch.setattr(exposed_module, "is_loopback", lambda address: False)
+    (tmp_path / parent).write_text(PARENT)
+    tree = subprocess.Popen(
+        [sys.executable, tmp_path / parent, WORKER], env={**os.environ, **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert tree.stdout
+    port = int(tree.stdout.readline())
+    found = [each for each in exposed_servers() if port in each.ports]
+    tree.communicate()
+    assert [each.guarded for each in found] == expected

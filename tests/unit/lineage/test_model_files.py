@@ -1,0 +1,90 @@
+"""A model's directory holds its own files: no link and no index brings another file into an output."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lineage.artifact import Kind, Source
+from lineage.digest import DigestCache
+from lineage.errors import ConfigError
+from lineage.model_files import require_own_files
+from lineage.sources import pin
+from tasks.fetch_model import fetch_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with a secret beside it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1)}, directory / "model.safetensors")
+    (tmp_path / "secret").write_text("s")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("vocab.txt", "../secret"),
+        ("additional_chat_templates", ".."),
+        ("additional_chat_templates", "."),  # endless
+        ("merges.txt", "/etc/passwd"),
+        ("README.md", "../gone"),
+    ],
+)
+def test_a_link_that_leaves_the_directory_is_refused_by_plan_and_run(model, tmp_path, name, target):
+    (model / name).symlink_to(target)
+    source = Source(path=str(model), kind=Kind.CHECKPOINT)
+    with pytest.raises(ConfigError, match=rf"{name} is a link to .*; replace the link by a copy"):
+        pin("base", source, DigestCache(None))
+    with pytest.raises(ConfigError, match=f"{name} is a link to "):
+        fetch_model(source, tmp_path / "cache")
+
+
+def test_a_link_in_a_folder_of_it_is_found(model):
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../secret")
+    with pytest.raises(ConfigError, match=r"tool_use\.jinja is a link"):
+        require_own_files(model)
+
+
+def test_links_within_the_directory_and_to_it_are_accepted(model, tmp_path):
+    (model / "vocab.txt").symlink_to("config.json")
+    (tmp_path / "link").symlink_to(model)
+    source = Source(path=str(tmp_path / "link"), kind=Kind.CHECKPOINT)
+    assert pin("base", source, DigestCache(None)).digest
+    assert fetch_model(source, tmp_path / "cache") == tmp_path / "link"
+
+
+def test_a_snapshot_of_a_hub_cache_links_to_its_own_blobs_alone(tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    for folder in (blobs, snapshot, tmp_path / "models--c--d" / "blobs"):
+        folder.mkdir(parents=True)
+    (blobs / "f00").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/f00")
+    require_own_files(snapshot)
+    (snapshot / "vocab.txt").symlink_to("../../../models--c--d/blobs/f00")
+    with pytest.raises(ConfigError, match=r"vocab\.txt is a link"):
+        require_own_files(snapshot)
+    (snapshot / "vocab.txt").unlink()
+    (blobs / "f01").symlink_to("/etc/passwd")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/f01")
+    with pytest.raises(ConfigError, match=r"vocab\.txt is a link to /etc/passwd"):
+        require_own_files(snapshot)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b.safetensors"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(model, name):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": name}}))
+    with pytest.raises(ConfigError, match=rf"model.safetensors.index.json names {name}, which is not in "):
+        require_own_files(model)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"w": 1}}'])
+def test_a_broken_index_is_named(model, text):
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is no index of weights .*; save the model"):
+        require_own_files(model)

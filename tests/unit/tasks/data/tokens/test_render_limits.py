@@ -1,0 +1,81 @@
+"""A chat template is a program: what it may use of the process that renders it."""
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lineage.errors import ConfigError
+from tasks.chat_template import CHATML
+from tasks.data.tokens import render_limits
+from tasks.data.tokens.template import Template
+
+SAID = [{"role": "user", "content": "q"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = "{{ 'a' * 200000000 }}"
+
+
+def template(text: str) -> Template:
+    return Template(plain=text, with_tools=text, special_tokens={}, name="/models/evil")
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Limits that a test reaches at once, and a watch that begins with them."""
+    for name, value in (("SECONDS", 0.02), ("_POLL_SECONDS", 0.01), ("_watches", [])):
+        monkeypatch.setattr(render_limits, name, value)
+
+
+def test_loops_without_end_are_stopped_in_the_models_name(hasty):
+    with pytest.raises(ConfigError, match=r"the chat template of /models/evil takes more than .* s of CPU time.*row r"):
+        template(ENDLESS).render([SAID], None, "r")
+
+
+def test_a_huge_text_is_refused_and_memory_is_free_again(monkeypatch):
+    monkeypatch.setattr(render_limits, "MEMORY_BYTES", 2**26)
+    for text in (HUGE, "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"):
+        with pytest.raises(ConfigError, match=r"the chat template of /models/evil takes more than 64 MiB"):
+            template(text).render([SAID], None, "r")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == render_limits._LIMITS
+    assert template(CHATML).render([SAID], None, "r")
+
+
+def test_the_limits_hold_on_the_rows_themselves(hasty):
+    """Not only on what a template is tried on."""
+    sly = template("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}{{ messages[0]['content'] }}")
+    assert sly.render([SAID], None, "r") == ["q"]
+    with pytest.raises(ConfigError, match="CPU time"):
+        sly.render([SAID * 2], None, "r")
+
+
+def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
+    evil = template(ENDLESS + "again")
+    with pytest.raises(ConfigError):
+        evil.render([SAID], None, "r")
+    monkeypatch.setattr(Template, "_texts", None)
+    with pytest.raises(ConfigError, match="takes more than"):
+        evil.render([SAID], None, "s")
+
+
+def test_the_limits_hold_in_a_thread(hasty):
+    found = []
+
+    def render() -> None:
+        try:
+            template(ENDLESS + "in a thread").render([SAID], None, "r")
+        except ConfigError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    thread.join()
+    assert "CPU time" in str(found[0])
+
+
+def test_an_operation_that_cannot_be_interrupted_ends_its_process():
+    code = "from tasks.data.tokens import render_limits as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+    assert ended.returncode == -signal.SIGVTALRM
