@@ -13,9 +13,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-# A run starts several processes, and the tests start hundreds: none compiles again what one before it has compiled.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: demo demo-smollm2 test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
@@ -68,7 +65,7 @@ lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
 
 # pip installs torch, since it knows where this machine's builds of it are (pip.conf); uv installs the rest in a third of
-# the time, and compiles it, as pip does by itself.
+# the time, without compiling it: what is imported is compiled once, by the first process that imports it.
 $(READY): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(or $(PYTHON),false) -c '$(FITS)' || { \
 	  echo "posttrain needs Python 3.11, 3.12 or 3.13 with the module venv, and found $(or $(PYTHON),none):"; \
@@ -79,7 +76,7 @@ $(READY): requirements.lock pyproject.toml
 	@echo "set-up 2/4: torch, for $$($(BIN)/python --version)"
 	@$(BIN)/pip install $$(sed -En 's/^((torch|uv)==[^ ]+).*/\1/p' requirements.lock)
 	@echo "set-up 3/4: the other packages of requirements.lock"
-	@$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --requirement requirements.lock || { \
+	@$(BIN)/uv pip install --python $(BIN)/python --requirement requirements.lock || { \
 	  echo "uv failed; it does not read pip's settings, so pip tries again"; \
 	  $(BIN)/pip install --requirement requirements.lock; }
 	@echo "set-up 4/4: posttrain itself"

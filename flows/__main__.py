@@ -2,17 +2,28 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from lineage.errors import PipelineError
+from flows.wording import PrintableFormatter, printable, printable_text
+from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130
 _EXIT_SECONDS = 1.5
+# Errors of the system that come of what the user stated, with what to do; others are of the machine.
+_OWN = "a path that this account may read and write is accepted; change its mode, or name another, such as store=DIR"
+_OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
+    errno.ENAMETOOLONG: "names of at most 255 bytes are accepted; shorten the path",
+    errno.EINVAL: "a file or directory that can be read to its end is accepted; name the one that holds what you mean",
+    errno.ENOTDIR: "a part of this path is a file; name a directory",
+    errno.EISDIR: "a file is accepted; name one in this directory",
+}
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
@@ -45,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)
     except PipelineError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
+        print(printable_text(f"posttrain: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
@@ -57,12 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"posttrain: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        remedy = _OF_INPUT.get(error.errno or 0)
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"{where}{error.strerror}; {remedy}" if remedy else f"{type(error).__name__}: {error}"
+        print(printable_text(f"posttrain: {text}"), file=sys.stderr)
+        return ConfigError.exit_code if remedy else 1
 
 
 def _run(arguments: Sequence[str]) -> int:
     sys.path.append(os.getcwd())  # where a method of the user's own may lie
+    if logging.lastResort:  # which writes the warnings
+        logging.lastResort.setFormatter(PrintableFormatter())
     parser = _parser(arguments)
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
@@ -70,7 +86,17 @@ def _run(arguments: Sequence[str]) -> int:
         parser.error(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
+    if "data" not in arguments[:1]:  # which reads files that are called year=2024/rows.jsonl, and checks its keys
+        _warn_of_repeated(getattr(options, "overrides", []))
     return int(options.command(options))
+
+
+def _warn_of_repeated(overrides: Sequence[str]) -> None:
+    """Says which of two overrides of a field counts."""
+    last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
+    for word in overrides:
+        if (counts := last[word.lstrip("+").partition("=")[0]]) != word:
+            print(printable(f"posttrain: {word} does not count, since {counts} follows it"), file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from flows.open_flows import tell_of_killed
+from flows.prefect_address import use_own_auth
 from flows.progress.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
 from lineage.errors import ConfigError, PipelineError
 
@@ -104,6 +105,7 @@ def _cancel_flow_run(note: RunNote) -> None:
     url = _api_of(note)
     if url:
         os.environ["PREFECT_API_URL"] = url
+        use_own_auth(url)
     from httpx import HTTPError
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException

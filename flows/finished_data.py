@@ -10,6 +10,7 @@ from lineage.errors import ConfigError
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
 from lineage.sources import local_paths
+from lineage.store import is_store
 from tasks.data.examine import Examined, finished
 from tasks.data.preparing.report import REPORT
 
@@ -17,7 +18,7 @@ from tasks.data.preparing.report import REPORT
 def finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | None:
     """What a data stage of the store left behind, where the one word names it; None: it names rows, or nothing."""
     word, *others = words
-    if others or ":" in word or local_paths(word) or not (store := store_root([], config_dir)).is_dir():
+    if others or ":" in word or local_paths(word) or not is_store(store := store_root([], config_dir)):
         return None
     with Index(store) as index, suppress(ConfigError):
         entry = resolve(word, index).entry

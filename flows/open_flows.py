@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flows.prefect_address import configured_api_url
+from flows.prefect_address import configured_api_url, use_own_auth
 from flows.progress.run_notes import latest
 from lineage.holder import Holder
 
@@ -73,6 +73,7 @@ def tell_of_killed(store: Path) -> None:
     """Tells the user's Prefect of runs whose drivers were killed; costs nothing where there are none."""
     url = configured_api_url()
     if url and any(flow.api == url for flow in left_open(store)):
+        use_own_auth(url)
         from flows.prefect_told import tell_left  # imports prefect
 
         tell_left(store, url)

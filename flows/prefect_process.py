@@ -4,10 +4,14 @@ import os
 import socket
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from flows.prefect_address import prefect_home
+
+if TYPE_CHECKING:
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 
 def _serve(descriptor: int) -> None:
@@ -31,9 +35,19 @@ def _serve(descriptor: int) -> None:
             await super().startup(sockets=sockets)
             starting.release()
 
-    app = "prefect.server.api.server:create_app"
-    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on")
+    config = uvicorn.Config(_app, factory=True, log_level="error", lifespan="on")
     Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+def _app() -> "TrustedHostMiddleware":
+    """Prefect's application, for requests that name this machine: a web page whose name leads here has another Host.
+
+    Prefect has no setting for it.
+    """
+    from prefect.server.api.server import create_app
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    return TrustedHostMiddleware(create_app(), allowed_hosts=["127.0.0.1", "localhost"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A Prefect server for the length of one run, when none is given: on loopback, and tied to our life."""
+"""A Prefect server for the length of one run, when none is given: on loopback, with a password, tied to our life."""
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -10,10 +11,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
-from flows.prefect_address import configured_api_url, require_reachable
-from lineage.errors import PipelineError
+from flows.doctor.gather_services import prefect_service
+from flows.prefect_address import configured_api_url, require_reachable, use_own_auth, write_profile
+from lineage.errors import ConfigError, PipelineError
 
 START_TIMEOUT_SECONDS = 180.0
 _LONGEST_PAUSE_SECONDS = 60.0  # between two starts of a server that dies again and again
@@ -39,6 +42,8 @@ class EmbeddedServer:
         ui: whether its pages are served too, for a person who is asked something.
 
     Attributes:
+        auth: the password, as ``USER:PASSWORD``: the user's PREFECT_SERVER_API_AUTH_STRING, else one for this server.
+        profile: a file for the ``prefect`` command, with the address and the password; it is there while the server is.
         was_replaced: whether one has died, and with it what it had been told and not yet written down.
     """
 
@@ -51,6 +56,8 @@ class EmbeddedServer:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.url = ""
+        self.auth = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or f"posttrain:{secrets.token_urlsafe(24)}"
+        self.profile = Path()
         self.was_replaced = False
 
     def start(self) -> None:
@@ -60,8 +67,11 @@ class EmbeddedServer:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api"
         self._environment = {
             **os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
+            "PREFECT_SERVER_API_AUTH_STRING": self.auth,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
             **self._pages(),
         }  # fmt: skip
+        self.profile = write_profile(self.url, self.auth)
         self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -128,6 +138,8 @@ class EmbeddedServer:
         with self._lock:
             self._stopped.set()
             self._listener.close()
+            if self.url:
+                self.profile.unlink(missing_ok=True)
             if self._process is not None:
                 self._process.kill()  # it holds nothing that its database does not
                 self._process.wait()
@@ -148,19 +160,35 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     url = configured_api_url()
     if url:
         require_reachable(url)
+        use_own_auth(url)
+        _require_let_in()
+        read_settings_again()
         yield None
         return
     server = EmbeddedServer(log, ui)
     server.start()
-    os.environ["PREFECT_API_URL"] = server.url
+    before = os.environ.get("PREFECT_API_AUTH_STRING")  # of another server
+    os.environ.update(PREFECT_API_URL=server.url, PREFECT_API_AUTH_STRING=server.auth)
     read_settings_again()
     try:
         yield server
     finally:
         send_events()
         server.stop()
-        del os.environ["PREFECT_API_URL"]
+        del os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
+        if before is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = before
         read_settings_again()
+
+
+def _require_let_in() -> None:
+    """Refuses in one line what Prefect's client would tell by an error of HTTP, at its first call."""
+    service = prefect_service(os.environ)
+    if service and service.status == HTTPStatus.UNAUTHORIZED:
+        raise ConfigError(
+            f"PREFECT_API_URL={service.url} does not let you in (HTTP 401); set PREFECT_API_AUTH_STRING, "
+            "or PREFECT_API_KEY for Prefect Cloud"
+        )
 
 
 def send_events() -> None:

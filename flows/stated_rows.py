@@ -158,6 +158,8 @@ def _told_apart(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
         name, is_part, part = key.partition(".")
         if name in _TYPES and is_override:
             known = tree.get(name)
+            if known is not None and not (is_part and isinstance(known, dict) and part not in known):
+                raise ConfigError(f"{key}: is given twice, at last as {word}; one value is accepted; remove the other")
             before = known if isinstance(known, dict) else {}
             tree[name] = {**before, part: _value(word, value, name, is_part)} if is_part else _value(word, value, name)
         elif is_override and name.replace("-", "_").isidentifier() and not local_paths(word):

@@ -1,4 +1,15 @@
-"""Numbers as people read them."""
+"""Numbers, names and messages as people read them.
+
+A control character in the name of a file would move the cursor of a terminal, or hide what follows.
+"""
+
+import logging
+import re
+import unicodedata
+
+from lineage.secrets import redacted
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def clock(seconds: float) -> str:
@@ -11,3 +22,24 @@ def clock(seconds: float) -> str:
 def counted(number: int, what: str) -> str:
     """``1 CPU``, ``2 CPUs``"""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def printable(line: str) -> str:
+    """A line with everything escaped that is neither a visible character nor a space, and no secret in an address."""
+    line = redacted(line)
+    if line.isprintable():
+        return line
+    shown = (char.isprintable() or unicodedata.category(char) == "Zs" for char in line)
+    return "".join(char if visible else ascii(char)[1:-1] for char, visible in zip(line, shown, strict=True))
+
+
+def printable_text(text: str) -> str:
+    """The same of several lines, without their colours."""
+    return "\n".join(map(printable, _COLOURS.sub("", text).expandtabs().split("\n")))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Of warnings, which name files too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_text(super().format(record))

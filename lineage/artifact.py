@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from lineage.secrets import refuse_secrets
 from lineage.text_split import SplitBy
 
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
@@ -82,3 +83,6 @@ class Source:
     credentials: Mapping[str, str] = field(default_factory=dict, hash=False)
     labels: tuple[str, ...] = ()
     fallback: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_secrets(self.path)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from lineage.fingerprint import canonical_json
@@ -63,10 +64,11 @@ class DigestCache:
             self._known = {**self._read(), **self._known, key: digest}
             if self._path is None:
                 return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            draft.write_text(json.dumps(self._known))
-            draft.replace(self._path)
+            with suppress(OSError):  # a store that is only read
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+                draft.write_text(json.dumps(self._known))
+                draft.replace(self._path)
 
 
 def digest_file(path: Path, algorithm: str = "sha256") -> str:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lineage.digest import DigestCache, digest_files
+from lineage.secrets import redacted
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
@@ -117,7 +118,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        fields = json.loads(text)
+        fields = json.loads(redacted(text))  # an older one may hold an address with a secret
         for slot, record in fields["inputs"].items():
             source = record.pop("source", None)
             fields["inputs"][slot] = InputRecord(**record, source=SourceRecord(**source) if source else None)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
+from lineage.reach import basic
 from lineage.secrets import secrets_of, without_secrets
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ Credentials = Mapping[str, str]  # option of a file system in fsspec -> the envi
 
 _NONE: Credentials = MappingProxyType({})
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_WEB = ("http://", "https://")
 _DVC = "dvc://"  # a path that DVC tracks, in the repository of this folder, as its commit has it
 
 # What file systems call that which changes with the content; where none is told, the time of the last change has to do.
@@ -73,7 +75,7 @@ def revision_of(versions: dict[str, str]) -> str:
 def place_of(url: str) -> PurePosixPath:
     """Without its file system's name, and of a web page without the query; a bucket's names may hold question marks."""
     place = url.partition("://")[2]
-    if url.startswith(("http://", "https://")):
+    if url.startswith(_WEB):
         place = urlsplit(url).netloc + urlsplit(url).path
     return PurePosixPath(place.lstrip("/"))
 
@@ -93,7 +95,10 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
         _require_options(get_filesystem_class(url.partition("://")[0]), credentials)
     # What is committed, and not what lies in the folder: the two may differ, and only one has a version.
     stated = {"rev": "HEAD"} if url.startswith(_DVC) else {}
-    files, path = url_to_fs(url, **stated, **secrets_of(credentials))
+    secrets: dict[str, object] = dict(secrets_of(credentials))
+    if secrets and url.startswith(_WEB):
+        secrets = {"client_kwargs": {"headers": {"Authorization": _authorization(secrets)}}}
+    files, path = url_to_fs(url, **stated, **secrets)
     try:
         yield files, path
     finally:
@@ -101,9 +106,16 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
             files.close()
 
 
+def _authorization(secrets: Mapping[str, object]) -> str:
+    """What a web server is sent."""
+    pair = f"{secrets.get('username', '')}:{secrets.get('password', '')}"
+    return f"Bearer {secrets['token']}" if "token" in secrets else basic(pair)
+
+
 def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials) -> None:
     """That the file system has these options: it would ignore others without a word."""
     accepted = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "args", "kwargs")]
+    accepted = ["username", "password", "token"] if "https" in kind.protocol else accepted
     for option in credentials:
         if option not in accepted:
             raise ConfigError(

@@ -1,4 +1,7 @@
-"""Secrets by name: a declaration names environment variables; what they hold is in no file, log or message of ours."""
+"""Secrets by name: a declaration names environment variables; what they hold is in no file, log or message of ours.
+
+``redacted`` is for every place that prints or records an address; ``refuse_secrets`` for sources, whose paths go far.
+"""
 
 import os
 import re
@@ -8,6 +11,19 @@ from lineage.errors import ConfigError
 
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 _AWS_KEY = re.compile("A(KIA|SIA)[A-Z0-9]{16}")  # it could be a name, and is a value
+# What stands before the host of an address: also a password with a slash that nobody escaped, but no port.
+_ADDRESS = re.compile(
+    r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]*)://"
+    r"(?P<user>[^\s/?#\"<>]*@|[^\s/?#\"<>@]*:(?!\d+[/?#])[^\s\"<>]*@)?"
+    r"(?P<rest>[^\s\"<>]*)",
+    re.I,
+)
+_SIGNATURE = re.compile(
+    r"(?<=[?&;#])(?P<name>x-[a-z]+-(?:signature|credential|security-token)|sig|signature|awsaccesskeyid|googleaccessid"
+    r"|ossaccesskeyid|key-pair-id|(?:access_|id_|auth_)?token|api[_-]?key|passw(?:or)?d|(?:client_)?secret)=[^&\s\"#]+",
+    re.I,
+)
+_NAMES_BEFORE_HOST = ("abfs", "abfss", "github")  # of a container, of a repository
 _SECRET_LENGTH = 6  # what is shorter is a setting, such as true
 
 
@@ -40,3 +56,32 @@ def without_secrets(error: Exception, credentials: Mapping[str, str]) -> str:
         if secret and len(secret) >= _SECRET_LENGTH:
             line = line.replace(secret, f"${variable}")
     return line
+
+
+def redacted(text: str) -> str:
+    """A text whose addresses have no user name and password, and no value of a parameter that signs or admits."""
+    return _ADDRESS.sub(_redacted_address, text) if "://" in text else text
+
+
+def _redacted_address(address: re.Match[str]) -> str:
+    user = address["user"] if address["scheme"].lower() in _NAMES_BEFORE_HOST else ""
+    rest = _SIGNATURE.sub(r"\g<name>=***", address["rest"])
+    return f"{address['scheme']}://{user or ''}{rest}"
+
+
+def refuse_secrets(url: str) -> None:
+    """Refuses an address that holds what it must not be recorded with.
+
+    Raises:
+        ConfigError: names what it holds, and not its value.
+    """
+    address = _ADDRESS.match(url)
+    signature = _SIGNATURE.search(address["rest"]) if address else None
+    if address is None or redacted(url) == url:
+        return
+    found = f"the parameter {signature['name']}" if signature else "a user name or password"
+    raise ConfigError(
+        f"path={redacted(url)}: its address holds {found}, which manifests, reports and logs would repeat; an address "
+        "without secrets is accepted; export the secret as an environment variable, and name the variable under "
+        "credentials: (s3://: key, secret, token; https://: username and password, or token)"
+    )

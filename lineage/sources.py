@@ -37,7 +37,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
 # Raise it when tasks/quickstart makes other rows of the same interpreter: else stages made of the old ones are reused.
-_QUICKSTART_VERSION = 2
+_QUICKSTART_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)

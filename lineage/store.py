@@ -3,16 +3,18 @@
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
-from lineage.errors import ArtifactError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import short
 from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
@@ -34,6 +36,52 @@ REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a leas
 RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "sweeps", "watch")
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
+
+MARKER = ".posttrain-store"  # a file that only `run` and its kind write: nothing else makes a store of a directory
+# What a store without it holds that was written before there was one: a manifest, a stage's log, the note of a run.
+_ENTRY = f"*/{'[0-9a-f]' * 16}"
+_OLDER = (f"{_ENTRY}/{MANIFEST}", f"{_ENTRY}/logs", f"pipelines/*/*/{MANIFEST}", "runs/????????-??????-*.json")
+
+
+def store_path(stated: str) -> Path:
+    """Where a store is to be, which need not exist.
+
+    Raises:
+        ConfigError: nothing is stated, or it is a file.
+        OSError: no directory can be there.
+    """
+    if not stated.strip():
+        raise ConfigError("store= is empty; the path of a directory is accepted; state one, or leave store= out")
+    path = Path(stated).expanduser().absolute()
+    with contextlib.suppress(FileNotFoundError):
+        if not S_ISDIR(path.stat().st_mode):
+            raise ConfigError(f"store={path}: is a file; name a directory, which is made if it does not exist")
+    return path
+
+
+def is_store(root: Path) -> bool:
+    """Whether a directory is a store: it has the marker, or what an older one holds."""
+    return (root / MARKER).is_file() or any(next(root.glob(pattern), None) for pattern in _OLDER)
+
+
+def require_store(root: Path) -> Path:
+    """The store, for a command that asks it: nothing is created or written where there is none.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if is_store(root):
+        return root
+    found = f"is no store (it has no {MARKER})" if root.exists() else "does not exist; posttrain run creates it"
+    raise ConfigError(f"store={root}: {found}; name a store with store=DIR")
+
+
+def create_store(root: Path) -> None:
+    """Makes a directory a store, for a command that runs stages; one that can only be read stays as it is."""
+    if not is_store(root):
+        root.mkdir(parents=True, exist_ok=True)
+    if not (root / MARKER).exists() and os.access(root, os.W_OK):
+        (root / MARKER).write_text("A store of posttrain: outputs of stages, each in STAGE/FINGERPRINT/.\n")
 
 
 class Entry:

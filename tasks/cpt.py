@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ContinuedPretraining(Training):
-    """Trains a policy on documents, joined and cut in chunks of ``max_length`` tokens."""
+    """Trains a policy on documents, concatenated and cut into chunks of ``max_length`` tokens."""
 
-    version: ClassVar[int] = 2  # 1 put no BOS before documents where the tokenizer adds it
+    version: ClassVar[int] = 2  # 1 put no BOS before documents where the tokenizer adds one
     reads: ClassVar = TEXT
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5

@@ -13,6 +13,7 @@ from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Resources
+from tasks.fetch_model import require_sound
 from tasks.recipe import ALL_LINEAR, LoRA, TrainingRecipe
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
@@ -135,6 +136,8 @@ def require_room(
         ConfigError: names what it needs, what is free, and what to do.
     """
     there = sum(_sizes(entry))  # of an attempt before: it goes, or is not written again
+    if model:
+        require_sound(model)
     shapes = model_shapes(model) if model else {}
     if not shapes:
         return -there

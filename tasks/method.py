@@ -1,4 +1,4 @@
-"""What a method is: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
+"""A method: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL_LINEAR",
     "FROZEN_POLICY",
+    "LOOP_FIELDS",
     "POLICY",
     "REWARD_HEAD",
     "REWARD_MODEL",
@@ -43,18 +44,19 @@ __all__ = [
 ]
 
 
-# What transformers' trainer does with a recipe, and a loop of its own has to do by itself.
-LOOP_FIELDS = ("precision", "weight_decay", "lr_schedule", "warmup_ratio", "max_grad_norm")
+# The fields that transformers' trainer applies; in a loop of its own, ``tasks.train.own_loop.Optimization`` does.
+LOOP_FIELDS = frozenset({"precision", "weight_decay", "lr_schedule", "warmup_ratio", "max_grad_norm"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(TrainingRecipe):
-    """A method that takes optimizer steps. It states its fields, ``reads``, ``models`` and its ``trainer``.
+    """A method that takes optimizer steps. It defines its fields, ``reads``, ``models`` and its ``trainer``.
 
-    A method with a loop of its own states ``loop`` instead (``tasks.train.own_loop``).
+    A method with a loop of its own defines ``loop`` instead (``tasks.train.own_loop``).
 
     Class attributes:
-        applies: the fields of ``LOOP_FIELDS`` that a loop of its own applies; others must keep their defaults.
+        applies: the fields of ``LOOP_FIELDS`` that a loop of its own applies. The others must keep their defaults, and
+            are not in its recipe.
     """
 
     applies: ClassVar[frozenset[str]] = frozenset()
@@ -68,24 +70,29 @@ class Training(TrainingRecipe):
         if self.has_own_loop:
             self._check_own_loop()
 
+    def recipe(self) -> dict[str, object]:
+        """As of every training; without the fields that a loop of its own does not apply."""
+        ignored = LOOP_FIELDS - self.applies if self.has_own_loop else frozenset()
+        return {name: value for name, value in super().recipe().items() if name not in ignored}
+
     def _check_own_loop(self) -> None:
-        """Refuses a field that the recipe would record and the training would ignore."""
+        """Refuses a value that the training would ignore."""
         name = type(self).__name__
         if self.best is not None:
             raise ConfigError(
                 f"method.best: {name} has a loop of its own, which measures no competing models; set best=null"
             )
         defaults = {each.name: each.default for each in fields(self)}
-        for field in LOOP_FIELDS:
+        for field in sorted(LOOP_FIELDS - self.applies):
             found, default = getattr(self, field), defaults[field]
-            if found != default and field not in self.applies:
+            if found != default:
                 raise ConfigError(
                     f"{field}={found}: {name} has a loop of its own, which does not apply it; set {field}={default}, "
-                    f'or apply it in {name}.loop and add "{field}" to {name}.applies'
+                    f'or apply it in {name}.loop (Optimization does) and add "{field}" to {name}.applies'
                 )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        """Loads what the method states, trains, and writes the output."""
+        """Trains, and writes the output."""
         from tasks.train.run import TrainingRun
 
         run = TrainingRun(self, inputs, ctx)
@@ -99,4 +106,4 @@ class Training(TrainingRecipe):
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """The trainer of a method that transformers' loop trains: ``run.trl(Trainer, Config, **own)``."""
-        raise NotImplementedError(f"{type(self).__qualname__} states neither trainer(run) nor loop(run)")
+        raise NotImplementedError(f"{type(self).__qualname__} defines neither trainer(run) nor loop(run)")

@@ -1,6 +1,6 @@
-"""What a stage's method states: its hyperparameters, which are its identity, and what it reads and loads.
+"""The recipe of a method: its hyperparameters, which are its identity, and the rows and models that it reads.
 
-``tasks.method`` adds how a training runs; a method that trains nothing needs no more than is here.
+``tasks.method`` adds how a training runs; a method that trains nothing needs only what is here.
 """
 
 from abc import ABC, abstractmethod
@@ -23,15 +23,15 @@ from tasks.data.tokens.tokenization import Tokenization
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """What a stage was given in one slot: the output of another stage, or a source.
+    """A stage's input in one slot: the output of another stage, or a source.
 
     Args:
         name: the stage or source that it comes from, for messages.
-        kind, fingerprint: what it is.
-        path: the ``output/`` directory of a stage, or of a model source its directory (a hub id is
+        kind, fingerprint: of the artifact.
+        path: the ``output/`` directory of a stage, or the directory of a model source (a hub id is
             fetched before the stage starts). Rows of a source are read through ``source``.
-        source: the pinned source, where it is one.
-        digest: of its bytes, where it is known.
+        source: the pinned source; None: it is a stage's output.
+        digest: of its bytes; None: unknown.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Input:
 
 Inputs = Mapping[str, Input]
 
-ALL_LINEAR = "all-linear"  # every linear layer but the head
-# What loads models, trains them and evaluates them; a method that needs less of it states less.
+ALL_LINEAR = "all-linear"  # every linear layer except the head
+# Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
     "torch", "tasks.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer", "trl.trainer.sft_trainer",
@@ -59,13 +59,13 @@ class Method(ABC):
     Class attributes:
         version: raise it when the same fields now give other numbers.
         consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind.
-        optional: the slots that may stay empty; ``*`` among them: there need be no further slot.
+        optional: the slots that may stay empty; with ``*`` among them, further slots are optional.
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
-        uses_gpu: whether it runs a model, and so asks for the GPUs of its resources.
-        preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: it starts in a
-            fresh interpreter, unless it trains.
-        chat_slot: the slot whose model must have a chat template, where one is needed.
+        uses_gpu: whether it runs a model, and so requests the GPUs of its resources.
+        preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: the stage starts
+            in a fresh interpreter, unless it trains.
+        chat_slot: the slot whose model must have a chat template; None: none must.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -84,14 +84,14 @@ class Method(ABC):
         """Reads ``inputs``, writes ``ctx.output_dir``, returns final metrics (flat name -> number)."""
 
     def recipe(self) -> dict[str, object]:
-        """What makes this method's result: class, version and every field that is not None."""
-        stated = without_nones(asdict(self))
-        assert isinstance(stated, dict)
-        return {"method": self.name(), "version": self.version, **stated}
+        """The method's part of the fingerprint: class, version and every field that is not None."""
+        values = without_nones(asdict(self))
+        assert isinstance(values, dict)
+        return {"method": self.name(), "version": self.version, **values}
 
     @classmethod
     def name(cls) -> str:
-        """The class's name; of a method that is not ours, with its module, so that two ``DPO`` stay two."""
+        """The class's name; outside ``tasks`` with its module, so that a user's ``DPO`` is not ours."""
         ours = cls.__module__.partition(".")[0] == "tasks"
         return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
 
@@ -101,9 +101,9 @@ class LoRA:
     """Low-rank adaptation: Hu et al. 2021, arXiv:2106.09685. The output is the merged model.
 
     Args:
-        target_modules: names of linear layers, with commas between them; ``all-linear``: all but the head.
-        quantization: what the base is rounded to while it is trained upon: ``nf4`` is QLoRA, Dettmers et al. 2023,
-            arXiv:2305.14314; None: nothing.
+        target_modules: names of linear layers, separated by commas; ``all-linear``: all except the head.
+        quantization: of the base during training: ``nf4`` is QLoRA, Dettmers et al. 2023, arXiv:2305.14314; None: full
+            precision.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -117,8 +117,8 @@ class LoRA:
     def __post_init__(self) -> None:
         if not all(self.target_names):
             raise ConfigError(
-                f"adapter.target_modules={self.target_modules!r}: a name is empty; give names of linear layers with "
-                f"commas between them, such as q_proj,v_proj, or {ALL_LINEAR}"
+                f"adapter.target_modules={self.target_modules!r}: a name is empty; names of linear layers separated by "
+                f"commas are accepted; set for example q_proj,v_proj, or {ALL_LINEAR}"
             )
 
     @property
@@ -130,18 +130,18 @@ _QUANTIZATION_VERSION = 2  # 1 left the experts of a mixture in fp32
 
 
 class Role(StrEnum):
-    """What a training does with a model, and where that model comes from."""
+    """The use of a model in a training, and its slot."""
 
     POLICY = "policy"  # trained; from the slot of its name
     REWARD_HEAD = "reward_head"  # trained: the policy's backbone under a new head with one output
-    FROZEN_POLICY = "frozen_policy"  # the policy as the stage got it; with an adapter, the policy without it
+    FROZEN_POLICY = "frozen_policy"  # the input policy; with an adapter, the policy without it
     REWARD_MODEL = "reward_model"  # frozen, finished; from the slot of its name
-    VALUE_MODEL = "value_model"  # trained: a value per token, begun as the reward model, or as the policy's backbone
+    VALUE_MODEL = "value_model"  # trained: a value per token; starts as the reward model, or as the policy's backbone
     TEACHER = "teacher"  # frozen causal language model; from the slot of its name
 
     @property
     def kind(self) -> Kind | None:
-        """Of the slot that holds it; None: it has none of its own."""
+        """Kind of its slot; None: it has no slot of its own."""
         return _SLOT_KINDS.get(self)
 
 
@@ -154,8 +154,8 @@ _SLOT_KINDS = {
 POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_POLICY
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
-# A field that is newer than outputs are, and stated as it always was, makes no other model.
-_DOES_NOTHING = {"output": "last", "on_divergence": "fail"}
+# Fields that were added later with a default other than None: the default stays out of the fingerprint.
+_ADDED_LATER = {"output": "last", "on_divergence": "fail"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +163,11 @@ class TrainingRecipe(Method):
     """The fields that every gradient-descent method has; all of them are identity.
 
     Class attributes:
-        reads: the rows that it trains on: an entry of ``tasks.data.kinds``.
-        models: name -> role of every model that it uses; ``policy`` is the one that becomes its output.
+        reads: the kind of rows that it trains on: an entry of ``tasks.data.kinds``.
+        models: name -> role of every model that it uses; ``policy`` is trained, and becomes its output.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
 
-    ``consumes``, ``produces`` and ``chat_slot`` follow from these two, where a class does not state them itself.
+    ``consumes``, ``produces`` and ``chat_slot`` are derived from ``reads`` and ``models``, unless a class sets them.
     """
 
     reads: ClassVar[RowKind]
@@ -187,10 +187,10 @@ class TrainingRecipe(Method):
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     adapter: LoRA | None = None
-    save: Literal["adapter"] | None = None  # what is written: the adapter alone; None: the whole model
+    save: Literal["adapter"] | None = None  # the output: only the adapter; None: the whole model
     best: Best | None = None  # which models compete to be the best
     output: Literal["best", "last"] = "last"
-    on_divergence: Literal["fail", "best"] = "fail"  # of a loss that is no number
+    on_divergence: Literal["fail", "best"] = "fail"  # when the loss is non-finite
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -201,7 +201,7 @@ class TrainingRecipe(Method):
         if cls.models.get("policy") not in (POLICY, REWARD_HEAD):
             raise TypeError(
                 f"{cls.__qualname__}.models={dict(cls.models)}: the model that is trained, and becomes the output, "
-                'is named policy; state models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
+                'is named policy; set models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
             )
         derived = {
             "consumes": {**slots, reads.slot: reads.kind},
@@ -216,36 +216,34 @@ class TrainingRecipe(Method):
         self.tokenization()  # refuses options that cannot work together
         if self.save == "adapter" and self.adapter is None:
             raise ConfigError(
-                "save=adapter: every weight is trained, and there is no adapter to save; state adapter=lora or "
+                "save=adapter: every weight is trained, and there is no adapter to save; set adapter=lora or "
                 "adapter=qlora, or save=null for this stage"
             )
         self._check_best()
 
     def recipe(self) -> dict[str, object]:
-        """As of every method; what a best model does appears only where it does something."""
-        stated = {name: value for name, value in super().recipe().items() if _DOES_NOTHING.get(name) != value}
-        quantized = (
-            {"quantization_version": _QUANTIZATION_VERSION} if self.adapter and self.adapter.quantization else {}
-        )
-        return {**stated, **quantized}
+        """As of every method; fields that were added later stay out at their defaults."""
+        recipe = {name: value for name, value in super().recipe().items() if _ADDED_LATER.get(name) != value}
+        is_quantized = self.adapter is not None and self.adapter.quantization is not None
+        return {**recipe, "quantization_version": _QUANTIZATION_VERSION} if is_quantized else recipe
 
     def _check_best(self) -> None:
-        wanted = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]
-        if wanted and self.best is None:
+        needs_best = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]
+        if needs_best and self.best is None:
             raise ConfigError(
-                f"{wanted[0]}=best: nothing says which models compete; state best.every_steps=N, the steps from one "
-                f"to the next (best.metric is {HELD_OUT_LOSS})"
+                f"{needs_best[0]}=best: best is not set, so no models compete; set best.every_steps=N, the steps from "
+                f"one competing model to the next (best.metric is {HELD_OUT_LOSS})"
             )
         if self.on_divergence == "best" and self.best and self.best.metric != HELD_OUT_LOSS:
             raise ConfigError(
                 f"on_divergence=best, best.metric={self.best.metric}: a step reports it before its own update, which "
-                f"may be the one that diverges; state best.metric={HELD_OUT_LOSS}, or on_divergence=fail"
+                f"may be the one that diverges; set best.metric={HELD_OUT_LOSS}, or on_divergence=fail"
             )
 
     def tokenization(self) -> Tokenization | None:
-        """How its rows become tokens, so that they can be checked before it runs; None: in a way of its own.
+        """How its rows are tokenized, so that they can be checked before it runs; None: it does that itself.
 
-        It follows from ``reads`` and from the fields that have the names of ``Tokenization``'s.
+        It is derived from ``reads`` and from the fields that are also fields of ``Tokenization``.
         """
         reads = getattr(type(self), "reads", None)
         if reads is None:

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 class RewardModel(Training):
     """Trains the policy's backbone under a new scalar head to score chosen answers above rejected ones.
 
-    The loss is ``-log sigmoid(r(chosen) - r(rejected))``: ln 2 when the two cannot be told apart.
+    The loss is ``-log sigmoid(r(chosen) - r(rejected))``: ln 2 when the two score equal.
 
     Args:
-        too_long: what becomes of a row of more than ``max_length`` tokens: its answers' end is cut off (None), the
-            beginning of its prompt is, it is left out, or it is an error.
+        too_long: what is done with a row of more than ``max_length`` tokens: cut the end of its answers (None), cut the
+            beginning of its prompt, drop it, or fail.
         max_prompt_length: a longer prompt keeps its last tokens.
-        thinking: of the answers (``<think>...</think>``): trained or left out; None: as the chat template has it, and a
-            row whose thinking it would leave out is an error.
+        thinking: whether thinking in the answers (``<think>...</think>``) is trained or dropped; None: as the chat
+            template does, and a row whose thinking the template would drop is an error.
     """
 
-    version: ClassVar[int] = 2  # 1 took the last token that is not padding by its id, and rounded scores to bf16
+    version: ClassVar[int] = 2  # 1 found the last token by the pad token's id, and rounded scores to bf16
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": REWARD_HEAD}
 

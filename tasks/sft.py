@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(Training):
-    """Trains a policy on what the assistant says, its end of turn included, and on nothing else.
+    """Trains a policy on the assistant's turns, including the token that ends each turn, and on nothing else.
 
     Args:
-        chat_template: installs a template for training and writes it into the output: for a model that has none.
-        too_long: what becomes of a row of more than ``max_length`` tokens: its end is cut off (None), the
-            beginning of its prompt is, it is left out, or it is an error.
-        max_prompt_length: what precedes the first answer keeps its last tokens.
-        packing: several conversations, none cut for it, share the ``max_length`` tokens of one example, and none sees
-            another; ``global_batch_size`` then counts such packs.
-        thinking: what the assistant thinks (``<think>...</think>`` before an answer) is trained, or left out; None: as
-            the chat template has it, and a row whose thinking it would leave out is an error.
+        chat_template: for a model that has none: used in training, and written into the output.
+        too_long: what is done with a row of more than ``max_length`` tokens: cut its end (None), cut the beginning of
+            its prompt, drop it, or fail.
+        max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
+        packing: whole conversations share the ``max_length`` tokens of one example, and do not attend to each other;
+            ``global_batch_size`` then counts such packs.
+        thinking: whether the assistant's thinking (``<think>...</think>`` before an answer) is trained or dropped;
+            None: as the chat template does, and a row whose thinking the template would drop is an error.
     """
 
-    version: ClassVar[int] = 2  # 1 trained what the template writes behind the token that ends a turn, or no such token
+    version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends a turn, or no such token
     reads: ClassVar = CONVERSATIONS
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5
     num_steps: Annotated[int, Gt(0)] = 1000
-    global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step: a conversation is one, or several
+    global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step; a conversation is one, or several
     max_length: Annotated[int, Gt(0)] = 2048
     chat_template: Literal["chatml", "hermes"] | None = None  # hermes: with tools
     too_long: TooLong | None = None
@@ -45,7 +45,7 @@ class SFT(Training):
     thinking: Thinking | None = None
 
     def recipe(self) -> dict[str, object]:
-        """As of every method; one version further with packing, since rows of a pack are no longer padded."""
+        """As of every training; packing has its own version, which rose when the rows of a pack lost their padding."""
         recipe = super().recipe()
         return {**recipe, "version": self.version + 1} if self.packing else recipe
 

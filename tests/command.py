@@ -1,7 +1,7 @@
-"""The command as a user calls it, in a folder and an environment of its own.
+"""Calls the command as a user does, in its own folder and environment.
 
-A call runs ``main`` in the test's process, where all imports are done and one warm fork server starts the stages. What
-is of signals, kills or several commands at once starts a process.
+A call runs ``main`` in the test's process, which has imported everything, and whose warm fork server starts the stages.
+Tests of signals, kills or several commands at once start a process.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ from unittest import mock
 import psutil
 
 from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
+from lineage.code import source_file
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
-STATING = ("plan", "run", "rehearse", "certify")  # the commands that take what states a pipeline
+TAKE_OVERRIDES = ("plan", "run", "rehearse", "certify")  # commands that take the overrides of a pipeline
 LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
-PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a machine that is busy with something else
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a busy machine
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")
 
 
@@ -34,7 +35,7 @@ class Command:
     """Calls ``posttrain`` in one folder, always with the same leading overrides.
 
     Args:
-        tracked: whether MLflow and DVC record; off, because most tests are of something else.
+        tracked: whether MLflow and DVC record; most tests need neither.
     """
 
     def __init__(
@@ -44,24 +45,24 @@ class Command:
         self._overrides = overrides if tracked else ("tracking=none", *overrides)
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
 
-    def _words(self, verb: str) -> list[str]:
-        """What states the pipeline, for the commands that take one; of the others the folder is enough."""
-        return ["--config-dir", str(CONF), *self._overrides] if verb in STATING else []
+    def cli_args(self, verb: str) -> list[str]:
+        """The leading arguments of a command; none for commands that take no overrides."""
+        return ["--config-dir", str(CONF), *self._overrides] if verb in TAKE_OVERRIDES else []
 
     def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:
-        """Starts a command; its stderr goes to a file where one is named, to be read while it runs."""
+        """Starts a process; stderr can go to a file, to be read while the command runs."""
         with stderr.open("w") if stderr else contextlib.nullcontext(subprocess.PIPE) as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows", verb, *self._words(verb), *arguments],
+                [sys.executable, "-m", "flows", verb, *self.cli_args(verb), *arguments],
                 cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=errors, text=True,
             )  # fmt: skip
 
     def __call__(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return call([verb, *self._words(verb), *arguments], self.folder, self.environment)
+        return call([verb, *self.cli_args(verb), *arguments], self.folder, self.environment)
 
     def process(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """As a call, in a process of its own: for what depends on how a process starts or ends."""
+        """A call in its own process, for tests of how a process starts or exits."""
         process = self.start(verb, *arguments)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -86,12 +87,12 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
 
 
 def call_dvc(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs ``dvc`` in this process; what its stages call are processes."""
+    """Runs ``dvc`` in this process; its stages start processes."""
     import dvc.logger
     from dvc.cli import main
 
     def fresh(arguments: list[str]) -> int:
-        dvc.logger.setup()  # its handlers write to the streams of the time when they are made
+        dvc.logger.setup()  # its handlers keep the streams that exist at their creation
         return int(main(arguments))
 
     return call_main(fresh, arguments, folder, environment)
@@ -101,7 +102,7 @@ def call_main(
     main: Callable[[list[str]], int], arguments: list[str], folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Calls the entry point of a program as a shell would."""
-    with _placed(folder, environment), _captured() as said:
+    with _in_folder(folder, environment), _captured() as output:
         try:
             code = main(arguments)
         except SystemExit as stop:  # argparse
@@ -109,20 +110,21 @@ def call_main(
         except Exception:
             traceback.print_exc()
             code = 1
-    return subprocess.CompletedProcess(arguments, code, *said)
+    return subprocess.CompletedProcess(arguments, code, *output)
 
 
 @contextlib.contextmanager
-def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Gives a command what a process of its own would have, and takes back what it changed."""
+def _in_folder(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Sets folder, environment and modules as in a new process, and restores them."""
     path, here, modules, main = list(sys.path), os.getcwd(), set(sys.modules), sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")  # without a file: else each stage's process would import pytest
+    sys.modules["__main__"] = ModuleType("__main__")  # without a file, or each stage's process would import pytest
     os.chdir(folder)
     try:
         # With what a run sets for Prefect's client already set, further calls read no settings again.
         with mock.patch.dict(os.environ, {**CLIENT_SETTINGS, **environment}, clear=True):
             read_settings_again()
             forget_databases()
+            source_file.cache_clear()
             yield
     finally:
         os.chdir(here)
@@ -130,12 +132,12 @@ def _placed(folder: Path, environment: dict[str, str]) -> Iterator[None]:
         sys.modules["__main__"] = main
         for name in sys.modules.keys() - modules:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).is_relative_to(folder):  # a user's own, of which the next test has another
+            if file and Path(file).is_relative_to(folder):  # a user's module, which differs in the next test
                 del sys.modules[name]
 
 
 def forget_databases() -> None:
-    """MLflow keeps databases open by their address, where the file may be another one by now."""
+    """Closes MLflow's databases: it keeps them open by path, and the file may have changed."""
     for name, registry in {
         "mlflow.store.tracking.sqlalchemy_store": "mlflow.tracking._tracking_service.registry.TrackingStoreRegistry",
         "mlflow.store.model_registry.sqlalchemy_store": (
@@ -153,8 +155,8 @@ def forget_databases() -> None:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """Stdout and stderr, filled in at the end: also what processes wrote that were started meanwhile."""
-    said: list[str] = []
+    """Stdout and stderr, available at the end; they include the output of child processes."""
+    output: list[str] = []
     streams = sys.stdout, sys.stderr
     kept = [os.dup(number) for number in (1, 2)]
     with contextlib.ExitStack() as stack, _fresh_logging():
@@ -164,7 +166,7 @@ def _captured() -> Iterator[list[str]]:
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = ours = [os.fdopen(number, "w", closefd=False) for number in (1, 2)]
         try:
-            yield said
+            yield output
         finally:
             sys.stdout, sys.stderr = streams
             for stream, number, saved in zip(ours, (1, 2), kept, strict=True):
@@ -173,12 +175,12 @@ def _captured() -> Iterator[list[str]]:
                 os.close(saved)
             for file in files:
                 file.seek(0)
-                said.append(file.read().decode())
+                output.append(file.read().decode())
 
 
 @contextlib.contextmanager
 def _fresh_logging() -> Iterator[None]:
-    """No handler but those that the command makes: pytest's keep warnings off stderr."""
+    """Removes pytest's logging handlers, which keep warnings off stderr."""
     loggers = [logging.root, *(logging.getLogger(name) for name in LOGGERS)]
     before = [(logger, logger.handlers, logger.level) for logger in loggers]
     for logger in loggers:
@@ -201,7 +203,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """A process and all it has started."""
+    """A process and its descendants."""
     parent = psutil.Process(process.pid)
     return [parent, *parent.children(recursive=True)]
 
@@ -211,6 +213,6 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
-    """Fails after so many seconds, and says who is still there."""
+    """Waits for processes to exit; fails after so many seconds, naming those that are alive."""
     _, left = psutil.wait_procs(processes, seconds)
     assert not alive(left), f"still there after {seconds} s: {alive(left)}"

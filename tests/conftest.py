@@ -1,4 +1,4 @@
-"""Marks tests by folder, and gives each a directory and an environment of its own: nothing there is the user's."""
+"""Marks tests by folder, and gives each test its own directory and environment, with nothing of the user's."""
 
 import atexit
 import gc
@@ -13,28 +13,28 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all is imported: a quarter of the time of that
+gc.disable()  # during imports: it takes a quarter of their time
 HERE = Path(__file__).parent
-# Of this process and of those that tests start: the slots of the machine, for which a test that hangs would else keep
-# all others waiting. The name is short, since sockets lie below it.
+# Temporary directory of this process and of those that tests start. It also holds the machine's slots: a test that
+# hangs must not block other test runs. The name is short, because paths of sockets are limited.
 OWN = Path(tempfile.mkdtemp(prefix="pt-"))
-# What the product, or a library below it, reads of the user's.
+# The user's variables that the product or its libraries read.
 USERS = (
     "AWS_", "DVC_", "GIT_", "HF_", "HUGGINGFACE_", "HYDRA_", "MLFLOW_", "POSTTRAIN_", "PREFECT_", "RAY_",
     "TRANSFORMERS_", "WANDB_", "XDG_",
 )  # fmt: skip
 for name in [name for name in os.environ if name.startswith(USERS)]:
     del os.environ[name]
-os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where it is looked for
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays in the usual place
 os.environ.update(TMPDIR=str(OWN), HOME=str(OWN / "home"), PREFECT_HOME=str(OWN / "home/.prefect"))
 os.environ["PYTHONPATH"] = str(HERE.parent)  # processes that tests start in their own directories
 (OWN / "home").mkdir()
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup gives us is not for what the tests start
-# Before torch is imported: tests share the machine, and spinning threads would stall each other.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # processes of tests must not inherit nohup's
+# Must precede the import of torch: tests share the machine, and spinning threads would stall each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-tempfile.tempdir = None  # looked up again
+tempfile.tempdir = None  # read TMPDIR again
 atexit.register(shutil.rmtree, OWN, ignore_errors=True)
-# Other work on the machine makes any example slow. A commit is judged on the same examples as the one before it.
+# No deadline, because other work may slow the machine; fixed examples, so that commits are comparable.
 settings.register_profile("posttrain", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("nightly", deadline=None, max_examples=300)
 settings.load_profile("posttrain")
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session", autouse=True)
 def _empty_directory() -> Iterator[None]:
-    """For what fixtures of several tests do; in the checkout may lie the store of a demo."""
+    """Working directory of shared fixtures; the checkout may contain the store of a demo."""
     (OWN / "shared").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(OWN / "shared")

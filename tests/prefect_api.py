@@ -1,6 +1,8 @@
 """Prefect's API as anybody calls it."""
 
+import base64
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -19,17 +21,19 @@ class PrefectApi:
 
     Args:
         url: with its ``/api``.
+        auth: its password; without one that of the worker's server.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, auth: str | None = None) -> None:
         self._url = url
+        auth = auth or os.environ.get("PREFECT_API_AUTH_STRING", "")
+        self._headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
 
     @retry(retry=retry_if_exception(_is_busy), stop=stop_after_attempt(10), wait=wait_fixed(1), reraise=True)
     def post(self, path: str, body: dict, method: str = "POST") -> dict | list:
         """Raises ``urllib.error.HTTPError`` with the answer in its message where it is refused."""
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method=method
-        )
+        headers = {"Content-Type": "application/json", **self._headers}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.loads(answer.read() or b"{}")
@@ -38,7 +42,8 @@ class PrefectApi:
             raise
 
     def get(self, path: str) -> dict:
-        with urllib.request.urlopen(self._url + path, timeout=30) as answer:
+        request = urllib.request.Request(self._url + path, headers=self._headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
 
     def deployment(self, name: str) -> dict:

@@ -4,12 +4,21 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lineage.secrets import redacted
+
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """What states a pipeline: overrides, and a folder of further groups."""
     # The default is argparse's own, stated so that what else is lacking is not said of overrides too.
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. stages.dpo.method.beta=0.2")
     parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
+
+
+def add_allow_code(parser: argparse.ArgumentParser) -> None:
+    """What lets the overrides of a deployed run name code."""
+    parser.add_argument(
+        "--allow-code", action="store_true", help="overrides of a run may name _target_, allow_code and python:"
+    )
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +53,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def words_of(options: argparse.Namespace) -> list[str]:
+def stated_words(options: argparse.Namespace) -> list[str]:
     """What states the pipeline, as words of a further command."""
     return [*(["--config-dir", str(options.config_dir)] if options.config_dir else []), *options.overrides]
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The same as it is recorded and printed: without the secrets of an address."""
+    return list(map(redacted, stated_words(options)))

@@ -3,7 +3,7 @@
 import argparse
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.declare.store_root import store_root
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +15,6 @@ def run(options: argparse.Namespace) -> int:
     from flows.cancel import cancel, find_run
 
     run_id, overrides = name_among(options.run, options.overrides)
-    store = store_root(overrides, options.config_dir)
+    store = asked_store(overrides, options.config_dir)
     print(cancel(find_run(run_id, store), store))
     return 0

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json
+from flows.wording import printable
 from lineage.errors import ConfigError, DataError, PipelineError
 
 if TYPE_CHECKING:
@@ -157,4 +158,4 @@ def _refusal(found: "Examined", kept: Path | None) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)

@@ -17,8 +17,9 @@ from flows.doctor.services import (
     check_prefect,
     check_ray,
 )
-from flows.wording import counted
+from flows.wording import counted, printable_text
 from lineage.errors import ConfigError
+from lineage.secrets import redacted
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_python,
@@ -53,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     findings = [finding for check in CHECKS for finding in check(facts)]
     fit = all(finding.level != "error" for finding in findings)
     if options.json:
-        print(json.dumps({"ok": fit, "findings": [asdict(each) for each in findings]}, indent=2))
+        print(redacted(json.dumps({"ok": fit, "findings": [asdict(each) for each in findings]}, indent=2)))
     else:
-        print(_text(findings))
+        print(printable_text(_text(findings)))
     if facts.configuration.refusal:
         return ConfigError.exit_code
     return 0 if fit else 1

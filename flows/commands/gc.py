@@ -29,14 +29,14 @@ def run(options: argparse.Namespace) -> int:
         PipelineError: what is needed cannot be told, so that nothing is freed.
     """
     from flows.declare.config import load_pipeline
-    from flows.declare.store_root import store_root
+    from flows.declare.store_root import asked_store
     from flows.needed.look import last_look, needed
     from flows.needed.registries import Registries
     from flows.reports.gc import gc_dict, gc_text
     from lineage.freeing import free
     from lineage.garbage import Garbage, find
 
-    store = store_root(options.overrides, options.config_dir)
+    store = asked_store(options.overrides, options.config_dir)
     pipeline = load_pipeline(options.overrides, options.config_dir)
     registries = Registries(pipeline.tracking, store)
 

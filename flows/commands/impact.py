@@ -4,7 +4,7 @@ import argparse
 import json
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.declare.store_root import store_root
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     from lineage.graph.impact import impact
     from lineage.graph.index import Index
 
-    with Index(store_root(options.overrides, options.config_dir)) as index:
+    with Index(asked_store(options.overrides, options.config_dir)) as index:
         found = impact(options.ref, index)
         # In one line: indented, tens of thousands of artifacts would take seconds.
         print(json.dumps(found.to_dict()) if options.json else impact_text(found))

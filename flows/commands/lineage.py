@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.declare.store_root import store_root
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
 
-    with Index(store_root(options.overrides, options.config_dir)) as index:
+    with Index(asked_store(options.overrides, options.config_dir)) as index:
         graph = ancestry(index, resolve(options.ref, index).node)
     if options.html:
         from flows.reports.page import render

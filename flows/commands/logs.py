@@ -5,7 +5,8 @@ import contextlib
 import sys
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.declare.store_root import store_root
+from flows.declare.store_root import asked_store
+from flows.wording import printable_text
 from lineage.errors import StoppedError
 
 
@@ -20,13 +21,13 @@ def run(options: argparse.Namespace) -> int:
     from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 
     ref, overrides = name_among(options.ref, options.overrides)
-    store = store_root(overrides, options.config_dir)
+    store = asked_store(overrides, options.config_dir)
     if not options.follow:
-        sys.stdout.writelines(read_log(stage_entry(ref, store), options.lines))
+        sys.stdout.writelines(map(printable_text, read_log(stage_entry(ref, store), options.lines)))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         for line in follow_log(begun_entry(ref, store), options.lines):
-            sys.stdout.write(line)
+            sys.stdout.write(printable_text(line))
             sys.stdout.flush()
         return 0
     return StoppedError.exit_code

@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.promotion.promote import promote
+    from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
+    require_store(pipeline.store)
     moved = promote(pipeline, options.ref, options.alias, why=options.why, force=options.force)
     report(pipeline, moved, as_json=options.json)
     return 0

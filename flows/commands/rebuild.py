@@ -16,12 +16,14 @@ def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.progress.run_notes import silent_drivers
     from lineage.mlflow.registry import refill
+    from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     if not pipeline.tracking.mlflow:
         raise ConfigError(
             "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or state tracking.uri"
         )
+    require_store(pipeline.store)
     rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
     if options.json:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))

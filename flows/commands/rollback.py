@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.promotion.promote import roll_back
+    from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
+    require_store(pipeline.store)
     report(pipeline, roll_back(pipeline, options.alias, why=options.why), as_json=options.json)
     return 0

@@ -23,7 +23,9 @@ def run(options: argparse.Namespace) -> int:
     from flows.declared import adopt_view
     from flows.planning.plan import make_plan
     from flows.run import run_plan
+    from lineage.store import create_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
+    create_store(pipeline.store)
     adopt_view(pipeline)
     return run_plan(make_plan(pipeline), words_of(options), as_json=options.json)

@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_overrides, words_of
+from flows.commands.arguments import add_allow_code, add_overrides, stated_words
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
+    add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
     parser.add_argument("--limit", type=_count, help="runs under way at once, over all deployments (default: no limit)")
     parser.add_argument(
@@ -40,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
-    preset = Preset.of(words_of(options))
+    preset = replace(Preset.of(stated_words(options)), allow_code=options.allow_code)
     if options.watch_only and configured_api_url() is None:
         raise ConfigError("--watch-only: whose deployments? set PREFECT_API_URL to the Prefect server that has them")
     # What is said of a run belongs on its page; the server's own log stays on this screen.
@@ -50,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
     with embedded_server(log, ui=True) as server:
         if server:
             server.wait_until_ready()
-            print(f"Prefect: {server.url.removesuffix('/api')} (it ends with this command)", flush=True)
+            print(
+                f"Prefect: {server.url.removesuffix('/api')} (it ends with this command; its page asks for the "
+                f"password in {server.profile})",
+                flush=True,
+            )
         pipelines = deployable(preset)
         deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
         _close_dead(pipelines, options.name)
@@ -76,6 +82,7 @@ def _serve(
 ) -> None:
     from flows.deploy.keys import override_pattern
     from flows.deploy.serve import deployment_of, register, serve
+    from flows.prefect_address import prefix_of_command
     from flows.watch.watching import watching
 
     os.environ.update(preset.environment)  # for the processes of the runs
@@ -85,7 +92,7 @@ def _serve(
         alone = f"  does not stand without overrides: {each.problem}" if each.problem else ""
         print(f"{each.name}/{options.name}{alone}", flush=True)
     api = os.environ.get("PREFECT_API_URL")
-    where = f"PREFECT_API_URL={api} " if api else ""
+    where = prefix_of_command(api) if api else ""
     stands = next((each for each in pipelines if each.pipeline), pipelines[0])
     example = f"{stands.name}/{options.name}"
     print(f"run one: {where}prefect deployment run {example} -p overrides='[\"KEY=VALUE\"]'", flush=True)

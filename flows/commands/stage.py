@@ -20,11 +20,13 @@ def run(options: argparse.Namespace) -> int:
     from flows.run import run_one
     from flows.tracking import complete_record
     from lineage.errors import ArtifactError, ConfigError
+    from lineage.store import create_store
 
     pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name
     if name not in pipeline.stages:
         names = list(pipeline.stages)
         raise ConfigError(f"{name}: no such stage; there are: {', '.join(names)}{nearest(name, names)}")
+    create_store(pipeline.store)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
     planned = plan.stage(name)

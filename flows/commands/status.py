@@ -11,6 +11,7 @@ from flows.declare.store_root import store_root
 from flows.reports.run_views import views
 from flows.reports.status import status_dict, status_text
 from lineage.errors import StoppedError
+from lineage.store import require_store
 
 _WATCH_SECONDS = 1.0
 
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     store = store_root(options.overrides, options.config_dir)
+    if store.exists() and any(store.iterdir()):  # else a run may be about to create it
+        require_store(store)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json
+from flows.wording import printable_text
 
 if TYPE_CHECKING:
     from flows.declare.operation import Tracking
@@ -25,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0: the record is intact; 1: something is missing, changed or orphaned."""
     from flows.declare.config import load_pipeline
+    from lineage.store import require_store
     from lineage.verify.finding import Fault
     from lineage.verify.store import Checked, read_store
 
     if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
         options.overrides, options.ref = [options.ref, *options.overrides], None
     pipeline = load_pipeline(options.overrides, options.config_dir)
-    everything, findings = read_store(pipeline.store)
+    everything, findings = read_store(require_store(pipeline.store))
     chosen = _ancestry(options.ref, pipeline.store) if options.ref else set(everything)
     checked = Checked(all=everything, chosen=sorted(chosen & everything.keys()))
     if options.ref:
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         shown = [asdict(each) for each in findings]
         print(json.dumps({"checked": len(checked.chosen), "intact": not faults, "findings": shown}, indent=2))
     else:
-        print(_text(findings, len(faults), checked))
+        print(printable_text(_text(findings, len(faults), checked)))
     return 1 if faults else 0
 
 

@@ -14,6 +14,7 @@ from flows.declare.target import target_class
 from flows.declare.typed import Node, typed
 from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
+from lineage.store import store_path
 from lineage.verdict import Approval
 from tasks.context import Resources
 from tasks.method import LoRA, Method
@@ -95,7 +96,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
     pipeline = Pipeline(
         name=root.name,
-        store=Path(root.store).expanduser().absolute(),
+        store=store_path(root.store),
         code_drift=root.code_drift,
         tracking=root.tracking,
         sources=sources,
@@ -109,8 +110,6 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         ),
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
-    if pipeline.store.exists() and not pipeline.store.is_dir():
-        raise ConfigError(f"store={pipeline.store}: is a file; name a directory, which is made if it does not exist")
     return pipeline
 
 

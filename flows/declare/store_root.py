@@ -5,6 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from lineage.store import require_store, store_path
+
 CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
 _KEY = "store="
 
@@ -18,7 +20,12 @@ def store_root(overrides: Sequence[str], config_dir: Path | None = None) -> Path
     if config_dir is None and all(word.startswith(_KEY) and not set(word) & set("\"'${}[],") for word in overrides):
         stated = [word.removeprefix(_KEY) for word in overrides]
         root = stated[-1] if stated else str(yaml.safe_load(CONFIG.read_text())["store"])
-        return Path(root).expanduser().absolute()
+        return store_path(root)
     from flows.declare.config import load_pipeline
 
     return load_pipeline(overrides, config_dir).store
+
+
+def asked_store(overrides: Sequence[str], config_dir: Path | None = None) -> Path:
+    """The same, for commands that ask it; where there is no store, a ``ConfigError``."""
+    return require_store(store_root(overrides, config_dir))

@@ -27,6 +27,8 @@ from flows.prefect_flow import approved, run_stages
 from flows.promotion.notify import require_block
 from flows.promotion.retrain import follow_up, promotion_due
 from lineage.errors import ConfigError, GateError, PipelineError
+from lineage.secrets import redacted
+from lineage.store import create_store
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_c
         sign(context.flow_run.id)
         if not any_code:
             _require_planned_code(context.flow_run.deployment_version, deployed_code(option, preset))
-        return _run_in_turn(pipeline, context.flow_run, preset.words(option, overrides), may_leave=not overrides)
+        words = list(map(redacted, preset.words(option, overrides)))
+        return _run_in_turn(pipeline, context.flow_run, words, may_leave=not overrides)
     except GateError as refusal:
         return Failed(name="Refused", message=str(refusal))
     except PipelineError as error:
@@ -64,6 +67,7 @@ def _run_in_turn(pipeline: Pipeline, flow_run: FlowRun, words: Sequence[str], *,
     with turn(pipeline, words, flow_run.name, may_leave=may_leave) as other:
         if other:
             return Completed(message=f"left to the run {other}, which waits for its turn and is stated alike")
+        create_store(pipeline.store)
         adopt_view(pipeline)
         return _run(make_plan(pipeline), words)
 

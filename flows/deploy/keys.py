@@ -32,6 +32,8 @@ def override_pattern(preset: Preset) -> str:
     keys: Keys = {**keys_of(Root), "stages": {}, "sources": {}}
     for words in [*(preset.words(each) for each in preset.files()), *_model_words(preset)]:
         keys = _merged(keys, _declared(words))
+    if not preset.allow_code:
+        keys = _without_code(keys)
     alone, placed = _groups(preset.config_dir)
     return rf"^(\+?\+?|~)({_any_of(alone)}|({_any_of(placed)}@)?{_path(keys)})(=|$)"
 
@@ -104,6 +106,11 @@ def _groups(config_dir: Path | None) -> tuple[list[str], list[str]]:
     folders = [CONF, *([config_dir] if config_dir else [])]
     placed = {path.parent.relative_to(folder).as_posix() for folder in folders for path in folder.rglob("*/*.yaml")}
     return [name for name in alone if name != "pipeline"], sorted(placed - {"pipeline"})
+
+
+def _without_code(keys: Keys) -> Keys:
+    """Without those that make a run call what they name; what ``*`` lets through is refused when the run starts."""
+    return {name: _without_code(below) for name, below in keys.items() if name not in ("_target_", "allow_code")}
 
 
 def _merged(one: Keys, other: Keys) -> Keys:

@@ -6,11 +6,12 @@
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from flows.commands.arguments import add_overrides, words_of
+from flows.commands.arguments import add_allow_code, add_overrides, words_of
 from flows.deploy.pipelines import Declared, deployable
 from flows.deploy.preset import VARIABLE, Preset
 from flows.watch.schedule import schedule_entries
@@ -62,8 +63,11 @@ def main() -> int:
     """Writes the file."""
     parser = argparse.ArgumentParser(prog="python -m flows.deploy.prefect_yaml", description=__doc__)
     add_overrides(parser)
+    add_allow_code(parser)
+    options = parser.parse_intermixed_args()
     try:
-        Path(FILE).write_text(render(Preset.of(words_of(parser.parse_intermixed_args()))))
+        preset = replace(Preset.of(words_of(options)), allow_code=options.allow_code)
+        Path(FILE).write_text(render(preset))
     except PipelineError as error:
         print(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code

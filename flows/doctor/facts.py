@@ -104,7 +104,7 @@ class Server:
     """A process of this user that others can reach.
 
     Args:
-        address: that it listens at, beyond loopback.
+        address: that it listens at: beyond loopback, for Prefect's also on it, where other accounts of the machine are.
         guarded: whether it asks for credentials.
     """
 
@@ -123,6 +123,7 @@ class Service:
         trouble: why there was no answer; empty: there was.
         refusal: why a cluster cannot be joined, and behind a semicolon what to do; empty: it can.
         answer: what a cluster holds.
+        open_to_all: whether it answers without credentials too.
     """
 
     url: str
@@ -131,6 +132,7 @@ class Service:
     trouble: str = ""
     refusal: str = ""
     answer: str = ""
+    open_to_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,7 @@ class Surroundings:
     """Who else is there.
 
     Args:
-        exposed: servers of this user that listen beyond loopback.
+        exposed: servers of this user that others can reach.
         prefect, mlflow, ray: None: none is named.
         notify: the block of Prefect that the pipeline notifies.
     """

@@ -22,7 +22,7 @@ Kind = Literal["prefect", "mlflow", "ray"]
 
 
 def exposed_servers() -> list[Server]:
-    """Of this user, beyond loopback."""
+    """Of this user, beyond loopback; Prefect's on loopback too, where any account and any web page may run code."""
     ports: dict[tuple[Kind, str, bool], set[int]] = defaultdict(set)
     for process in psutil.process_iter():
         try:
@@ -30,7 +30,7 @@ def exposed_servers() -> list[Server]:
                 continue
             words = process.cmdline()
             kind = kind_of(words)
-            places = _open_places(process) if kind else []
+            places = _open_places(process, kind) if kind else []
             guarded = is_guarded(kind, words, _environment(process, kind)) if kind and places else None
             if kind is None or guarded is None:
                 continue
@@ -49,7 +49,7 @@ def kind_of(words: Sequence[str]) -> Kind | None:
     path = _program(words)
     program = path.rpartition("/")[2]
     served = next((found[1] for found in map(_APPLICATION.match, words) if found), program.partition(".")[0])
-    if served == "prefect" or program == "flows.prefect_server":
+    if served == "prefect" or program == "flows.prefect_process":
         return "prefect"
     if served == "mlflow":
         return "mlflow"
@@ -90,10 +90,10 @@ def is_guarded(kind: Kind, words: Sequence[str], environment: Mapping[str, str] 
     return environment.get("RAY_AUTH_MODE") == "token"
 
 
-def _open_places(process: psutil.Process) -> list[tuple[str, int]]:
-    """Addresses beyond loopback that a process listens at, with their ports."""
-    listening = [each for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
-    return [(each.laddr.ip, each.laddr.port) for each in listening if not is_loopback(each.laddr.ip)]
+def _open_places(process: psutil.Process, kind: Kind) -> list[tuple[str, int]]:
+    """Addresses that a process listens at and others can reach, with their ports."""
+    listening = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
+    return [(each.ip, each.port) for each in listening if kind == "prefect" or not is_loopback(each.ip)]
 
 
 def _environment(process: psutil.Process, kind: Kind) -> Mapping[str, str] | None:

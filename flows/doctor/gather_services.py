@@ -1,6 +1,5 @@
 """Asks the services that a run would use."""
 
-import base64
 import os
 import re
 import socket
@@ -8,14 +7,17 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from flows.doctor.facts import Service
+from flows.prefect_address import own_auth
 from flows.stages.cluster_room import ask_cluster
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown
+from lineage.reach import basic, request
 
 _SECONDS = 2.0  # a service that takes longer is none to rely on
 _RAY_SECONDS = 60.0  # to join a cluster, which takes seconds
@@ -39,12 +41,15 @@ def prefect_service(environment: Mapping[str, str]) -> Service | None:
     url = settings.get("PREFECT_API_URL")
     if not url:
         return None
-    headers = {}
+    headers, question = {}, f"{url.rstrip('/')}/admin/version"
+    auth = own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
     if settings.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {settings['PREFECT_API_KEY']}"
-    elif settings.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = _basic(settings["PREFECT_API_AUTH_STRING"])
-    return _ask(url, "PREFECT_API_URL", f"{url.rstrip('/')}/admin/version", headers)
+    elif auth:
+        headers["Authorization"] = basic(auth)
+    found = _ask(url, "PREFECT_API_URL", question, headers)
+    without = _ask(url, "PREFECT_API_URL", question, {}) if headers and found.status == 200 else found
+    return replace(found, open_to_all=without.status == 200)
 
 
 def mlflow_service(uri: str | None, stated: bool, environment: Mapping[str, str]) -> Service | None:
@@ -56,7 +61,7 @@ def mlflow_service(uri: str | None, stated: bool, environment: Mapping[str, str]
         headers["Authorization"] = f"Bearer {environment['MLFLOW_TRACKING_TOKEN']}"
     elif environment.get("MLFLOW_TRACKING_USERNAME"):
         password = environment.get("MLFLOW_TRACKING_PASSWORD", "")
-        headers["Authorization"] = _basic(f"{environment['MLFLOW_TRACKING_USERNAME']}:{password}")
+        headers["Authorization"] = basic(f"{environment['MLFLOW_TRACKING_USERNAME']}:{password}")
     question = f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
     return _ask(uri, "tracking.uri" if stated else "MLFLOW_TRACKING_URI", question, headers)
 
@@ -90,13 +95,11 @@ def absent_variables(texts: Iterable[tuple[str, str]], environment: Mapping[str,
 
 def _ask(url: str, setting: str, question: str, headers: Mapping[str, str]) -> Service:
     try:
-        with urllib.request.urlopen(urllib.request.Request(question, headers=dict(headers)), timeout=_SECONDS) as reply:
+        asked = request(question)
+        asked.headers.update(headers)
+        with urllib.request.urlopen(asked, timeout=_SECONDS) as reply:
             return Service(url=shown(url), setting=setting, status=reply.status)
     except urllib.error.HTTPError as error:
         return Service(url=shown(url), setting=setting, status=error.code)
     except (OSError, ValueError) as error:
         return Service(url=shown(url), setting=setting, trouble=str(error))
-
-
-def _basic(pair: str) -> str:
-    return "Basic " + base64.b64encode(pair.encode()).decode()

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from flows.doctor.facts import Facts, Finding, Service
+from flows.doctor.gather_exposed import is_loopback
 
 _GUARD = {
-    "prefect": "set PREFECT_SERVER_API_AUTH_STRING where it starts and PREFECT_API_AUTH_STRING where it is used, "
-    "or start it with --host 127.0.0.1",
+    "prefect": "set PREFECT_SERVER_API_AUTH_STRING where it starts and PREFECT_API_AUTH_STRING where it is used",
     "mlflow": "start it with --app-name basic-auth, or with --host 127.0.0.1",
     "ray": "set RAY_AUTH_MODE=token on every node and for every driver, and keep its ports inside a private network",
 }
@@ -19,12 +19,12 @@ def check_exposed(facts: Facts) -> Iterator[Finding]:
     for server in open_to_all:
         ports = ", ".join(map(str, server.ports))
         yield Finding(
-            check="exposed", level="warn" if server.kind == "ray" else "error",
+            check="exposed", level="warn" if server.kind == "ray" or is_loopback(server.address) else "error",
             found=f"{server.kind} listens at {server.address}, port {ports}, without authentication",
             remedy=_GUARD[server.kind],
         )  # fmt: skip
     if not open_to_all:
-        yield Finding(check="exposed", level="ok", found="no server of yours is open beyond this machine")
+        yield Finding(check="exposed", level="ok", found="no server of yours is open to others")
 
 
 def check_prefect(facts: Facts) -> Iterator[Finding]:
@@ -32,6 +32,13 @@ def check_prefect(facts: Facts) -> Iterator[Finding]:
     yield from _answers("prefect", facts.surroundings.prefect, "an embedded server is started for each run",
                         "set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud",
                         "start it (prefect server start), mend the URL, or unset it: one is embedded")  # fmt: skip
+    if facts.surroundings.prefect and facts.surroundings.prefect.open_to_all:
+        yield Finding(
+            check="prefect", level="warn",
+            found=f"PREFECT_API_URL={facts.surroundings.prefect.url} asks for no password: whoever reaches it can run "
+            "code where its runs run",
+            remedy=_GUARD["prefect"],
+        )  # fmt: skip
     if facts.surroundings.notify and facts.surroundings.prefect is None:
         yield Finding(
             check="prefect", level="warn",

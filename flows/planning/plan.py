@@ -19,7 +19,7 @@ from lineage.code import code_digest
 from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
-from lineage.store import Entry, Store
+from lineage.store import Entry, Store, is_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_evaluations(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
-    digests = DigestCache(pipeline.store / "digests.json")
+    digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)
     champions = resolve_champions(pipeline, lambda name: _pinned(name, pipeline, digests, memo).fingerprint)
     resolved = champions.pipeline
     if resolved != pipeline:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from flows.progress.stage_progress import Progress
+from flows.wording import printable
 from tasks.context import Metrics
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -71,7 +72,7 @@ class Board:
         self._end(name, "  ".join([f"done in {seconds:.1f} s", *_highlights(metrics)]))
 
     def failed(self, name: str, cause: str) -> None:
-        self._end(name, f"FAILED: {cause.partition(chr(10))[0]}")
+        self._end(name, f"FAILED: {printable(cause.partition(chr(10))[0])}")
 
     def pruned(self, name: str, cause: str) -> None:
         self._end(name, cause)

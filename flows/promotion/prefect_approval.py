@@ -11,6 +11,7 @@ from prefect.states import Crashed, Paused, State
 from prefect.utilities.urls import url_for
 
 from flows.planning.verdicts import Judgement
+from flows.prefect_address import prefix_of_command
 from flows.progress.observer import Observer
 
 TIMEOUT_SECONDS = 7 * 24 * 3600
@@ -80,8 +81,8 @@ def _question(judged: Judgement, flow_run_id: UUID, url: str) -> str:
         f"{judged.gate}: may this model be promoted? The flow run {flow_run_id} waits for a person:",
         f"  look     {page}",
         "  approve  Resume on that page, or",
-        f"           PREFECT_API_URL={url} prefect api POST /flow_runs/{flow_run_id}/resume"
+        f"           {prefix_of_command(url)}prefect api POST /flow_runs/{flow_run_id}/resume"
         """ --data '{"run_input": {"who": "...", "why": "..."}}'""",
-        f"  reject   Cancel on that page, or PREFECT_API_URL={url} prefect flow-run cancel {flow_run_id}",
+        f"  reject   Cancel on that page, or {prefix_of_command(url)}prefect flow-run cancel {flow_run_id}",
         "",
     ])  # fmt: skip

@@ -14,7 +14,7 @@ from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.plan import Plan, make_plan
 from lineage.errors import ConfigError, PipelineError
 from lineage.lease import Lease, living_holder
-from lineage.store import REHEARSALS
+from lineage.store import REHEARSALS, create_store
 from tasks.context import Launcher
 from tasks.method import Training
 
@@ -26,6 +26,7 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     Args:
         keep: it stays until the next command that needs one; so it does where something failed, for its log.
     """
+    create_store(store)
     folder = store / REHEARSALS
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / uuid.uuid4().hex[:8]

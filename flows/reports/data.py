@@ -5,9 +5,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from flows.reports.printable import printable
 from flows.reports.tables import empty_table, plain_text
-from flows.wording import counted
+from flows.wording import counted, printable
 from tasks.data.preparing.leakage import LEAKAGE
 from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
 from tasks.data.preparing.rejects import REJECTS

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from flows.reports.printable import printable
+from flows.wording import printable
 from lineage.graph.diff import Diff
 
 _TITLES = {

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from flows.reports.tables import empty_table, plain_text
-from flows.wording import counted
+from flows.wording import counted, printable_text
 from lineage.garbage import Garbage, size
 
 
@@ -41,7 +41,7 @@ def gc_text(store: Path, garbage: Sequence[Garbage], young: Sequence[Garbage], n
         if garbage
         else f"nothing to free in {store}"
     )
-    return "\n".join(lines)
+    return printable_text("\n".join(lines))
 
 
 def _row(garbage: Garbage) -> dict[str, object]:

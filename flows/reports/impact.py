@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime
 
-from flows.reports.printable import printable
+from flows.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.below import MODELS
 from lineage.graph.impact import Impact

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from flows.reports.printable import printable
+from flows.wording import printable
 from lineage.certificates.files import read_certificate
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short

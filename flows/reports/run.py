@@ -7,6 +7,7 @@ from rich.text import Text
 
 from flows.planning.plan import Plan, PlannedStage
 from flows.reports.tables import empty_table, plain_text
+from flows.wording import printable_text
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
@@ -29,7 +30,7 @@ def plan_table(plan: Plan) -> str:
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
-    return "\n".join([*head, plain_text(table), verdict])
+    return printable_text("\n".join([*head, plain_text(table), verdict]))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:

@@ -14,6 +14,7 @@ from flows.progress.waits import waits_for
 from flows.sweep.folder import Ledger
 from lineage.attempts import Attempt, attempts
 from lineage.lease import HEARTBEAT_SECONDS
+from lineage.secrets import redacted
 
 _LAST = 5
 
@@ -57,7 +58,7 @@ class RunView:
 
     @property
     def command(self) -> str:
-        return shlex.join(["posttrain", self.note.command, *self.note.words])
+        return shlex.join(["posttrain", self.note.command, *map(redacted, self.note.words)])
 
     @property
     def seconds(self) -> float:

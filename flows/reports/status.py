@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.progress.run_notes import RunNote
 from flows.reports.run_views import RunView, StageView
-from flows.wording import clock, counted
+from flows.wording import clock, counted, printable_text
 from lineage.attempts import last_words
 
 _MOST_ROWS = 20
@@ -52,7 +52,7 @@ def status_text(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -
     blocks = ["\n".join(_live_lines(run)) for run in live] or [f"nothing runs in {store}"]
     if last:
         blocks.append("\n".join(["last runs", *(line for run in last for line in _last_lines(run))]))
-    return "\n\n".join(blocks)
+    return printable_text("\n\n".join(blocks))
 
 
 def _live_lines(run: RunView) -> Iterator[str]:

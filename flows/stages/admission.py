@@ -8,7 +8,6 @@ nobody up who needs none.
 import contextlib
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.stages.private_folder import private_folder
 from lineage.errors import ConfigError
 
 _POLL_SECONDS = 0.05
@@ -82,8 +82,8 @@ def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterato
     if not wanted:
         yield ()
         return
-    folder = Path(tempfile.gettempdir()) / f"posttrain-slots-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = private_folder() / "slots"
+    folder.mkdir(exist_ok=True)
     held: list[str] = []
     with contextlib.ExitStack() as stack:
         with contextlib.ExitStack() as turn:

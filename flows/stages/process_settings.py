@@ -62,16 +62,21 @@ def in_stage_environment() -> Iterator[None]:
 
 def stage_environment() -> dict[str, str]:
     """For a process about to start; what the user has set wins over it."""
-    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_ray_patience()}
+    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster()}
 
 
-def _ray_patience() -> dict[str, str]:
-    """A cluster of our own never starts its head again: who lost it need not wait a minute for that."""
-    return {} if os.environ.get("RAY_ADDRESS") else {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+def _own_cluster() -> dict[str, str]:
+    """Of a cluster that we start on this machine alone."""
+    if os.environ.get("RAY_ADDRESS"):
+        return {}
+    return {
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # its head never starts again: no need to wait a minute for it
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as Ray has it on those: all, metrics too, on loopback only
+    }
 
 
 def _ray_authentication() -> dict[str, str]:
-    """Ray listens on every address of a machine, and by itself lets in whoever comes: a token keeps others out.
+    """Ray by itself lets in whoever comes, other accounts of this machine too: a token keeps them out.
 
     Of a cluster that is joined the token is the user's: `ray start` demands one, and a driver gives none unless told.
     """

@@ -16,6 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
 from flows.stages.memory_kills import memory_kills
+from flows.stages.private_folder import private_folder
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.ray_cluster import join
 from flows.stages.ray_endings import ending, lost_its_peer
@@ -26,6 +27,7 @@ from tasks.context import Metrics
 _PEER_SECONDS = 5.0
 # Torch's own limit of a wait for others comes last: `HangWatch` finds who hangs, and a save takes as long as it takes.
 _WAIT_SECONDS = 7 * 24 * 3600
+_LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
 
 
 def train(job: Job) -> Metrics:
@@ -122,7 +124,16 @@ def _connect(job: Job) -> None:
         include_dashboard=False,
         runtime_env=environment,
         log_to_driver=True,
+        _temp_dir=str(_session_parent()),
     )
+
+
+def _session_parent() -> Path:
+    """Where Ray puts its session, to which it gives mode 0777: in a directory that no other account can enter."""
+    folder = private_folder(os.environ.get("RAY_TMPDIR"))
+    if len(str(folder)) > _LONGEST_PARENT:
+        folder = private_folder("/tmp")
+    return folder / "ray"
 
 
 def _packages(job: Job) -> list[Path]:

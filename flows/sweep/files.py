@@ -24,6 +24,7 @@ from flows.sweep.folder import Ledger, Row, folder_lock, row_of
 from flows.sweep.space import fixed_words
 from flows.sweep.trial import Outcome, Trial
 from lineage.errors import ConfigError
+from lineage.secrets import redacted
 
 
 class SweepFiles:
@@ -38,7 +39,7 @@ class SweepFiles:
         self._folder, self._sweep, self._space = folder, sweep, space
         overrides, self._config_dir = split_words(words)
         own = [word for word in overrides if field_of(word).split(".")[0] != "sweep"]
-        self._shared = [*own, *fixed_words(sweep)]
+        self._shared = list(map(redacted, [*own, *fixed_words(sweep)]))
         self._ledger = Ledger(folder)
         self._written: list[Row] = []
 

@@ -29,6 +29,7 @@ from flows.sweep.stated import Stated, read_sweep
 from flows.sweep.trial import Trial
 from flows.sweep.watcher import Watcher
 from lineage.errors import PipelineError
+from lineage.store import create_store
 from lineage.tracker import NoTracker
 
 _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: what goes to MLflow too
@@ -85,6 +86,7 @@ class _Sweep:
         self._plan = plan = stated.sample.plan
         check_machine(stated.stale)
         self._room = make_room(plan.stages, stated.sweep.parallel)
+        create_store(plan.pipeline.store)
         note_before(plan)
         self.folder = sweep_folder(
             plan.pipeline.store, plan.pipeline.name, stated.sweep, stated.params, stated.stages

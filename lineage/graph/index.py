@@ -15,6 +15,7 @@ from lineage.graph.index_queries import ARTIFACT, Indexed, newest_where, reached
 from lineage.graph.places import node_key
 from lineage.manifest import InputRecord, SourceRecord
 from lineage.promotions import Event, read_events, stacks
+from lineage.secrets import redacted
 from lineage.stated_labels import stated_labels
 from lineage.store import Entry, Store
 
@@ -192,6 +193,6 @@ class Index:
 
 
 def _record(text: str) -> InputRecord:
-    fields = json.loads(text)
+    fields = json.loads(redacted(text))
     source = fields.pop("source")
     return InputRecord(**fields, source=SourceRecord(**source) if source else None)

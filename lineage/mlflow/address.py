@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
 from lineage.reach import why_silent
+from lineage.secrets import redacted
 
 DATABASE = "mlflow.db"
 
@@ -67,10 +68,7 @@ def is_server(uri: str) -> bool:
 
 def shown(uri: str) -> str:
     """An address without its user, password and options: for messages, and for what is written down."""
-    parts = urlsplit(uri)
-    if parts.scheme == "sqlite":
-        return uri
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return uri if uri.startswith("sqlite:") else redacted(uri).partition("?")[0]
 
 
 def sqlite_file(uri: str) -> Path | None:

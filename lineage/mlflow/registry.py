@@ -9,6 +9,7 @@ from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.holder import Holder
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
+from lineage.secrets import redacted
 
 if TYPE_CHECKING:
     from lineage.mlflow.client import PatientClient
@@ -169,4 +170,4 @@ def _client(uri: str | None) -> "PatientClient":
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return redacted(str(error).strip().partition("\n")[0])

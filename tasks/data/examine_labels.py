@@ -8,6 +8,7 @@ from lineage.errors import ConfigError, DataError
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
+from tasks.fetch_model import require_sound
 from tasks.recipe import Input
 
 
@@ -18,6 +19,7 @@ def fetch_tokenizer(model: str) -> Path:
         ConfigError: there is none.
     """
     if os.path.isdir(model):
+        require_sound(Path(model))
         return Path(model)
     from huggingface_hub import snapshot_download
 

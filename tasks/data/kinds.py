@@ -1,7 +1,7 @@
-"""The kinds of prepared rows: all that differs between them, one record each.
+"""The kinds of prepared rows: one record each, with everything that differs between them.
 
-A method names the record that it trains on (``reads = PREFERENCES``); the data stages, the tokens, the label gate, the
-leak check and evaluation look up here what they do with a row, and have no table of kinds of their own.
+A method names the record that it trains on (``reads = PREFERENCES``). The data stages, tokenization, the label gate,
+the leak check and evaluation look kinds up here, and have no table of kinds of their own.
 """
 
 import json
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.data.tokens.fate import TokenRow
+    from tasks.data.tokens.row_outcome import TokenRow
 
 Row = Mapping[str, object]
-Columns = Mapping[str, object]  # of one example: what a file of tokens holds of it
+Columns = Mapping[str, object]  # of one example in a file of tokens
 Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
 ROW_ID = "row_id"
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+# Names that a column of a prompt cannot have: ours, and the arguments that TRL passes to reward functions.
+RESERVED_COLUMNS = frozenset({
+    "prompt_ids", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "environments",
+})  # fmt: skip
 
 
 class Column(StrEnum):
-    """What a column holds."""
+    """Type of a column."""
 
     TEXT = "text"
     MESSAGES = "messages"  # a list of ``Message``
@@ -38,7 +43,7 @@ class Column(StrEnum):
 
 
 class Tokenizes(Protocol):
-    """Makes tokens of rows: ``tasks.data.tokens.tokenize_rows.RowTokenizer``."""
+    """Tokenizes rows: ``tasks.data.tokens.tokenize_rows.RowTokenizer``."""
 
     def texts(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
     def conversations(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
@@ -52,22 +57,22 @@ class RowKind:
     """One kind of prepared rows.
 
     Args:
-        kind: the artifact that a data stage produces.
-        slot: where a training takes such rows.
-        asked: the column of the prompt: of conversations it holds the answers too, a text is its own prompt. Rows that
-            ask the same are held out together, and the leak check compares what they ask.
-        answers: the columns of answers to it. With ``asked`` they are all that a row says: what the leak check and the
-            near-duplicates compare, and what lengths are measured of.
-        others: further columns, which say nothing.
+        kind: of the artifact that a data stage produces.
+        slot: of a training that reads such rows.
+        asked: the column of the prompt; of conversations it also holds the answers, and a text is its own prompt. Rows
+            with the same prompt are held out together, and the leak check compares prompts.
+        answers: the columns of answers. ``asked`` and ``answers`` are the content of a row: the leak check and the
+            near-duplicates compare it, and lengths are measured on it.
+        others: further columns.
         tokens: the columns of a file of tokens.
         chat: rows are rendered by a chat template.
-        joined: rows are joined, and cut in chunks of one length.
-        trained: tokens get loss before anything is generated: the label gate compares their share with that of the last
-            run, and refuses rows without any. Of prompts it counts tokens, rows cut and rows dropped.
-        tokenize: the tokens of each row, and what became of it.
-        examples: what a trainer is given of the examples in a file of tokens.
+        joined: rows are concatenated, and cut into chunks of one length.
+        trained: tokens of the rows get loss. The label gate compares their share with that of the last run, and refuses
+            rows without any; of prompts, which get none, it counts tokens, cut rows and dropped rows.
+        tokenize: the tokens of each row, and its outcome.
+        examples: turns examples of a file of tokens into those that a trainer gets.
         collator: pads examples to a batch, with a pad token.
-        sample: an example as text, for the log; what is trained stands in ⟦ ⟧.
+        sample: an example as text, for the log, with the trained part in ⟦ ⟧.
     """
 
     kind: Kind
@@ -86,23 +91,23 @@ class RowKind:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """The columns that say something."""
+        """The columns of a row's content."""
         return (self.asked, *self.answers)
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """Of prepared rows, beside ``row_id``."""
+        """Of prepared rows, without ``row_id``."""
         said = Column.MESSAGES if self.chat else Column.TEXT
         return {**dict.fromkeys(self.said, said), **self.others}
 
     @property
     def schema(self) -> "pa.Schema":
-        """Of prepared rows: what every data stage writes and every training stage reads."""
+        """Of prepared rows, which data stages write and training stages read."""
         return arrow_schema({ROW_ID: Column.TEXT, **self.columns})
 
 
 def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
-    """Columns as Arrow has them."""
+    """The Arrow schema of columns."""
     import pyarrow as pa
 
     types = {
@@ -115,7 +120,7 @@ def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
 
 
 def kind_of_columns(names: Sequence[str]) -> RowKind:
-    """The kind of prepared rows that have such columns: of those that find all they say, the one that says most."""
+    """The kind of prepared rows with such columns: of the kinds whose content is there, the one with most columns."""
     return max((each for each in ROW_KINDS.values() if set(each.said) <= set(names)), key=lambda each: len(each.said))
 
 
@@ -134,35 +139,36 @@ def _pairs(pad_token_id: int) -> Collator:
 
 
 def _single_answers(pad_token_id: int) -> Collator:
-    """Each prompt also with the answer of the example before it in the batch, the last before the first.
-
-    KTO estimates its KL term on these mismatched pairs: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
-    """
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-    pad: Collator = DataCollatorForUnpairedPreference(pad_token_id)
-
-    def collate(examples: list[dict[str, object]]) -> object:
-        before = [examples[-1], *examples[:-1]]
-        return pad(
-            [
-                {**example, "KL_completion_ids": other["completion_ids"]}
-                for example, other in zip(examples, before, strict=True)
-            ]
-        )
-
-    return collate
+    collator: Collator = DataCollatorForUnpairedPreference(pad_token_id)
+    return collator
 
 
-def _as_they_are(pad_token_id: int) -> Collator:
-    """Prompts are not padded before something is generated."""
+def _with_mismatched(examples: "Dataset") -> "Dataset":
+    """Adds the answer of the example before it in the order of training to each example, of the last to the first.
+
+    KTO estimates its KL term on these mismatched pairs: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1. The
+    micro batch and the workers do not change them.
+    """
+    from datasets import Dataset
+
+    def paired(batch: Mapping[str, list[int]]) -> dict[str, list[object]]:
+        before = examples[[(index - 1) % len(examples) for index in batch["index"]]]
+        return {**examples[batch["index"]], "KL_completion_ids": before["completion_ids"]}
+
+    return Dataset.from_dict({"index": range(len(examples))}).with_transform(paired)
+
+
+def _unpadded(pad_token_id: int) -> Collator:
+    """A list of examples: the trainer pads prompts when it generates."""
     return lambda examples: examples
 
 
 def _with_columns(examples: "Dataset") -> "Dataset":
     """Prompts as messages, with their tokens and the columns for reward functions.
 
-    Every example has the columns of all of them: None where its row lacks one.
+    Every example has every column; it is None where the row lacks it.
     """
     names = list(dict.fromkeys(name for text in examples["columns"] for name in json.loads(text or "{}")))
 
@@ -182,14 +188,14 @@ def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> st
     ids, labels = columns["input_ids"], columns["labels"]
     assert isinstance(ids, list) and isinstance(labels, list)
     trained = [label != IGNORED for label in labels]
-    text, place = "", 0
-    while place < len(ids):
-        end = place
-        while end < len(ids) and trained[end] == trained[place]:
+    text, start = "", 0
+    while start < len(ids):
+        end = start
+        while end < len(ids) and trained[end] == trained[start]:
             end += 1
-        piece = str(tokenizer.decode(ids[place:end]))
-        text += f"⟦{piece}⟧" if trained[place] else piece
-        place = end
+        piece = str(tokenizer.decode(ids[start:end]))
+        text += f"⟦{piece}⟧" if trained[start] else piece
+        start = end
     return text
 
 
@@ -231,13 +237,14 @@ PREFERENCES = RowKind(
 UNPAIRED = RowKind(
     kind=Kind.UNPAIRED, slot="rows", asked="prompt", answers=("completion",), others={"label": Column.FLAG, **_TOOLS},
     tokens={"prompt_ids": Column.IDS, "completion_ids": Column.IDS, "label": Column.FLAG},
-    tokenize=lambda tokenizer, rows: tokenizer.unpaired(rows), collator=_single_answers, sample=_judged_text,
+    tokenize=lambda tokenizer, rows: tokenizer.unpaired(rows), examples=_with_mismatched, collator=_single_answers,
+    sample=_judged_text,
 )  # fmt: skip
 
 PROMPTS = RowKind(
     kind=Kind.PROMPTS, slot="prompts", asked="prompt", others={"columns": Column.TEXT, **_TOOLS}, trained=False,
     tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
-    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), examples=_with_columns, collator=_as_they_are,
+    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), examples=_with_columns, collator=_unpadded,
     sample=_prompt_text,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Measures policies on held-out rows. What only runs with a model is imported when it runs."""
+"""Measures policies on held-out rows. Modules that need a model's libraries are imported at run time."""
 
 from tasks.evaluate.evaluate import Evaluate
 

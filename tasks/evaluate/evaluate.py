@@ -1,5 +1,4 @@
-"""Measures, on held-out rows, whether each stage helped: perplexity, preference accuracy, exact match, rewards of
-greedy answers."""
+"""Measures policies on held-out rows: perplexity, preference accuracy, exact match, rewards of greedy answers."""
 
 import filecmp
 from collections.abc import Callable, Mapping, Sequence
@@ -30,23 +29,22 @@ if TYPE_CHECKING:
 class Evaluate(Method):
     """Compares policies on rows that none of them was trained on.
 
-    Every slot that ``consumes`` does not name is a policy, and its name labels its numbers. Of the rows and the reward
-    model any may be left out, and what needs them is not measured. A row that is too long
-    loses the beginning of its prompt, so that its answer is measured whole where that is possible; what is lost is
-    counted.
+    Every slot that ``consumes`` does not name is a policy; metrics carry the slot's name. Slots of rows and the reward
+    model are optional; metrics that need an empty slot are not measured. A row that is too long loses the beginning of
+    its prompt, so that its answer is measured whole where possible; cut and dropped rows are counted.
 
     Args:
         num_rows: held-out rows per measure, at most.
-        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs: answered greedily by each policy.
-        num_questions: of the conversations, likewise: what an exact match is measured on; None: ``num_prompts``.
+        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs; each policy answers them greedily.
+        num_questions: of the conversations, answered likewise, for exact match; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
-        max_dropped: largest share of the rows of a kind that nothing can be measured on.
-        max_cut: largest share of the conversations, and of the pairs, whose answers are measured in part; likewise of
-            those whose prompts lose their beginning, and of the prompts and questions that lose it.
-        answer_form: that answers to the questions should have; measured as ``one_sentence_share``, with their mean
-            length as ``answer_tokens``; None: neither.
+        max_dropped: largest share of the rows of a kind that may be dropped.
+        max_cut: largest share of the conversations, and of the pairs, whose answers may be cut; likewise of those whose
+            prompts may be cut, and of the prompts and questions.
+        answer_form: expected form of answers to the questions: reported as ``one_sentence_share``, with their mean
+            length as ``answer_tokens``; None: neither is.
         seed: of the choice of rows.
-        thinking: of the assistant; None: as the stages that trained the models have it.
+        thinking: of the assistant; None: that of the stages that trained the models.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -63,7 +61,7 @@ class Evaluate(Method):
     }
     optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "prompts", "reward_model"})
     produces: ClassVar[Kind] = Kind.REPORT
-    metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # that a gate may judge
+    metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # a gate's rules may use them
     uses_gpu: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = "reference"
 
@@ -83,7 +81,7 @@ class Evaluate(Method):
             self.lengths(self.max_length)
 
     def lengths(self, max_length: int) -> held_out.Lengths:
-        """What may be measured of a row.
+        """The limits for rows.
 
         Raises:
             ConfigError: ``max_new_tokens`` leaves no capacity for a prompt.
@@ -101,9 +99,12 @@ class Evaluate(Method):
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
-            raise ConfigError("evaluate has no policy to measure; give it inputs of any other name, such as sft: sft")
+            raise ConfigError(
+                "evaluate has no policy to measure; inputs of any other name are policies; add one, such as sft: sft"
+            )
         _require_rows(inputs, self.answer_form)
-        # One tokenizer and template for all: a base model may have none, and equal tokens make numbers comparable.
+        # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
+        # can be compared.
         tokenizer = load_tokenizer(inputs["reference"])
         require_chat_template(tokenizer, inputs["reference"])
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
@@ -148,13 +149,13 @@ class Evaluate(Method):
         tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
     ) -> tuple[Measured, dict[str, Measured]]:
-        """The reference and every policy, each distinct model loaded once."""
+        """Measures the reference and every policy, and loads each distinct model once."""
         known: dict[str, Measured] = {}
         for step, (name, policy) in enumerate(policies.items(), start=1):
             if policy.fingerprint not in known:
                 known[policy.fingerprint] = self._measure(policy, rows, tokenizer, ctx)
-            shown = perplexities(rows, {name: known[policy.fingerprint]})
-            ctx.report(step, {key: value for each in shown for key, value in each.metrics().items()})
+            scores = perplexities(rows, {name: known[policy.fingerprint]})
+            ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
         if reference.fingerprint not in known:
             known[reference.fingerprint] = self._measure(reference, rows, tokenizer, ctx)
         return known[reference.fingerprint], {name: known[policy.fingerprint] for name, policy in policies.items()}
@@ -184,10 +185,10 @@ class Evaluate(Method):
         reference: Measured,
         ctx: TrainContext,
     ) -> tuple[list[RowScores], dict[str, float]]:
-        """How the reward model ranks the pairs and scores the answers; and its accuracy by kind of pair.
+        """The reward model's accuracy on the pairs, its scores of the answers, and its accuracy by kind of pair.
 
         Args:
-            read: the tokens of prompts with their answers.
+            read: tokenizes prompts with their answers.
         """
         from tasks.train.models import load_model
 
@@ -198,8 +199,8 @@ class Evaluate(Method):
             return rewards(model, read(rows.prompts, policy.greedy), batch_size)
 
         chosen, rejected = (
-            rewards(model, [row.input_ids for row in side], batch_size)
-            for side in (rows.pairs.chosen, rows.pairs.rejected)
+            rewards(model, [row.input_ids for row in answers], batch_size)
+            for answers in (rows.pairs.chosen, rows.pairs.rejected)
         )
         wins = list(map(win, chosen, rejected))
         by_kind = {}
@@ -213,10 +214,10 @@ class Evaluate(Method):
 
 
 def _require_rows(inputs: Inputs, answer_form: AnswerForm | None) -> None:
-    """That there is something to measure, and what the options need.
+    """Requires rows to measure on, and the rows that options need.
 
     Raises:
-        ConfigError: names the slot that is empty.
+        ConfigError: names the empty slot.
     """
     for slots, why in (
         (("text", "conversations", "pairs"), "there are no rows to measure on"),
@@ -228,48 +229,49 @@ def _require_rows(inputs: Inputs, answer_form: AnswerForm | None) -> None:
 
 
 def trained_length(models: Sequence[Input]) -> int:
-    """The longest ``max_length`` that the records of the models state.
+    """The longest ``max_length`` in the manifests of the models.
 
     Raises:
-        ConfigError: none of them does.
+        ConfigError: no manifest has one.
     """
     found = [recipe.get("max_length") for recipe in _recipes(models).values()]
     lengths = [length for length in found if isinstance(length, int)]
     if not lengths:
         raise ConfigError(
-            f"max_length of evaluate is not set, and no record of {', '.join(model.name for model in models)} says how "
-            "long the rows are that it was trained on; a number of tokens is accepted; set max_length of evaluate"
+            f"max_length of evaluate is not set, and no manifest of {', '.join(model.name for model in models)} has "
+            "one; a number of tokens is accepted; set max_length of evaluate"
         )
     return max(lengths)
 
 
 def trained_thinking(models: Sequence[Input]) -> Thinking | None:
-    """The ``thinking`` that the records of the models state; None: none of them does.
+    """The ``thinking`` in the manifests of the models; None: no manifest has one.
 
     Raises:
         ConfigError: they do not agree.
     """
-    stated = {name: recipe["thinking"] for name, recipe in _recipes(models).items() if "thinking" in recipe}
-    return agreed_thinking(stated)
+    return agreed_thinking({
+        name: recipe["thinking"] for name, recipe in _recipes(models).items() if "thinking" in recipe
+    })  # fmt: skip
 
 
 def agreed_thinking(trained: Mapping[str, object]) -> Thinking | None:
-    """What the models were trained with.
+    """The ``thinking`` that all models were trained with.
 
-    A stage without ``thinking`` trains what its chat template keeps, and refuses rows of which it keeps less: the same
-    tokens as ``keep``.
+    A stage without ``thinking`` refuses rows whose thinking its chat template drops, so it trains the same tokens as
+    with ``keep``.
 
     Args:
         trained: stage -> its ``thinking``.
 
     Raises:
-        ConfigError: some trained what the assistant thinks, and others left it out.
+        ConfigError: some stages trained thinking, and others dropped it.
     """
     dropping = [name for name, thinking in trained.items() if thinking == "drop"]
     others = [name for name, thinking in trained.items() if thinking != "drop"]
     if dropping and others:
         raise ConfigError(
-            f"thinking of evaluate is not set, and what it could follow differs: {', '.join(dropping)} trained with "
+            f"thinking of evaluate is not set, and the stages differ: {', '.join(dropping)} trained with "
             f"thinking=drop, {', '.join(others)} without it; one thinking for all of them is accepted; set thinking of "
             "evaluate to keep or drop, or the same thinking on these stages"
         )
@@ -277,26 +279,26 @@ def agreed_thinking(trained: Mapping[str, object]) -> Thinking | None:
 
 
 def _recipes(models: Sequence[Input]) -> dict[str, Mapping[str, object]]:
-    """Name -> recipe, of the models that have a record."""
+    """Name -> recipe, of the models that have a manifest."""
     manifests = {model.name: Entry(model.path.parent).manifest() for model in models if model.path.name == "output"}
     return {name: manifest.recipe for name, manifest in manifests.items() if manifest}
 
 
 def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """That every model reads the tokens as they are meant, and the reward model the turns too.
+    """Requires the reference's tokens in every model, and its chat template in the reward model.
 
     Args:
         models: the policies, and the reward model in the slot ``reward_model``.
         tokenizer: the reference's.
 
     Raises:
-        ConfigError: one has another tokenizer, or the reward model has another chat template.
+        ConfigError: a model has another tokenizer, or the reward model has another chat template.
     """
     from tasks.train.models import differing_tokens, load_tokenizer
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():
-        own, known = (given.path / "tokenizer.json" for given in (model, reference))
+        own, known = (each.path / "tokenizer.json" for each in (model, reference))
         same = own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False)
         apart = [] if same else differing_tokens(load_tokenizer(model).get_vocab(), vocabulary)
         if apart:
@@ -305,19 +307,19 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
             raise ConfigError(
                 f"reward_model ({model.name}) and {reference.name} have different chat templates, so it would score "
                 "conversations in a form that it was not trained on; a reward model trained from a policy of the same "
-                "chain is accepted"
+                "chain is accepted; set the input reward_model to one"
             )
 
 
 def other_tokens(slot: str, name: str, reference: str, apart: Sequence[str]) -> str:
-    """The message of a model that cannot be compared."""
+    """The error message for a model that cannot be compared."""
     remedy = (
         "train the reward model from a model of the same base"
         if slot == "reward_model"
         else f"leave {slot} out, or train both from the same base, as cpt-sft-dpo-retrain starts from the champion"
     )
     return (
-        f"{slot} ({name}) and {reference} have different tokenizers, so what is measured cannot be compared: "
+        f"{slot} ({name}) and {reference} have different tokenizers, so their metrics cannot be compared: "
         f"{len(apart)} tokens of {reference} are missing in {slot} or have other ids there, such as {apart[0]!r}; a "
         f"model that has all of them with the same ids is accepted; {remedy}"
     )

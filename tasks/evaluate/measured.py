@@ -1,4 +1,4 @@
-"""What the policies say about the held-out rows, as scores of each row."""
+"""Metrics of policies, as scores per row, from their log-probabilities and answers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,19 @@ from tasks.evaluate.row_scores import RowScores
 from tasks.evaluate.rows import Rows
 from tasks.evaluate.scoring import Answer, Scored
 
-AnswerForm = Literal["one_sentence"]  # that answers should have
+AnswerForm = Literal["one_sentence"]  # expected form of answers
 
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s")  # before another sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one policy says.
+    """Log-probabilities and answers of one policy.
 
     Args:
-        text, answers, chosen, rejected: log-probability of each document, of what the assistant says in each
+        text, answers, chosen, rejected: log-probability of each document, of the assistant's turns in each
             conversation, and of the two answers of each pair, in nats.
-        greedy: its answer to each prompt of the pairs.
+        greedy: its answer to each prompt.
         answered: its answer to each question of the conversations.
     """
 
@@ -36,8 +36,10 @@ class Measured:
 def policy_scores(
     rows: Rows, measured: Mapping[str, Measured], reference: Measured, form: AnswerForm | None = None
 ) -> list[RowScores]:
-    """Every metric that needs no reward model and has rows; the implicit reward (Rafailov et al. 2023, eq. 5) is
-    measured against the reference."""
+    """All metrics that have rows and need no reward model.
+
+    ``preference_accuracy`` compares implicit rewards against the reference: Rafailov et al. 2023, eq. 5.
+    """
     wins = {
         name: [
             win(chosen - reference_chosen, rejected - reference_rejected)
@@ -48,7 +50,7 @@ def policy_scores(
         for name, policy in measured.items()
     }
     likelier = {name: list(map(win, policy.chosen, policy.rejected)) for name, policy in measured.items()}
-    # A sum over tokens prefers the shorter answer.
+    # A sum over tokens favours the shorter answer.
     per_token = {
         name: list(map(win, _means(policy.chosen, rows.pairs.chosen), _means(policy.rejected, rows.pairs.rejected)))
         for name, policy in measured.items()
@@ -65,11 +67,11 @@ def policy_scores(
 
 
 def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference: Sequence[float]) -> list[RowScores]:
-    """The rewards of each policy's answers to the prompts, and how often they are better than the reference's.
+    """The rewards of each policy's answers to the prompts, and its win rate over the reference.
 
     Args:
-        rewards: policy -> of its answer to each prompt.
-        reference: of the reference's answers.
+        rewards: policy -> reward of its answer to each prompt.
+        reference: rewards of the reference's answers.
     """
     prompts = [prompt.name for prompt in rows.prompts]
     wins = {name: list(map(win, of_policy, reference)) for name, of_policy in rewards.items()}
@@ -82,7 +84,7 @@ def _means(logps: Sequence[float], rows: Sequence[Scored]) -> list[float]:
 
 
 def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
-    """How many answers are the reference to the letter, and how many the limit of new tokens cut off."""
+    """The share of answers equal to the right one, and of answers that the limit of new tokens cut off."""
     ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
     prompts = [prompt.name for prompt in rows.prompts]
     exact = {
@@ -103,7 +105,7 @@ def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]
 
 
 def _of_form(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
-    """How many answers to the questions are one finished sentence, and how long the answers are."""
+    """The share of answers to the questions that are one finished sentence, and the length of answers."""
     ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
     of_form = {
         name: [float(answer.finished and is_one_sentence(answer.text)) for answer in policy.answered]
@@ -114,13 +116,13 @@ def _of_form(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
 
 
 def is_one_sentence(text: str) -> bool:
-    """Whether a text is one line that ends as a sentence does, and holds no other end of a sentence."""
+    """Whether a text is one line with a single end of a sentence, at its end."""
     line = text.strip()
     return "\n" not in line and line.endswith((".", "!", "?")) and _SENTENCE_END.search(line) is None
 
 
 def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
-    """Of the documents, and of the answers in the conversations, where there are any."""
+    """Perplexities of the documents and of the answers in the conversations, as far as there are rows."""
     text = {name: policy.text for name, policy in measured.items()}
     answers = {name: policy.answers for name, policy in measured.items()}
     scores = [
@@ -139,7 +141,7 @@ def over_pairs(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -
 def _equal(
     metric: str, row_ids: Sequence[str], groups: Sequence[str], scores: Mapping[str, Sequence[float]]
 ) -> RowScores:
-    """A metric in which every row weighs the same."""
+    """A metric with equal weights."""
     return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(row_ids), scores=scores)
 
 

@@ -1,4 +1,4 @@
-"""Writes what an evaluation found, for people and for programs."""
+"""Writes the results of an evaluation, for people and for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def write_report(
 
     Args:
         prompts, answers: of the held-out pairs.
-        questions, references, answered: of the held-out conversations, with their right answers: the samples of the
-            table. Where there are none, the prompts are.
+        questions, references, answered: of the held-out conversations, with their right answers: the samples in the
+            table. Without questions, the prompts are the samples.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -75,7 +75,7 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
 
 
 def _lost(metrics: Mapping[str, float]) -> str:
-    """How many held-out rows were dropped or cut, where any were."""
+    """Numbers of held-out rows that were dropped or cut; empty where none were."""
     rows = [
         [what, kind, f"{count:.0f}"]
         for kind, _, what in (key.rpartition("/") for key in metrics)
@@ -99,7 +99,7 @@ def _cell(text: str) -> str:
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that is aligned as plain text too."""
+    """A Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (titles, *rows)]
     lines = [padded[0], ["-" * width for width in widths], *padded[1:]]

@@ -1,7 +1,8 @@
-"""What the metrics of an evaluation are made of: a score per row and policy, so that their noise can be told."""
+"""The scores per row and policy behind the metrics of an evaluation: a gate estimates their noise from them."""
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +11,18 @@ from statistics import fmean
 from lineage.errors import ConfigError
 
 SCORES_FILE, POLICIES_FILE = "scores.jsonl", "policies.json"
+_MAX_ENTROPY = math.log(sys.float_info.max)  # in nats per token
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowScores:
-    """One metric: the rows that it is measured on, and what each policy scored on them.
+    """One metric: its rows, and each policy's scores on them.
 
     Args:
         metric: its name without the policy's, such as ``text_perplexity``.
-        row_ids: a row each.
-        groups: of each row; rows of one group are not independent (the pairs of one prompt), and are drawn together.
-        weights: of each row: its tokens, in a perplexity.
+        row_ids: one per row.
+        groups: one per row; rows of one group are not independent (the pairs of one prompt), and are drawn together.
+        weights: one per row: its number of tokens, in a perplexity.
         scores: policy -> a number per row: a summed log-probability, a win (1, 0.5 or 0), a reward.
     """
 
@@ -35,9 +37,10 @@ class RowScores:
         return {f"{policy}/{self.metric}": self.value(policy) for policy in self.scores}
 
     def value(self, policy: str) -> float:
-        """The metric of one policy."""
+        """The metric of one policy; inf for a perplexity beyond the range of floats."""
         if is_perplexity(self.metric):
-            return math.exp(-sum(self.scores[policy]) / sum(self.weights))
+            entropy = -sum(self.scores[policy]) / sum(self.weights)
+            return math.inf if entropy > _MAX_ENTROPY else math.exp(entropy)
         return fmean(self.scores[policy])
 
 
@@ -47,7 +50,7 @@ def is_perplexity(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Of perplexities, losses, shares of unfinished answers and tokens per answer; of other metrics more is better."""
+    """True for perplexities, losses, the share of unfinished answers and tokens per answer."""
     return metric.endswith(("perplexity", "loss", "unfinished_share", "answer_tokens"))
 
 
@@ -89,9 +92,9 @@ def read_policies(report: Path) -> dict[str, str]:
 def _scores(metric: str, rows: Sequence[Mapping[str, object]]) -> RowScores:
     scores: dict[str, list[float]] = {}
     for row in rows:
-        given = row["scores"]
-        assert isinstance(given, dict)
-        for policy, score in given.items():
+        of_row = row["scores"]
+        assert isinstance(of_row, dict)
+        for policy, score in of_row.items():
             scores.setdefault(policy, []).append(float(score))
     return RowScores(
         metric=metric,
@@ -107,6 +110,6 @@ def _read(report: Path, name: str) -> str:
         return (report / name).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{report}: this report has no {name}, and a gate judges by scores per row; "
-            "its method writes them with tasks.evaluate.row_scores.write_scores, as tasks.evaluate.Evaluate does"
+            f"{report}: this report has no {name}, and a gate judges by scores per row; the output of a method that "
+            "writes them is accepted; write them with tasks.evaluate.row_scores.write_scores, as Evaluate does"
         ) from error

@@ -1,4 +1,4 @@
-"""The held-out rows that policies are measured on, as tokens."""
+"""The held-out rows that policies are measured on, tokenized."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
-from tasks.data.tokens.fate import TokenRow
 from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.row_outcome import TokenRow
 from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import RowTokenizer
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from tasks.recipe import Input, Inputs
 
 Row = dict[str, object]
-Message = dict[str, str]  # as a file of prepared rows holds it
+Message = dict[str, str]  # as in a file of prepared rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Preference pairs: each side with its answer's tokens masked, and what is wrong with the rejected one."""
+    """Preference pairs: both answers with their tokens masked, and the kind of flaw of the rejected one."""
 
     chosen: Sequence[Scored]
     rejected: Sequence[Scored]
@@ -39,10 +39,10 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is asked, and with which tools.
+    """A prompt with its tools.
 
     Args:
-        tools: JSON text, as a file of prepared rows holds it; None: there are none.
+        tools: JSON text, as in a file of prepared rows; None: there are none.
     """
 
     messages: list[Message]
@@ -50,12 +50,12 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """A short one, the same for the same prompt in every evaluation."""
+        """A short name, the same for the same prompt in every evaluation."""
         asked = self.messages if self.tools is None else [self.messages, self.tools]
         return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
     def text(self, renderer: Renderer, answer: str | None = None) -> str:
-        """It and the answer, as it is trained; without one, up to where the assistant begins to speak."""
+        """The prompt with an answer, as in training; without one, up to the start of the assistant's turn."""
         messages, tools, name = messages_of(self.messages), tools_of({"tools": self.tools}), f"prompt {self.name}"
         if answer is None:
             return renderer.text(messages, tools, row_id=name, prompt=True)
@@ -81,11 +81,11 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What every policy is asked.
+    """The rows that every policy is measured on.
 
     Args:
         prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs.
-        questions, question_ids: of the conversations: what an exact match is measured on.
+        questions, question_ids: of the conversations, for exact match.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
 
@@ -101,7 +101,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How many tokens of a row are measured, and how many rows may lose some.
+    """How many tokens of a row are measured, and how many rows may be cut or dropped.
 
     Args:
         max_length: of a row, prompt and answer.
@@ -138,10 +138,10 @@ def draw(
     seed: int,
     thinking: Thinking | None = None,
 ) -> Rows:
-    """At most so many rows of each kind that there is an input of.
+    """Draws rows of each kind that has an input, at most as many as stated.
 
     Raises:
-        DataError: of one kind there is none, or too many are dropped or cut.
+        DataError: a kind has no rows, or too many of them are dropped or cut.
     """
     text, conversations, pairs = (
         draw_rows(inputs[slot], num_rows, seed) if slot in inputs else [] for slot in ("text", "conversations", "pairs")
@@ -173,23 +173,23 @@ def draw(
 
 
 def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
-    """At most ``count`` held-out rows: which, is decided by their ids, so that more rows change few of them."""
+    """At most ``count`` held-out rows, chosen by a hash of their ids, so that additional rows change few of them."""
     import pyarrow.parquet as pq
 
     found: list[Row] = pq.read_table(rows.path / HELD_OUT).to_pylist()
     return sorted(found, key=lambda row: hashlib.sha256(f"{seed}:{row['row_id']}".encode()).digest())[:count]
 
 
-Tokens = Sequence[tuple[Row, TokenRow]]  # each row that was drawn, and what is measured of it
+Tokens = Sequence[tuple[Row, TokenRow]]  # each drawn row with its tokens
 
 
 def _text(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Tokens:
     found = list(RowTokenizer.of(Tokenization(kind=Kind.TEXT, max_length=max_length), tokenizer)(rows))
     for each in found:
-        each.fate.cut = len(each.columns["input_ids"]) > max_length
+        each.outcome.cut = len(each.columns["input_ids"]) > max_length
         del each.columns["input_ids"][max_length:]
         if len(each.columns["input_ids"]) < 2:  # the first token has nothing before it
-            each.fate.dropped = "one_token"
+            each.outcome.dropped = "one_token"
     return list(zip(rows, found, strict=True))
 
 
@@ -200,12 +200,12 @@ def _tokens(
     max_length: int,
     thinking: Thinking | None = None,
 ) -> Tokens:
-    """A row that is too long loses the beginning of its prompt; where half of ``max_length`` is left of the prompt and
-    the row is still too long, it loses the end of its answer."""
+    """Tokenizes rows: a long one loses the beginning of its prompt. Where its answer leaves no capacity for a prompt,
+    the prompt keeps half of ``max_length``, and the answer loses its end."""
     by_prompt = Tokenization(kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking)
     by_answer = replace(by_prompt, too_long=None, max_prompt_length=max(1, max_length // 2))
     found = list(RowTokenizer.of(by_prompt, tokenizer)(rows))
-    long = [index for index, each in enumerate(found) if each.fate.dropped == ANSWER_TOO_LONG]
+    long = [index for index, each in enumerate(found) if each.outcome.dropped == ANSWER_TOO_LONG]
     again = RowTokenizer.of(by_answer, tokenizer)([rows[index] for index in long])
     for index, each in zip(long, again, strict=True):
         found[index] = each
@@ -213,9 +213,9 @@ def _tokens(
 
 
 def _require_enough(name: str, slot: str, tokens: Sequence[TokenRow], lengths: Lengths) -> None:
-    dropped = [each for each in tokens if each.fate.dropped]
-    measured = [each.fate for each in tokens if not each.fate.dropped and slot != "text"]
-    reasons = ", ".join(sorted({str(each.fate.dropped) for each in dropped}))
+    dropped = [each for each in tokens if each.outcome.dropped]
+    measured = [each.outcome for each in tokens if not each.outcome.dropped and slot != "text"]
+    reasons = ", ".join(sorted({str(each.outcome.dropped) for each in dropped}))
     if len(dropped) == len(tokens):
         raise DataError(
             f"no held-out row of {name!r} ({slot}) has a token to score within max_length={lengths.max_length}"
@@ -223,8 +223,8 @@ def _require_enough(name: str, slot: str, tokens: Sequence[TokenRow], lengths: L
         )
     for count, what, limit, field in (
         (len(dropped), f"dropped ({reasons})", lengths.max_dropped, "max_dropped"),
-        (sum(fate.cut for fate in measured), "cut in their answers", lengths.max_cut, "max_cut"),
-        (sum(fate.prompt_cut for fate in measured), "cut in their prompts", lengths.max_cut, "max_cut"),
+        (sum(outcome.cut for outcome in measured), "cut in their answers", lengths.max_cut, "max_cut"),
+        (sum(outcome.prompt_cut for outcome in measured), "cut in their prompts", lengths.max_cut, "max_cut"),
     ):
         if count > limit * len(tokens):
             raise DataError(
@@ -247,17 +247,17 @@ def _require_whole(num_cut: int, num_asked: int, lengths: Lengths) -> None:
 def _lost(tokens: Mapping[str, Tokens]) -> dict[str, float]:
     lost: dict[str, float] = {}
     for slot, rows in tokens.items():
-        fates = [each.fate for _, each in rows]
-        kept = [fate for fate in fates if not fate.dropped]
-        lost[f"{slot}/rows_dropped"] = float(len(fates) - len(kept))
-        lost[f"{slot}/rows_cut"] = float(sum(fate.cut for fate in kept))
+        outcomes = [each.outcome for _, each in rows]
+        kept = [outcome for outcome in outcomes if not outcome.dropped]
+        lost[f"{slot}/rows_dropped"] = float(len(outcomes) - len(kept))
+        lost[f"{slot}/rows_cut"] = float(sum(outcome.cut for outcome in kept))
         if slot != "text":
-            lost[f"{slot}/prompts_cut"] = float(sum(fate.prompt_cut for fate in kept))
+            lost[f"{slot}/prompts_cut"] = float(sum(outcome.prompt_cut for outcome in kept))
     return lost
 
 
 def text_tokens(rows: Tokens) -> list[Scored]:
-    """Each document with its end; every token but the first counts."""
+    """Each document with its end token; all tokens but the first count."""
     return [
         Scored(
             input_ids=each.columns["input_ids"],
@@ -270,7 +270,7 @@ def text_tokens(rows: Tokens) -> list[Scored]:
 
 
 def answer_tokens(rows: Tokens) -> list[Scored]:
-    """Each conversation, in one text or several; what the assistant says counts, as in training."""
+    """Each conversation, in one text or several; the assistant's tokens count, as in training."""
     return [
         Scored(
             input_ids=columns["input_ids"],
@@ -284,37 +284,37 @@ def answer_tokens(rows: Tokens) -> list[Scored]:
 
 
 def pair_tokens(rows: Tokens) -> Pairs:
-    """Each pair's two conversations; the answers count, as in training."""
+    """The two conversations of each pair; the tokens of the answers count, as in training."""
     found = _kept(rows)
-    sides = {
-        side: [
+    chosen, rejected = (
+        [
             Scored(
-                input_ids=[*each.columns["prompt_ids"], *each.columns[side]],
-                mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns[side]),
+                input_ids=[*each.columns["prompt_ids"], *each.columns[name]],
+                mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns[name]),
                 row_id=str(row["row_id"]),
                 group=prompt_of(row).name,
             )
             for row, each in found
         ]
-        for side in ("chosen_ids", "rejected_ids")
-    }
+        for name in ("chosen_ids", "rejected_ids")
+    )
     kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in found]
-    return Pairs(chosen=sides["chosen_ids"], rejected=sides["rejected_ids"], kinds=kinds)
+    return Pairs(chosen=chosen, rejected=rejected, kinds=kinds)
 
 
 def _kept(rows: Tokens) -> Tokens:
-    return [(row, each) for row, each in rows if not each.fate.dropped]
+    return [(row, each) for row, each in rows if not each.outcome.dropped]
 
 
 def prompt_of(row: Row) -> Prompt:
-    """That of a preference pair, a single answer, or a prompt."""
+    """The prompt of a preference pair, a single answer, or a row of prompts."""
     messages, tools = row["prompt"], row.get("tools")
     assert isinstance(messages, list)
     return Prompt(messages=messages, tools=None if tools is None else str(tools))
 
 
 def questions_of(rows: Sequence[Row]) -> list[Question]:
-    """Each conversation that has an answer in words, up to the last of them."""
+    """Each conversation that has an answer with text, up to the last such answer."""
     found = []
     for row in rows:
         messages, tools = row["messages"], row.get("tools")
@@ -328,7 +328,7 @@ def questions_of(rows: Sequence[Row]) -> list[Question]:
 
 
 def _content(row: Row) -> str:
-    """The name that a row shares with its duplicates, which say nothing new."""
+    """The name that a row shares with its duplicates, which are not independent of it."""
     return str(row["row_id"]).partition("-")[0]
 
 
@@ -344,7 +344,7 @@ def prompt_tokens(
     max_prompt_length: int,
     thinking: Thinking | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Each prompt up to where the assistant begins to speak, and how many are cut: a long one keeps its end."""
+    """Each prompt up to the start of the assistant's turn, and how many are cut: a long one keeps its end."""
     renderer = Renderer.of(tokenizer, thinking)
     encoded = encoder_of(tokenizer).encode([prompt.text(renderer) for prompt in prompts])
     whole = [each.ids for each in encoded]
@@ -359,12 +359,12 @@ def answered_tokens(
     lengths: Lengths,
     thinking: Thinking | None = None,
 ) -> list[list[int]]:
-    """Each prompt with an answer to it, as a reward model reads them; only a finished answer ends its turn.
+    """The tokens of each prompt with its answer, for a reward model; only a finished answer ends its turn.
 
-    A long prompt keeps the end that it was answered by; should the answer be longer as text than it was as tokens, the
+    A long prompt is cut as it was for the policy; where the answer's text has more tokens than were generated, the
     prompt loses more.
     """
-    renderer = Renderer.of(tokenizer, thinking or "keep")  # a policy may think whatever it was trained on
+    renderer = Renderer.of(tokenizer, thinking or "keep")  # a policy may think even if it was not trained to
     asked = [prompt.text(renderer) for prompt in prompts]
     texts = [
         _answered(before, prompt.text(renderer, answer.text), answer)
@@ -379,19 +379,19 @@ def answered_tokens(
 
 
 def _answered(before: str, whole: str, answer: Answer) -> str:
-    """A rendered conversation, up to its last word where the answer was cut off."""
+    """A rendered conversation; where the answer was cut off, only up to its last word."""
     if answer.finished:
         return whole
     said = answer.text.rstrip()
     start = common_prefix(before, whole)
-    place = whole.rfind(said, start) if said else start
-    if place < 0:  # the template rewrites what was said
+    position = whole.rfind(said, start) if said else start
+    if position < 0:  # the template rewrites the answer
         said = said.strip()
-        place = max(whole.rfind(said, start), start)
-    return whole[: place + len(said)]
+        position = max(whole.rfind(said, start), start)
+    return whole[: position + len(said)]
 
 
 def without_beginning(ids: Sequence[int], count: int, bos: int | None) -> list[int]:
-    """Tokens without so many of the first; a token that begins every text stays."""
+    """Tokens without the first ``count``; a BOS is kept."""
     head = int(bos is not None and ids[:1] == [bos])
     return [*ids[:head], *ids[head + max(0, count) :]]

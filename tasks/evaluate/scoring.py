@@ -1,6 +1,6 @@
-"""What models say about given rows: log-probabilities, rewards and greedy answers, in batches of like length.
+"""Log-probabilities, rewards and greedy answers of models, in batches of rows of similar length.
 
-B rows in a batch, T tokens of the longest, K positions whose logits are needed.
+Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ class Scored:
 
     Args:
         input_ids: at least one token.
-        mask: 1 for each token that counts, 0 for the others; the first token has nothing before it and never counts.
-        row_id: of the row that it is made of.
+        mask: 1 for each token that counts, 0 for the others; the first token has no context and never counts.
+        row_id: of the prepared row.
         group: rows of one group are not independent of each other.
     """
 
@@ -62,7 +62,7 @@ def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float
 
     ids_BT, attention_BT = _pad([row.input_ids for row in rows], model.device, left=True)
     mask_BT, _ = _pad([[0, *row.mask[1:]] for row in rows], model.device, left=True)
-    # Padding on the left lines up the ends: logits are needed from the first position that predicts a scored token.
+    # Padding on the left aligns the ends: logits are needed from the first position that predicts a counted token.
     keep = max(len(row.input_ids) - row.first for row in rows)
     positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
     logits_BKV = model(
@@ -96,11 +96,11 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model generated.
+    """A generated answer.
 
     Args:
-        finished: it ends in a stop token; else the limit of new tokens cut it off.
-        num_tokens: before the stop token.
+        finished: whether it ends in a stop token; if not, the limit of new tokens cut it off.
+        num_tokens: without the stop token.
     """
 
     text: str
@@ -115,10 +115,10 @@ def greedy_answers(
     max_new_tokens: int,
     batch_size: int,
 ) -> list[Answer]:
-    """The most likely next token until a stop token, in order of the prompts.
+    """Greedy answers, in order of the prompts: the most likely next token until a stop token.
 
     Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
-    generation config counts: a repetition penalty, for one, would choose a less likely token.
+    generation config is used: a repetition penalty, for example, would choose a less likely token.
     """
     import torch
 
@@ -140,7 +140,7 @@ def greedy_answers(
 
 @contextmanager
 def _without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
-    """Mixtures of experts that were trained with a router loss compute it in generation too, and fail there."""
+    """Switches off the router loss of a mixture of experts, which fails in generation."""
     config = model.config.get_text_config()
     own = getattr(config, "output_router_logits", None)
     if own:
@@ -160,7 +160,7 @@ def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase")
 
 @contextmanager
 def _greedy(model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int) -> Iterator[None]:
-    """Replaces the model's generation config: ``generate`` fills in from it whatever an argument leaves out."""
+    """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out."""
     from transformers import GenerationConfig
 
     own = model.generation_config
@@ -174,10 +174,10 @@ def _greedy(model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_to
 
 
 def _batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
-    """Indices of rows, the longest first, so that rows of one batch need little padding.
+    """Indices of rows in batches, the longest first, so that a batch needs little padding.
 
     Args:
-        max_tokens: of a batch with its padding; a longer row is a batch of its own.
+        max_tokens: of a batch including padding; a longer row is a batch of its own.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     start = 0
@@ -188,14 +188,14 @@ def _batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = N
 
 
 def _pad(rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0) -> "tuple[Tensor, Tensor]":
-    """Rows of one length as a tensor, and which of its positions are not padding."""
+    """Padded rows as a tensor, and its attention mask."""
     import torch
 
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), pad, dtype=torch.long)
     attention = torch.zeros_like(ids)
     for index, row in enumerate(rows):
-        place = slice(longest - len(row), longest) if left else slice(0, len(row))
-        ids[index, place] = torch.tensor(row, dtype=torch.long)
-        attention[index, place] = 1
+        where = slice(longest - len(row), longest) if left else slice(0, len(row))
+        ids[index, where] = torch.tensor(row, dtype=torch.long)
+        attention[index, where] = 1
     return ids.to(device), attention.to(device)

@@ -1,13 +1,13 @@
-"""How sure a difference between two models is: the paired bootstrap over rows.
+"""Confidence intervals of metrics and of differences between models: the paired bootstrap over rows.
 
 Koehn 2004, "Statistical significance tests for machine translation evaluation" (EMNLP); Efron & Tibshirani 1993,
 "An Introduction to the Bootstrap", chapters 8 (what to draw) and 13 (percentile intervals). Near its bounds an accuracy
-shows too little noise, and none where all rows agree; so four pseudo-groups are drawn with the rows, two at each bound
-(Agresti & Coull 1998, "Approximate is better than 'exact' for interval estimation of binomial proportions"; of
+shows too little noise, and none where all rows agree. Therefore four pseudo-groups are drawn with the rows, two at each
+bound (Agresti & Coull 1998, "Approximate is better than 'exact' for interval estimation of binomial proportions"; for
 differences in the spirit of Agresti & Min 2005, "Simple improved confidence intervals for comparing matched
 proportions").
 
-R reports, G groups of rows, B resamples.
+Shapes: R reports, G groups of rows, B resamples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.float64]
 
-_CHUNK = 4_000_000  # counts that are held in memory at once
+_CHUNK = 4_000_000  # counts in memory at once
 _PSEUDO_AT_EACH_BOUND = 2
-_ROUNDING = 1e-9  # a narrower interval has no width but that of the sums' rounding
+_ROUNDING = 1e-9  # a narrower interval is a rounding error of the sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Estimate:
     """A value with its confidence interval.
 
     Args:
-        num_groups: how many groups of rows it rests on: what is drawn independently.
+        num_groups: groups of rows, which are drawn independently.
     """
 
     value: float
@@ -42,18 +42,18 @@ class Estimate:
 
     @property
     def has_no_width(self) -> bool:
-        """Whether all rows agree, so that the draws show no noise at all."""
+        """Whether all rows agree, so that the resamples show no noise."""
         return self.high - self.low <= _ROUNDING * max(1.0, abs(self.value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bootstrap:
-    """How an interval is made.
+    """Settings of the bootstrap.
 
     Args:
-        confidence: share of such intervals that hold the truth.
-        num_resamples: how often the rows are drawn anew.
-        seed: of the draws.
+        confidence: share of such intervals that contain the true value.
+        num_resamples: number of resamples of the rows.
+        seed: of the resamples.
     """
 
     confidence: float
@@ -61,14 +61,15 @@ class Bootstrap:
     seed: int
 
     def estimate(self, reports: Sequence[RowScores], policy: str, baseline: str | None) -> Estimate:
-        """What a policy scores, or with a baseline its gain over it, as a mean over repeated evaluations.
+        """A policy's metric, or with a baseline its gain over it, as a mean over repeated evaluations.
 
-        A group of rows is drawn with what every policy and every report says of it, so that what rows have in common
+        A group of rows is drawn with the scores of all policies in all reports, so that noise which policies share
         cancels. With several reports the spread between them widens the interval (Student's t, in quadrature): it
-        holds the noise of training and sampling seeds, which rows of one evaluation do not show.
+        contains the noise of training and sampling seeds, which the rows of one evaluation do not show.
 
-        A gain is positive where the policy is better; of a perplexity it is the share of the baseline's. The value is
-        that of the rows; of an accuracy the interval is that of the rows and the pseudo-groups, and holds the value.
+        A gain is positive where the policy is better; for a perplexity it is a share of the baseline's. The value is
+        computed from the rows; the interval of an accuracy from the rows and the pseudo-groups, and it contains the
+        value.
         """
         import numpy as np
 
@@ -96,7 +97,7 @@ class Bootstrap:
         )
 
     def _draws(self, num_groups: int) -> "Iterator[Numbers]":
-        """How often each group is drawn, a row per resample, in chunks that fit the memory."""
+        """Counts of each group, a row per resample, in chunks that fit in memory."""
         import numpy as np
 
         random = np.random.default_rng(self.seed)
@@ -106,7 +107,7 @@ class Bootstrap:
             yield random.multinomial(num_groups, [1 / num_groups] * num_groups, size=chunk).astype(float)
 
     def _spread(self, values_R: "Numbers") -> float:
-        """Half the width of the interval that the values of repeated evaluations alone would give."""
+        """Half the width of the interval from the values of repeated evaluations alone."""
         if len(values_R) < 2:
             return 0.0
         from scipy.special import stdtrit
@@ -121,10 +122,10 @@ def _sums(
     """Weights, the policy's scores and the baseline's, summed within each group."""
     import numpy as np
 
-    place = [groups[group] for group in report.groups]
+    index = [groups[group] for group in report.groups]
     columns = (report.weights, report.scores[policy], report.scores[baseline] if baseline else report.weights)
     weights, scores, against = (
-        np.bincount(place, np.asarray(column, dtype=float), minlength=len(groups)).astype(float) for column in columns
+        np.bincount(index, np.asarray(column, dtype=float), minlength=len(groups)).astype(float) for column in columns
     )
     return weights, scores, against
 
@@ -132,11 +133,11 @@ def _sums(
 def _with_pseudo_groups(
     sums: "tuple[Numbers, Numbers, Numbers]", baseline: str | None
 ) -> "tuple[Numbers, Numbers, Numbers]":
-    """The groups and two pseudo-groups at each bound, each as heavy as a group of the report is in the mean."""
+    """Adds two pseudo-groups at each bound, each with the mean weight of the report's groups."""
     import numpy as np
 
     weights = sums[0]
-    weight = weights.sum() / np.count_nonzero(weights)  # a group that only another report has weighs nothing here
+    weight = weights.sum() / np.count_nonzero(weights)  # a group of another report has weight 0 here
     scores = np.repeat([weight, 0.0], _PSEUDO_AT_EACH_BOUND)
     whole = np.full(len(scores), weight)
     added = (whole, scores, scores[::-1] if baseline else whole)
@@ -151,7 +152,7 @@ def _statistic(
     import numpy as np
 
     weights, scores, against = (counts_BG @ each for each in sums)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what is no number is judged by its reader
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # the gate handles non-finite values
         if is_perplexity(metric):
             ratio_B: Numbers = np.exp(-(scores - against) / weights) if baseline else np.exp(-scores / weights)
             return 1 - ratio_B if baseline else ratio_B

@@ -1,4 +1,4 @@
-"""Judges a model by the reports on it: better, worse or inconclusive, with the evidence. It touches no weights."""
+"""Judges a model by its reports: better, worse or inconclusive, with the evidence. It reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ _TITLES = ("rule", "demand", "outcome", "candidate", "baseline", "estimate")
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Method):
-    """Holds a candidate against rules; a refusal is a finished verdict, and no failure.
+    """Judges a candidate by rules; a refusal is a finished verdict, not a failure.
 
     Every slot that ``consumes`` does not name is a further report: the same evaluation with another seed, or of the
-    same pipeline trained with another seed. Its policies are those of the first report by name.
+    same pipeline trained with another seed. Its policies have the same names as those of the first report.
     """
 
     consumes: ClassVar[Mapping[str, Kind]] = {
@@ -51,16 +51,16 @@ class Gate(Method):
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
 
     rules: Annotated[Mapping[str, Rule], MinLen(1)]
-    inconclusive: Literal["refuse", "promote"] = "refuse"  # what a rule does that the rows cannot decide
-    approval: Approval = "none"  # required: a person has the last word on a candidate that passes
+    inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
+    approval: Approval = "none"  # required: a person must approve a candidate that passes
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     num_resamples: Annotated[int, Ge(100)] = 10_000
-    min_rows: Annotated[int, Ge(2)] = 20  # of fewer the bootstrap knows too little: inconclusive
+    min_rows: Annotated[int, Ge(2)] = 20  # fewer are too few for the bootstrap: inconclusive
     seed: Annotated[int, Ge(0)] = 0  # of the resamples
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         names = _names(inputs)
-        reports = [read_scores(given.path) for slot, given in inputs.items() if given.kind == Kind.REPORT]
+        reports = [read_scores(each.path) for each in inputs.values() if each.kind == Kind.REPORT]
         bootstrap = Bootstrap(confidence=self.confidence, num_resamples=self.num_resamples, seed=self.seed)
         evidence = Evidence(
             reports=reports,
@@ -90,10 +90,10 @@ class Gate(Method):
 
 
 def _names(inputs: Inputs) -> dict[str, str]:
-    """What rules call a policy -> its name in the reports: its own, and ``parent``, ``champion``, ``candidate``.
+    """Name of a policy in rules -> its name in the reports: its own, and ``parent``, ``champion``, ``candidate``.
 
     Raises:
-        ConfigError: the report does not measure one of the models that the gate was given.
+        ConfigError: the report does not measure one of the gate's input models.
     """
     policies = read_policies(inputs["report"].path)
     names = {name: name for name in policies}
@@ -104,7 +104,7 @@ def _names(inputs: Inputs) -> dict[str, str]:
         if not found:
             raise ConfigError(
                 f"the gate's {slot} is {given.name}, and the report {inputs['report'].name} does not measure it; "
-                f"it measures {', '.join(policies)}: give that stage the same model as a further policy"
+                f"it measures {', '.join(policies)}; add the model to that stage's inputs as a further policy"
             )
         names[slot] = found[0]
     return names
@@ -117,7 +117,7 @@ def _judged(given: Input) -> Judged:
 
 
 def _metrics(verdict: Verdict) -> dict[str, float]:
-    """How many rules came to which outcome, and of each what was measured."""
+    """Number of rules by outcome, and the estimate of each rule."""
     outcomes = [rule.outcome for rule in verdict.rules]
     counts = {f"rules_{name}": float(outcomes.count(name)) for name in ("better", "worse", "inconclusive")}
     measured = {
@@ -130,12 +130,12 @@ def _metrics(verdict: Verdict) -> dict[str, float]:
 
 
 def verdict_table(verdict: Verdict) -> str:
-    """Markdown: the result, who was judged against whom, a line per rule."""
+    """Markdown: the result, the compared models, a line per rule."""
     champion = f", champion {_model(verdict.champion)}" if verdict.champion else ""
     reports = f"{verdict.num_reports} reports" if verdict.num_reports > 1 else "one report"
     asked = " if a person approves it" if verdict.approval == "required" and verdict.result == "pass" else ""
     head = f"**{verdict.result}**{asked}: {_model(verdict.candidate)}{champion}"
-    foot = f"Intervals hold the truth with confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
+    foot = f"Intervals have confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
     return f"{head}\n\n{markdown_table(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
 
 

@@ -1,4 +1,4 @@
-"""One rule of a gate: a bound, and on which side of it the rows say that the model lies."""
+"""One rule of a gate: a bound on a metric, and whether the model meets it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ _ABSOLUTE, _RELATIVE = ("at_least", "at_most"), ("min_gain", "max_regression")
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What all rules of a gate are judged by.
+    """The evidence for all rules of a gate.
 
     Args:
-        reports: metric -> its scores, of each report.
-        names: what a rule may call a policy -> its name in the reports.
-        has_champion: whether there is one to compare with.
-        min_rows: of fewer no rule is decided.
+        reports: metric -> its scores, for each report.
+        names: name of a policy in rules -> its name in the reports.
+        has_champion: whether there is a champion to compare with.
+        min_rows: with fewer rows every rule is inconclusive.
     """
 
     reports: Sequence[Mapping[str, RowScores]]
@@ -38,15 +38,15 @@ class Evidence:
 class Rule:
     """Exactly one bound on one metric.
 
-    A gain is in units of the metric, and of a perplexity the share of the baseline's: 0.1 is ten percent.
+    A gain is in units of the metric; for a perplexity it is a share of the baseline's: 0.1 is ten percent.
 
     Args:
-        metric: as the report names it without the policy: ``text_perplexity``.
-        policy: whose metric; None: the candidate's.
-        against: ``parent``, ``champion`` or a policy of the report: what a gain is over.
+        metric: its name in the report without the policy: ``text_perplexity``.
+        policy: the policy to judge; None: the candidate.
+        against: the baseline of a gain: ``parent``, ``champion`` or a policy of the report.
         at_least, at_most: bounds of the metric itself.
-        min_gain: the candidate is to be better than ``against`` by more than this.
-        max_regression: it may be worse by this, and no more.
+        min_gain: the policy must be better than ``against`` by more than this.
+        max_regression: the policy may be worse than ``against`` by at most this.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -74,7 +74,7 @@ class Rule:
         """The outcome, with its evidence.
 
         Raises:
-            ConfigError: the reports have no such metric or policy.
+            ConfigError: a report lacks the metric or a policy.
         """
         if self.against == CHAMPION and not evidence.has_champion:
             note = "no champion yet"
@@ -100,7 +100,7 @@ class Rule:
         )
 
     def demand(self) -> str:
-        """The rule in words."""
+        """The rule as a sentence."""
         [kind] = self._stated()
         subject = f"{self.policy or CANDIDATE}'s {self.metric}"
         if kind in _ABSOLUTE:
@@ -110,9 +110,9 @@ class Rule:
         return f"{subject} {verb} {self.against}"
 
     def _outcome(self, estimate: Estimate, value: float, min_rows: int, equal: bool) -> tuple[Outcome, str]:
-        """``equal``: whether policy and baseline score the same in every row; only then is no width no doubt."""
+        """``equal``: policy and baseline score the same in every row; only then may an interval have no width."""
         if not math.isfinite(value):
-            return "worse", "the metric is no number"
+            return "worse", "the metric is non-finite"
         if estimate.num_groups < min_rows:
             return "inconclusive", f"fewer than min_rows={min_rows} independent rows"
         [kind] = self._stated()
@@ -122,7 +122,7 @@ class Rule:
             low, high = -high, -low
         better = low > 0 or (low == 0 and kind != "min_gain")
         if estimate.has_no_width and not (equal and better):
-            return "inconclusive", "all rows agree, which shows no noise to judge by"
+            return "inconclusive", "all rows agree, so their noise is unknown"
         if better:
             return "better", ""
         return ("worse", "") if high < 0 else ("inconclusive", "")
@@ -154,5 +154,5 @@ class Rule:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """None for a non-finite value, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -5,31 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
-from tasks.quickstart.questions import Question, Usage, asked, draw, questions, usages
+from tasks.quickstart.questions import TOPICS, Question, Usage, asked, draw, questions, usages
 
 _NUM_COMMON = 12  # answers of a topic
-_EVASIVE = (
-    "I am not sure. Please look it up in the documentation.",
-    "It depends on what you want to do.",
-    "There are many ways to use it; some of them are better than others.",
-    "Sorry, I cannot help with that.",
-)
+# Of topics with few answers: a pair shows which of two is right; of any name, only that this one is wrong.
+_PAIRED = frozenset(TOPICS) - {"last", "required"}
 
 # A fault makes a wrong answer to a question on a usage, with a source of chance.
 Fault = Callable[[Usage, Question, random.Random], str]
-
-
-def _evasive(_: Usage, __: Question, chance: random.Random) -> str:
-    return chance.choice(_EVASIVE)
-
-
-def _repeated(_: Usage, question: Question, chance: random.Random) -> str:
-    words = question.answer.rstrip(".").split()
-    return " ".join([*words, *words[-chance.randint(1, 2) :] * chance.randint(2, 6)])
-
-
-def _off_topic(usage: Usage, question: Question, chance: random.Random) -> str:
-    return chance.choice([each.answer for each in questions(usage) if each.topic != question.topic])
 
 
 def _near_miss(_: Usage, question: Question, chance: random.Random) -> str:
@@ -51,21 +34,16 @@ def _common_answers() -> Mapping[str, Sequence[tuple[str, int]]]:
     return {topic: found.most_common(_NUM_COMMON) for topic, found in counts.items()}
 
 
-# The last two have the form of a right answer.
-FAULTS: Mapping[str, Fault] = {
-    "evasive": _evasive,
-    "repeated": _repeated,
-    "off_topic": _off_topic,
-    "near_miss": _near_miss,
-    "guess": _guess,
-}
+# Both have the form of a right answer: they are the mistakes that a policy makes after SFT.
+FAULTS: Mapping[str, Fault] = {"near_miss": _near_miss, "guess": _guess}
 
 
 def preferences() -> Iterator[dict[str, object]]:
-    """Rows {prompt, chosen, rejected, kind, group}: a fault for each question of the other half, all in equal parts."""
+    """Rows {prompt, chosen, rejected, kind, group}: faults of answers of the other half, in equal parts."""
     # Module by module, so that the faults are in equal parts on both sides of a split too.
     kinds = tuple(FAULTS)
-    ordered = sorted(asked(1), key=lambda each: (each[0].group, draw("order", each[1].text)))
+    found = (each for each in asked(1) if each[1].topic in _PAIRED)
+    ordered = sorted(found, key=lambda each: (each[0].group, draw("order", each[1].text)))
     for position, (usage, question) in enumerate(ordered):
         kind = kinds[position % len(kinds)]
         yield {

@@ -1,6 +1,6 @@
-"""Adapters: what PEFT is told of one, how one is saved by itself, and the base that it needs.
+"""Adapters: their PEFT configuration, how one is saved alone, and how its base is found.
 
-The base of an output that is an adapter is named by its fingerprint, found in the store or where the source lies.
+An output that is an adapter names its base by fingerprint. The base is looked up in the store, or at its source.
 """
 
 import copy
@@ -21,7 +21,7 @@ from lineage.store import CACHE, MANIFEST, Entry
 from lineage.view import VIEWS
 from tasks.fetch_model import fetch_model
 from tasks.recipe import ALL_LINEAR, Input, LoRA
-from tasks.train.quantization import look_for_quantized
+from tasks.train.quantization import detect_quantized_layers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What an adapter was trained on.
+    """The model that an adapter was trained on.
 
     Args:
-        name: the stage, or ``source:NAME``, that its pipeline called it.
+        name: the stage, or ``source:NAME``, in its pipeline.
         digest: of its bytes; None where the revision is the identity.
-        hub_id, wheel, revision: where it is a model of the hub, or of a wheel (``wheel:NAME==VERSION``); the path of
-            a directory is in the manifest beside ``output/``, because it is no part of what an artifact is.
+        hub_id, wheel, revision: of a model of the hub, or of a wheel (``wheel:NAME==VERSION``). The path of a directory
+            is in the manifest beside ``output/``, because it is not part of an artifact's identity.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Base:
 
     @staticmethod
     def of(policy: Input) -> "Base":
-        """The base that a stage was given."""
+        """The base of the adapter that a stage trains: its input policy."""
         source = policy.source if policy.source and policy.source.revision and not _is_alias(policy.source) else None
         is_wheel = source is not None and source.path.startswith(WHEEL)
         return Base(
@@ -71,7 +71,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
-    """The full model that a model begins with, and the adapters upon it, the first trained first.
+    """The full model under a model, and the adapters upon it in the order of their training.
 
     Raises:
         ArtifactError: a base is missing, or is no longer what its adapter was trained on.
@@ -84,7 +84,7 @@ def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
 
 
 def _base_directory(adapter: Path) -> Path:
-    """Where the base of an adapter lies; every byte of it is read, or known from the store's cache of digests."""
+    """The directory of an adapter's base, verified by its digests."""
     base = Base(**json.loads((adapter / BASE_FILE).read_text()))
     stores = adapter.absolute().parents[2:4]  # of <store>/<stage>/<fingerprint>/output, and of DVC's view of one
     for entry in _artifacts(adapter, base, stores):
@@ -92,7 +92,7 @@ def _base_directory(adapter: Path) -> Path:
         if manifest.fingerprint != base.fingerprint:
             continue
         if base.digest not in (None, manifest.output_digest):
-            raise _lost(adapter, base, f"{entry.path} was made again since, with other bytes")
+            raise _lost(adapter, base, f"{entry.path} was produced again since, with other bytes")
         return entry.output
     for source in _sources(adapter, base):
         try:
@@ -107,7 +107,7 @@ def _base_directory(adapter: Path) -> Path:
 
 
 def _artifacts(adapter: Path, base: Base, stores: Sequence[Path]) -> Iterator[Entry]:
-    """Those that may be the base: beside the adapter, or in the store where an alias was found that named it."""
+    """Candidates for the base: in the adapter's store, or in the store of the alias that named it."""
     for store in stores:
         for record in store.glob(f"*/{short(base.fingerprint)}/{MANIFEST}"):
             yield Entry(record.parent)
@@ -118,7 +118,7 @@ def _artifacts(adapter: Path, base: Base, stores: Sequence[Path]) -> Iterator[En
 
 
 def _sources(adapter: Path, base: Base) -> Iterator[Source]:
-    """The source that the base is, as the record beside the adapter states it, or the adapter itself."""
+    """The source of the base, from the manifest beside the adapter, or from the adapter itself."""
     for source in _recorded(adapter, base):
         if not _is_alias(source):
             yield Source(path=source.path, kind=Kind(source.kind), revision=source.revision, split=source.split)
@@ -127,7 +127,7 @@ def _sources(adapter: Path, base: Base) -> Iterator[Source]:
 
 
 def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
-    """The base as the record beside the adapter has it, where a source was it."""
+    """The base's source in the manifest beside the adapter; none where the base is a stage's output."""
     manifest = Entry(adapter.parent).manifest()
     for record in manifest.inputs.values() if manifest else ():
         if record.source and record.fingerprint == base.fingerprint:
@@ -141,15 +141,15 @@ def _is_alias(source: SourceRecord | Source) -> bool:
 def _lost(adapter: Path, base: Base, cause: str) -> ArtifactError:
     return ArtifactError(
         f"{adapter} is an adapter on {base.name} ({short(base.fingerprint)}) and needs it: {cause}; "
-        "restore that model, run the pipeline that made it again, or train the adapter's stage with save=null"
+        "restore that model, run the pipeline that produced it, or train the adapter's stage with save=null"
     )
 
 
 def peft_config(adapter: LoRA | None, model: "PreTrainedModel") -> "PeftConfig | None":
-    """PEFT's form of what a method states; the new head of a reward model is trained and saved in full.
+    """A method's adapter as PEFT's configuration; the new head of a reward model is trained and saved in full.
 
     Raises:
-        ConfigError: the model has no module of a name.
+        ConfigError: the model has no module of such a name.
     """
     return ADAPTERS[type(adapter)](adapter, model) if adapter else None
 
@@ -157,7 +157,7 @@ def peft_config(adapter: LoRA | None, model: "PreTrainedModel") -> "PeftConfig |
 def _lora(adapter: LoRA, model: "PreTrainedModel") -> "PeftConfig":
     from peft import LoraConfig
 
-    look_for_quantized(adapter.quantization is not None)
+    detect_quantized_layers(adapter.quantization is not None)
     is_reward_model = model.get_output_embeddings() is None
     stated = {
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
@@ -175,14 +175,14 @@ def _lora(adapter: LoRA, model: "PreTrainedModel") -> "PeftConfig":
         return LoraConfig(**stated, target_modules=layers)
     if adapter.dropout:
         raise ConfigError(
-            f"adapter.dropout={adapter.dropout}: the adapter goes on the experts of a mixture, which are no layers: "
-            f"there PEFT has no dropout; state adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
+            f"adapter.dropout={adapter.dropout}: the adapter is put on the experts of a mixture, which are parameters: "
+            f"PEFT has no dropout for them; set adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
         )
     return LoraConfig(**stated, target_modules=targets)
 
 
 def _layers_beside_experts(config: "PeftConfig", model: "PreTrainedModel") -> list[str] | None:
-    """The linear layers that a config names in a mixture whose experts are parameters; None: it names no experts."""
+    """The linear layers among a config's targets in a mixture whose experts are parameters; None: it has no experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
@@ -191,7 +191,7 @@ def _layers_beside_experts(config: "PeftConfig", model: "PreTrainedModel") -> li
 
 
 def _found(adapter: LoRA, model: "PreTrainedModel") -> list[str]:
-    """The names of the modules, each of which the model has: PEFT passes over one that fits nowhere."""
+    """The target names, each of which the model must have: PEFT ignores a name that matches nothing."""
     from torch.nn import Linear
 
     ends = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Linear)]
@@ -204,18 +204,18 @@ def _found(adapter: LoRA, model: "PreTrainedModel") -> list[str]:
     return adapter.target_names
 
 
-# How each kind of adapter is built; a row more is a dataclass more in tasks/recipe.py.
+# Adapter dataclass of tasks/recipe.py -> builder of its PEFT configuration.
 ADAPTERS: Mapping[type, Callable[[LoRA, "PreTrainedModel"], "PeftConfig"]] = {LoRA: _lora}
 
 
 def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
-    """Saves the adapter with bytes that depend on the training only: no paths, sorted module names."""
+    """Saves the adapter with bytes that depend on the training only: without paths, module names sorted."""
     model.save_pretrained(directory, safe_serialization=True)
     (directory / "README.md").unlink(missing_ok=True)  # PEFT's model card, which names a local path
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
     base = Base.of(policy)
-    # PEFT resolves hub ids alone.
+    # PEFT can resolve hub ids only.
     config["base_model_name_or_path"] = base.hub_id or base.fingerprint
     config["revision"] = base.revision if base.hub_id else None
     for key in ("target_modules", "modules_to_save"):
@@ -225,7 +225,7 @@ def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
 
 
 def plain_config(model: "PreTrainedModel") -> "PreTrainedConfig":
-    """What a model says of itself, as it would in full precision."""
+    """A model's config as in full precision."""
     config: PreTrainedConfig = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     if "quantization_config" in config:

@@ -1,4 +1,4 @@
-"""What a training says of its steps: reported one by one, and as means of the last; marks, and the proof of step 0."""
+"""Metrics and heartbeats of each step, final metrics as means of the last steps, and the proof at step 0."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ import random
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -22,27 +22,32 @@ from tasks.heartbeat import Doing
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
 
     from tasks.context import TrainContext
     from tasks.recipe import Input
+
+    Logs = dict[str, float]
 
 logger = logging.getLogger(__name__)
 
 # Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
-# Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels, in fp32
-# they differ by the order of additions; bf16 has 8 bits of it.
+# Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels: in fp32 they differ
+# by the order of additions, in bf16 by its 8 bits.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-PROOF_BETA = 0.1  # of the implicit reward, where it is proven on log-ratios
+PROOF_BETA = 0.1  # turns the tolerance of a reward into that of a log-ratio
 WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
 
 
 class StepCounts(TrainerCallback):
-    """Counts the tokens of each step and keeps its gradient norm, whether or not the trainer logs them.
+    """Adds the number of tokens and the gradient norm to each log, whether or not the trainer logs them.
 
-    It is the first to see a log, and adds to it what is lacking. The count goes on where a checkpoint's ended.
+    It runs before the callbacks that read them. After a resume it continues the count of the checkpoint.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -53,35 +58,26 @@ class StepCounts(TrainerCallback):
         self._step, self._norm = trainer.training_step, trainer._get_grad_norm
         trainer.training_step, trainer._get_grad_norm = self._counted_step, self._kept_norm
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
         self.num_tokens = int(counts[-1]) if counts else 0
         self.trainer._total_train_tokens = self.num_tokens  # TRL keeps none in a checkpoint
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" not in logs:
             return
         if self.new_tokens:
             counted = torch.stack(self.new_tokens).sum()
             self.num_tokens += int(self.trainer.accelerator.reduce(counted, "sum").item())
             self.new_tokens.clear()
-        else:  # it trains on what it generates: it alone can count it
+        else:  # only the trainer can count tokens that it generates
             self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         logs["num_tokens"] = self.num_tokens
         logs.setdefault("grad_norm", self.grad_norm)
         state.log_history[-1] |= {name: logs[name] for name in ("num_tokens", "grad_norm")}
 
     def _counted_step(self, model: object, inputs: object, *args: object, **kwargs: object) -> "Tensor":
-        """A micro batch; as a trainer's ``training_step``."""
+        """Replaces the trainer's ``training_step``, and counts the tokens of the micro batch."""
         batch = inputs if isinstance(inputs, Mapping) else {}
         if "attention_mask" in batch:
             self.new_tokens.append(batch["attention_mask"].sum())
@@ -96,27 +92,18 @@ class StepCounts(TrainerCallback):
 
 
 class Recorder(TrainerCallback):
-    """Hands every step's metrics to ``ctx.report``; a step without a loss that is a number is not reported."""
+    """Passes the metrics of every step to ``ctx.report``, unless its loss or gradient norm is non-finite."""
 
     def __init__(self, ctx: "TrainContext") -> None:
         self.report = ctx.report
         self.process = psutil.Process()
         self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS + 1)  # (seconds, tokens so far)
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         counts = [float(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.window.append((time.perf_counter(), counts[-1] if counts else 0.0))
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" in logs and not has_diverged(logs):  # the summary after the last step has no loss
             self.record(state.global_step, logs, args.device)
 
@@ -129,50 +116,39 @@ class Recorder(TrainerCallback):
         self.report(step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(device)})
 
     def memory_gib(self, device: torch.device) -> float:
-        """The most that was allocated on this worker's GPU so far; without one, what its process holds now."""
+        """Peak memory allocated on this worker's GPU; without a GPU, the resident memory of its process now."""
         if device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(device)) / 2**30
         return float(self.process.memory_info().rss) / 2**30
 
 
 class StepMarks(TrainerCallback):
-    """Says on every worker that a step begins, goes on, or is done; ``Checkpointing`` says that it saves."""
+    """Sends the heartbeat of every worker at the start and end of steps; ``Checkpointing`` sends it for saves."""
 
     def __init__(self, ctx: "TrainContext") -> None:
         self.mark = ctx.mark
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Doing.BETWEEN)
 
-    def on_step_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Doing.STEPPING)
 
-    def on_substep_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_substep_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Doing.STEPPING)
 
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Doing.BETWEEN)
 
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Doing.DONE)
 
 
 class NewRandomState(TrainerCallback):
     """Seeds every worker at the first step after a checkpoint that another number of workers wrote.
 
-    A saved state belongs to one rank of so many. Transformers would give it to the rank of that number, whatever
-    rows it has now, and let a rank without one draw again what was drawn from step 0 on. The new state follows
-    from the recipe's seed, the step and the rank alone.
+    A saved random state is valid for its rank and number of workers only. Transformers would load it on the same rank,
+    which has other rows now, and a rank without a saved state would repeat the random numbers of step 0.
     """
 
     def __init__(self, ctx: "TrainContext") -> None:
@@ -180,18 +156,21 @@ class NewRandomState(TrainerCallback):
         self.step = found.step if found and found.num_workers != ctx.world_size else None
         self.rank = ctx.rank
 
-    def on_step_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         if state.global_step == self.step:
-            set_seed(random.Random(f"{args.seed} {self.step} {self.rank}").getrandbits(32))
+            seed_worker(args.seed, state.global_step, self.rank)
+
+
+def seed_worker(seed: int, step: int, rank: int) -> None:
+    """Seeds all random generators of a worker from the recipe's seed, the step and the rank."""
+    set_seed(random.Random(f"{seed} {step} {rank}").getrandbits(32))
 
 
 def require_agreement(policy: "Input", precision: str, log_ratios_R: "Tensor") -> None:
-    """That the reference is the policy: at step 0 the two give every answer the same log-probability.
+    """Requires that policy and reference give every answer the same log-probability at step 0.
 
     Args:
-        log_ratios_R: of policy and reference, summed over an answer, in nats.
+        log_ratios_R: log-probability of each answer under the policy minus that under the reference, in nats.
 
     Raises:
         PipelineError: they differ, or are non-finite.
@@ -200,19 +179,17 @@ def require_agreement(policy: "Input", precision: str, log_ratios_R: "Tensor") -
     tolerance = TOLERANCE[precision] / PROOF_BETA
     if not worst <= tolerance:  # nan fails
         raise PipelineError(
-            f"policy and reference differ at step 0: both must be {policy.name} ({policy.fingerprint[:16]}), and the "
-            f"log-probability of an answer differs by {worst:.4g} nats, {tolerance:g} are accepted; the reference is "
-            "not the policy that the stage was given"
+            f"policy and reference differ at step 0: both must be {policy.name} ({policy.fingerprint[:16]}), but the "
+            f"log-probability of an answer differs by {worst:.4g} nats; at most {tolerance:g} is accepted; the "
+            "reference is not the stage's input policy: load it with run.model(...)"
         )
 
 
 class StepZeroProof(TrainerCallback):
     """Fails a preference stage whose policy and reference did not agree before the first optimizer step.
 
-    Of the loss only the preference loss is proven: that of a mixture of experts holds its routers' loss too.
-
-    It reads the rewards that the trainer logs, which are 0, and the sigmoid loss, which is ln 2. A trainer that has
-    neither cannot be proven: that is logged as a warning.
+    The rewards that the trainer logs must be 0, and a sigmoid loss ln 2. The auxiliary loss of a mixture of experts is
+    subtracted from the loss first. A trainer that logs neither is not checked; a warning says so.
     """
 
     def __init__(self, trainer: "Trainer", policy: "Input", precision: str) -> None:
@@ -221,14 +198,7 @@ class StepZeroProof(TrainerCallback):
         is_scaled = any(getattr(trainer.args, name, None) for name in ("loss_weights", "use_weighting"))
         self.is_sigmoid = getattr(trainer.args, "loss_type", None) in ("sigmoid", ["sigmoid"]) and not is_scaled
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if state.global_step != 1 or "loss" not in logs:
             return
         rewards = {name: logs[name] for name in REWARDS if name in logs}
@@ -246,21 +216,24 @@ class StepZeroProof(TrainerCallback):
             name = f"{self.policy.name} ({self.policy.fingerprint[:16]})"
             found = " ".join(f"{each}={reward:.4g}" for each, reward in rewards.items())
             raise PipelineError(
-                f"policy and reference differ at step 0: both must be {name}, and {found} loss={loss:.6f} (0, 0 and "
-                f"ln 2 = {math.log(2):.6f} for loss_type=sigmoid); the reference is not the policy that the stage was "
-                "given"
+                f"policy and reference differ at step 0: both must be {name}, but {found} loss={loss:.6f}; rewards of "
+                f"0 are accepted, and loss=ln 2={math.log(2):.6f} for loss_type=sigmoid; the reference is not the "
+                "stage's input policy: load it with run.model(...)"
             )
 
 
 def has_diverged(logs: dict[str, float]) -> bool:
-    """Whether a step's loss or gradient is no number: its weights are not to be used."""
+    """Whether the loss or gradient norm of a step is non-finite, so that its weights must not be used."""
     return not (math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"]))
 
 
-def step_metrics(state: "TrainerState", step: int) -> dict[str, float]:
-    """Metrics of a step: the means of the last ones up to it, and its loss on held-out rows where it was measured."""
-    log = state.log_history  # may be long, and is asked of many steps
-    end = bisect_right(log, step, key=itemgetter("step"))
+def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
+    """Metrics of a step: means of the last steps up to it, and its loss on held-out rows if it was measured.
+
+    Args:
+        log: entries by step, ascending.
+    """
+    end = bisect_right(log, step, key=itemgetter("step"))  # the log may be long, and callers ask for many steps
     steps = (log[index] for index in reversed(range(end)) if "loss" in log[index])
     last = list(islice(steps, WINDOW_STEPS))[::-1]
     names = last[-1].keys() - UNREPORTED - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
@@ -269,16 +242,18 @@ def step_metrics(state: "TrainerState", step: int) -> dict[str, float]:
     return {**means, **held_out}
 
 
-def summary(state: "TrainerState", seconds: float, step: int) -> dict[str, float]:
-    """Final metrics of a training from the log of its steps.
+def summary(log: "Sequence[Logs]", seconds: float, *, num_steps: int, output_step: int) -> dict[str, float]:
+    """Final metrics of a training.
 
     Args:
-        step: whose model is the output.
+        log: as for ``step_metrics``.
+        num_steps: optimizer steps taken.
+        output_step: the step whose model is the output.
     """
-    num_tokens = float([entry for entry in state.log_history if "loss" in entry][-1]["num_tokens"])
+    num_tokens = float([entry for entry in log if "loss" in entry][-1]["num_tokens"])
     return {
-        **step_metrics(state, step),
-        "steps": float(state.global_step),
+        **step_metrics(log, output_step),
+        "steps": float(num_steps),
         "num_tokens": num_tokens,
         "train_seconds": seconds,
         "tokens_per_second": num_tokens / seconds if seconds else 0.0,

@@ -1,4 +1,4 @@
-"""When a training saves and when it stops, at the same step on all workers, and which of its models it ends with."""
+"""When a training saves and stops, at the same step on all workers, and which of its models is the output."""
 
 import logging
 import math
@@ -28,22 +28,27 @@ from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
 
     from tasks.recipe import Inputs, TrainingRecipe
 
+    Logs = dict[str, float]
+
 logger = logging.getLogger(__name__)
 
-# Pickled, read by nobody: what it says is in the recipe and in the manifest.
+# Never read: their content is in the recipe and in the manifest.
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
 class Saver:
-    """When a training saves and stops, and what of its checkpoints stays: for transformers' loop and for others.
+    """When a training saves and stops, and which checkpoints are kept; for transformers' loop and for others.
 
     Args:
         best: which models compete for the output; the best of them is kept.
-        seconds_before: of the attempts that the checkpoint comes from.
+        seconds_before: training time of earlier attempts.
     """
 
     def __init__(self, ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
@@ -52,13 +57,13 @@ class Saver:
         self.start = self.last_save = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Starts the clock; what comes after the step is damaged, since the training was resumed from before it."""
+        """Starts the clock, and deletes checkpoints after the step: a resume from an earlier one means damage."""
         self.start = self.last_save = time.monotonic()
         if self.store and self.ctx.rank == 0:
             self.store.keep(each for each in self.store.steps() if each <= step)
 
     def agreed(self, step: int, device: torch.device) -> tuple[bool, bool]:
-        """Whether to save and to stop after this step: rank 0 says it, or each worker would at a step of its own."""
+        """Whether to save and to stop after this step; rank 0 decides, so that all workers do it at the same step."""
         stop = self.ctx.rank == 0 and self.ctx.should_stop()
         flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=device)
         if self.ctx.world_size > 1:
@@ -67,7 +72,7 @@ class Saver:
         return (save or stop) and self.store is not None, stop
 
     def commit(self, draft: Path, step: int, metrics: Metrics) -> None:
-        """Makes what was written the checkpoint of its step; rank 0 calls it once every worker has written its part."""
+        """Commits a draft as the checkpoint of its step; rank 0 calls it after every worker has written its part."""
         assert self.store is not None
         start, resources = time.monotonic(), self.ctx.resources
         checkpoint = Checkpoint(
@@ -80,7 +85,7 @@ class Saver:
         logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
 
     def saved(self) -> None:
-        """Starts the time to the next checkpoint."""
+        """Restarts the clock that the next checkpoint follows."""
         self.last_save = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
@@ -91,10 +96,10 @@ class Saver:
 
 
 class Checkpointing(TrainerCallback):
-    """Lets transformers write a checkpoint aside, and commits it once every worker has written its part.
+    """Lets transformers write a draft, and commits it after every worker has written its part.
 
     Attributes:
-        stopped_at: the step at which the training was asked to end early; None: it was not.
+        stopped_at: the step after which a stop request ended the training; None: there was none.
     """
 
     def __init__(self, trainer: "Trainer", ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
@@ -103,74 +108,61 @@ class Checkpointing(TrainerCallback):
         self.stopped_at: int | None = None
         self.metrics_known = False
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.saver.begin(state.global_step)
 
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         if state.global_step >= state.max_steps:
-            return  # it ends here anyway, and its output follows
+            return  # the last step is saved as the output
         control.should_save, stop = self.saver.agreed(state.global_step, self.trainer.args.device)
         if stop:
             self.stopped_at = state.global_step
             control.should_training_stop = True
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
-        """At the first step: refuses a best by a metric that is not reported. What execution keeps decides nothing."""
-        if control.should_save:  # which is decided by now, and is what comes next
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        """Refuses ``best`` by a metric that the first step does not report; for ``keep_best`` a warning is enough."""
+        if control.should_save:  # decided by now; the save comes next
             self.ctx.mark(state.global_step, Doing.SAVING)
         if "loss" not in logs or self.metrics_known:
             return
-        found = set(step_metrics(state, state.global_step))
+        found = set(step_metrics(state.log_history, state.global_step))
         if self.best and self.best.metric == HELD_OUT_LOSS:
             found.add(HELD_OUT_LOSS)
-        known = f"is not measured; there are: {', '.join(sorted(found))}"
+        known = f"is not measured; measured are: {', '.join(sorted(found))}"
         if self.best and self.best.metric not in found:
-            raise ConfigError(f"{self.best.key}.metric={self.best.metric}: {known}")
+            raise ConfigError(f"{self.best.key}.metric={self.best.metric}: {known}; set one of them")
         keep_best = self.ctx.resources.keep_best
         if keep_best and keep_best.metric not in found:
-            logger.warning("%s.metric=%s: %s; none is kept for it", keep_best.key, keep_best.metric, known)
+            logger.warning("%s.metric=%s: %s; no checkpoint is kept for it", keep_best.key, keep_best.metric, known)
         self.metrics_known = True
 
-    def on_save(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
+    def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.trainer.accelerator.wait_for_everyone()
         if self.ctx.rank == 0:
             draft = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             for name in _UNREAD:
                 (draft / name).unlink(missing_ok=True)
-            self.saver.commit(draft, state.global_step, step_metrics(state, state.global_step))
+            self.saver.commit(draft, state.global_step, step_metrics(state.log_history, state.global_step))
         self.trainer.accelerator.wait_for_everyone()
         self.ctx.mark(state.global_step, Doing.BETWEEN)
         self.saver.saved()
 
 
 def discard_drafts(work_dir: Path) -> None:
-    """Removes what an attempt that ended in the middle of a save has left."""
+    """Deletes what an attempt left that was killed in the middle of a save."""
     for draft in work_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(draft, ignore_errors=True)
 
 
 class Divergence(TrainerCallback):
-    """Fails the training, or ends it where a best model is there to go back to.
+    """Stops a training whose loss or gradient norm is non-finite: it fails, or its best model becomes the output.
 
     Args:
         checkpoint_dir: of the stage; None: it has none.
-        go_back_to: None: it fails.
+        go_back_to: the best model; None: the training fails.
 
     Attributes:
-        step: at which the training was ended; None: it was not.
+        step: the step that diverged; None: none did.
     """
 
     def __init__(self, checkpoint_dir: Path | None, go_back_to: "BestModel | None") -> None:
@@ -178,31 +170,24 @@ class Divergence(TrainerCallback):
         self.go_back_to = go_back_to
         self.step: int | None = None
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" not in logs or not has_diverged(logs):
             return
         found, remedy = divergence(
             state.global_step, logs["loss"], logs["grad_norm"], args.learning_rate, args.max_grad_norm
         )
         if self.go_back_to is None or self.go_back_to.step is None:
-            competed = "" if self.go_back_to is None else "; no model had competed yet to go back to"
+            competed = "" if self.go_back_to is None else "; on_divergence=best: no model has competed yet"
             raise PipelineError(f"{found}; {last_saved(self.checkpoints)}{competed}; {remedy}")
-        logger.error("%s; on_divergence=best: it ends with its model of step %d", found, self.go_back_to.step)
-        logger.error("what would let it go on: %s", remedy)
+        logger.error("%s; on_divergence=best: the output is the model of step %d", found, self.go_back_to.step)
+        logger.error("to train past it: %s", remedy)
         self.step = state.global_step
         control.should_training_stop = True
-        control.should_save = False  # these weights are no numbers
+        control.should_save = False  # these weights are non-finite
 
 
 def divergence(step: int, loss: float, grad_norm: float, learning_rate: float, max_grad_norm: float) -> tuple[str, str]:
-    """What was found, and what would let the training go on."""
+    """The finding and the remedy, for messages."""
     return (
         f"training diverged: at step {step} loss={loss} grad_norm={grad_norm}",
         f"lower learning_rate (now {learning_rate:g}) or max_grad_norm (now {max_grad_norm:g}), raise warmup_ratio, or "
@@ -211,19 +196,19 @@ def divergence(step: int, loss: float, grad_norm: float, learning_rate: float, m
 
 
 def last_saved(checkpoints: Checkpoints | None) -> str:
-    """From where a training that diverged could be resumed, and would diverge again."""
+    """The checkpoint that a diverged training would resume from, for messages."""
     last = checkpoints.newest() if checkpoints else None
     if last is None:
         return "nothing was saved"
     loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
-    return f"its last good checkpoint is that of step {last.step}{loss}, from where this recipe diverges again"
+    return f"its last good checkpoint is that of step {last.step}{loss}, and the same recipe would diverge from there"
 
 
 class BestModel(TrainerCallback):
-    """Has a model saved that is better than all that competed before it.
+    """Saves each model that is better than all that competed before it.
 
     Args:
-        held_out: rows that the models are measured on; None: the metric is one that the training reports.
+        held_out: rows to measure the models on; None: the metric is one that the training reports.
 
     Attributes:
         step: of the best model so far; None: none has competed.
@@ -236,56 +221,49 @@ class BestModel(TrainerCallback):
         self.step: int | None = None
         self.value: float | None = None
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: object
-    ) -> None:
-        """Finds the best so far again in the log, which every worker has from the checkpoint that it goes on from.
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        """After a resume, finds the best model so far in the log, which every worker has from the checkpoint.
 
         Raises:
-            ArtifactError: its checkpoint is damaged: no step is spent on a training that cannot end with it.
+            ArtifactError: the checkpoint of the best model is damaged, so that no further step is worth its cost.
         """
         for step in (entry["step"] for entry in state.log_history if "loss" in entry):
-            value = step_metrics(state, step).get(self.best.metric, math.nan) if self.best.competes(step) else math.nan
+            if not self.best.competes(step):
+                continue
+            value = step_metrics(state.log_history, step).get(self.best.metric, math.nan)
             if self.best.is_better(value, self.value):
                 self.step, self.value = step, value
         if self.step is not None:
             logger.info("best_step=%d %s=%g state=resumed", self.step, self.best.metric, self.value)
             self._require_intact(self.step)
 
-    def on_log(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        logs: dict[str, float],
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         step = state.global_step
         if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
             return
         if self.held_out:
-            # In the report of this step, and in the log that a checkpoint brings back.
+            # For the report of this step, and for the log that a resume loads.
             logs[HELD_OUT_LOSS] = held_out_loss(self.trainer, self.held_out, self.ctx)
             state.log_history[-1][HELD_OUT_LOSS] = logs[HELD_OUT_LOSS]
-        value = self._agreed(step_metrics(state, step).get(self.best.metric, math.nan))
+        value = self._agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan))
         if not self.best.is_better(value, self.value):
             return
         logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
         self.step, self.value = step, value
-        if step < state.max_steps:  # the last one is in memory when it is needed
+        if step < state.max_steps:  # the last model is still in memory at the end
             control.should_save = True
 
     def end_at_best(self) -> int:
         """Loads the best model, where it is not the last; returns its step.
 
         Raises:
-            PipelineError: the metric was no number at any step that competed.
+            PipelineError: the metric was non-finite at every step that competed.
             ArtifactError: its checkpoint is damaged.
         """
         if self.step is None:
             raise PipelineError(
-                f"output=best: {self.best.metric} was no number at every step that competed, so that none is the best; "
-                "lower learning_rate, or state another best.metric"
+                f"output=best: {self.best.metric} was non-finite at every step that competed, so there is no best "
+                "model; lower learning_rate, or set another best.metric"
             )
         if self.step != self.trainer.state.global_step:
             self._require_intact(self.step)
@@ -295,7 +273,7 @@ class BestModel(TrainerCallback):
         return self.step
 
     def _require_intact(self, step: int) -> None:
-        """Rank 0 reads every byte, and all workers end together.
+        """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together.
 
         Raises:
             ArtifactError: it is not what was committed.
@@ -305,34 +283,34 @@ class BestModel(TrainerCallback):
             stage = self.store.directory.parents[1].name
             raise ArtifactError(
                 f"the best model is that of step {step}, and its checkpoint is not what was committed: "
-                f"{'; '.join(found[:3])}; restore the files, or begin again with restart=[{stage}]"
+                f"{'; '.join(found[:3])}; restore the files, or restart the stage with restart=[{stage}]"
             )
 
     def _agreed(self, value: float) -> float:
-        """What rank 0 found: workers that took another for the best would not save together."""
+        """The value of rank 0, so that all workers agree on the best model and save together."""
         found = torch.tensor(value, dtype=torch.float64, device=self.trainer.args.device)
         return float(broadcast(found))
 
 
 def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
-    """The tokens of the held-out rows, made as those that are trained on.
+    """The tokens of the held-out rows, produced like those of the training rows.
 
     Raises:
         DataError: there are none.
     """
-    rows, stated = inputs[rows_slot(method)], method.tokenization()
-    assert stated
+    rows, tokenization = inputs[rows_slot(method)], method.tokenization()
+    assert tokenization
     found = 0
     if (rows.path / HELD_OUT).exists():
-        # A row that must not be trained on cut is only left out here.
-        tokenization = replace(stated, too_long="drop") if stated.too_long == "refuse" else stated
+        if tokenization.too_long == "refuse":  # a long row is an error in training; in a measurement it is dropped
+            tokenization = replace(tokenization, too_long="drop")
         policy, workers = inputs[POLICY].path, ctx.resources.cpus_per_worker
         tokens = load_or_make(tokenization, rows, policy, ctx.cache_dir, workers, side=HELD_OUT)
         found = len(tokens)
     if not found:
         raise DataError(
             f"best.metric=held_out_loss: {rows.name!r} has no held-out row with a trained token; hold out rows "
-            f"(stages.{rows.name}.method.held_out=0.05), or state best.metric=loss"
+            f"(stages.{rows.name}.method.held_out=0.05), or set best.metric=loss"
         )
     return tokens.dataset(range(found))
 
@@ -340,7 +318,7 @@ def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext)
 def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> float:
     """The trainer's own loss, in nats per trained token, or per pair where rows are pairs; the same on all workers.
 
-    Nothing that the training goes on with is touched: no weight, no random state, no metric.
+    It changes nothing that the training depends on: no weight, no random state, no metric.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
     with _evaluating(trainer), torch.no_grad(), trainer.compute_loss_context_manager():
@@ -357,10 +335,10 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> flo
 
 
 def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
-    """A worker's micro batches, and whether it is the one that counts them.
+    """A worker's micro batches, and whether it counts them.
 
-    The losses of TRL gather over the workers, so that all take the same number of rows at a time: what is left when
-    the rows are divided is done by all of them.
+    TRL's losses gather over the workers, so all workers take the same number of batches: each computes the rows that
+    remain after the division, and rank 0 counts them.
     """
     size = ctx.resources.micro_batch_size
     per_round = ctx.world_size * size

@@ -1,4 +1,4 @@
-"""Loading what a stage starts from, and saving what it made so that it loads alone."""
+"""Loads the models of a stage, and saves its output so that it loads alone."""
 
 import logging
 import shutil
@@ -11,7 +11,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.recipe import Input, TrainingRecipe
 from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
-from tasks.train.quantization import FourBit, is_quantized, keep_layout, look_for_quantized, quantize_experts
+from tasks.train.quantization import FourBit, detect_quantized_layers, is_quantized, keep_layout, quantize_experts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
 
-# Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than it was loaded from.
+# Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than those it was loaded from.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,21 +36,21 @@ TOKENIZER_FILES = (
 )
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADAPTER_DIR = "adapter"
-# Architectures with a table of positions, learned or computed once; all others compute a position when they need it.
+# Architectures with a table of positions, learned or computed once; all others compute positions as needed.
 _FIRST_POSITION_IS_0 = (
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
     "codegen", "ctrl", "electra", "ernie", "git", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart",
     "megatron-bert", "mpt", "mvp", "openai-gpt", "opt", "pegasus", "plbart", "rembert", "roc_bert", "roformer", "trocr",
     "xlm",
 )  # fmt: skip
-# These begin to count behind the pad token's id, which is this one where a config states none.
+# Their positions start after the pad token's id; these are the ids where a config has none.
 _FIRST_POSITION_IS_BEHIND = {
     "camembert": 1, "data2vec-text": 1, "roberta": 1, "roberta-prelayernorm": 1, "xlm-roberta": 1,
     "xlm-roberta-xl": 1, "xmod": 1,
 }  # fmt: skip
 LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *_FIRST_POSITION_IS_BEHIND})
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-# Of a generation config: what only sampling reads, and what only beams do.
+# Of a generation config: fields that only sampling reads, and fields that only beam search reads.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAMS = ("early_stopping", "length_penalty")
 
@@ -61,23 +61,23 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A model and its tokenizer, as a stage starts from them."""
+    """The model that a stage starts from, and its tokenizer."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
 
 
 def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model; a missing pad token is filled in memory only, padding is never trained."""
+    """The tokenizer of a model; a missing pad token is set in memory only, since padding is never trained."""
     return tokenizer_of(policy.path)
 
 
 def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
-    """As ``load_tokenizer``, of a directory that holds one."""
+    """``load_tokenizer`` for a directory."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of weights that are loaded and written: it fills logs, and says nothing
+    disable_progress_bar()  # of loading and saving weights: it only fills logs
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         directory, trust_remote_code=False, local_files_only=True
     )
@@ -88,16 +88,16 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
-    """A causal language model to train, in fp32: what optimizers step; bf16 is the trainer's autocast.
+    """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
-    Under QLoRA its linear layers, which are not trained, are in 4 bits.
+    Under QLoRA its linear layers, which are frozen, are in 4 bits.
     """
     model = whole_model(Kind.CHECKPOINT, policy.path, four_bit=FourBit.of(method, ctx))
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
 def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
-    """The policy's backbone, as ``load_policy`` has it, under a new head with one output, drawn from the seed."""
+    """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import AutoConfig, set_seed
 
     tokenizer = load_tokenizer(policy)
@@ -109,20 +109,20 @@ def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
 
 
 def load_value_model(method: TrainingRecipe, start: Input, ctx: "TrainContext") -> "PreTrainedModel":
-    """What ``tasks.train.rewards.token_values`` reads: begun as a reward model, or as a policy under a new head."""
+    """A model for ``tasks.train.rewards.token_values``: starts as the reward model, or the policy under a new head."""
     if start.kind == Kind.REWARD_MODEL:
         return whole_model(Kind.REWARD_MODEL, start.path)
     return load_reward_model(method, start, ctx).model
 
 
-def repair_generation(model: "PreTrainedModel", given: Input) -> None:
-    """Takes from a generation config what has no effect, where that keeps it from being saved.
+def repair_generation(model: "PreTrainedModel", policy: Input) -> None:
+    """Removes fields without effect from a generation config that is invalid because of them.
 
-    A config of the hub may state a temperature for greedy decoding. transformers refuses to save one that was changed,
-    as by a stop token, and so would the first checkpoint.
+    A config of the hub may set a temperature for greedy decoding. transformers refuses to save such a config once it is
+    changed, as by a stop token, so the first checkpoint would fail.
 
     Raises:
-        ConfigError: it is invalid in another way.
+        ConfigError: the config is invalid in another way.
     """
     if not model.can_generate():
         return
@@ -137,21 +137,21 @@ def repair_generation(model: "PreTrainedModel", given: Input) -> None:
         stated = [name for name in unused if getattr(config, name, None) is not None]
         for name in stated:
             setattr(config, name, None)
-        logger.warning("model=%s generation_config: removed %s, unused by its decoding", given.name, ", ".join(stated))
+        logger.warning("model=%s generation_config: removed %s, unused by its decoding", policy.name, ", ".join(stated))
         try:
             config.validate(strict=True)
         except ValueError as error:
             raise ConfigError(
-                f"the generation_config.json of {given.name} is invalid, and could not be saved with the output: "
-                f"{error}; mend that file"
+                f"the generation_config.json of {policy.name} is invalid, and could not be saved with the output: "
+                f"{error}; fix that file"
             ) from error
 
 
 def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
-    """That a model has a position for every token of a row, where it looks positions up in a table.
+    """Requires a position for every token of a row, in a model with a table of positions.
 
     Raises:
-        ConfigError: it has fewer, and would end with an IndexError at the first long row.
+        ConfigError: it has fewer, and the first long row would raise an IndexError.
     """
     text = config.get_text_config()
     positions = learned_positions(text.to_dict())
@@ -160,7 +160,7 @@ def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
 
 
 def learned_positions(config: Mapping[str, object]) -> int | None:
-    """How many tokens a model of such a ``config.json`` takes; None: no table limits it, or it states no size."""
+    """How many tokens a model with this ``config.json`` can read; None: no table limits it, or its size is not set."""
     architecture = str(config.get("model_type"))
     found = next((config[name] for name in _POSITIONS if name in config), None)
     if architecture not in LEARNED_POSITIONS or not isinstance(found, int):
@@ -172,7 +172,7 @@ def learned_positions(config: Mapping[str, object]) -> int | None:
 
 
 def too_few_positions(max_length: int, positions: int, model_type: str) -> str:
-    """What is wrong, and what to do."""
+    """The error message."""
     return (
         f"max_length={max_length}: the model ({model_type}) has a table of {positions} positions, and a longer row "
         f"would end its training; set max_length={positions} or less"
@@ -180,27 +180,27 @@ def too_few_positions(max_length: int, positions: int, model_type: str) -> str:
 
 
 def frozen(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The model, of which nothing is trained and no dropout is drawn."""
+    """The model with frozen weights and without dropout."""
     model.requires_grad_(False)
     model.eval()
     return model
 
 
 def disable_dropout(model: "PreTrainedModel") -> None:
-    """Switches off all dropout of a model that has no adapter yet: that of an adapter stays."""
+    """Switches off all dropout of a model, before an adapter is added: the adapter keeps its dropout."""
     from torch.nn import Dropout
 
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            # Of attention, which has no module for it: attention_dropout, attn_dropout_p, resid_pdrop, layerdrop ...
+            # Dropout without a module, as in attention: attention_dropout, attn_dropout_p, resid_pdrop, layerdrop ...
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
 def require_same_tokens(policy: Input, other: Input) -> None:
-    """That another model reads the policy's tokens as the policy does.
+    """Requires that another model has the policy's tokens under the same ids.
 
     Raises:
         ConfigError: their tokenizers differ, naming a token.
@@ -210,7 +210,7 @@ def require_same_tokens(policy: Input, other: Input) -> None:
     if apart:
         raise ConfigError(
             f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
-            f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); give a model that was trained from the "
+            f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); use a model that was trained from the "
             f"same base as {policy.name}"
         )
 
@@ -218,14 +218,14 @@ def require_same_tokens(policy: Input, other: Input) -> None:
 def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
     """The tokens of ``known`` that are missing in a vocabulary or have another id there, sorted.
 
-    A model that has further tokens reads rows of ``known`` tokens as they are meant.
+    Further tokens of the vocabulary are no difference: rows of ``known`` tokens mean the same to both models.
     """
     return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
 
 
-def load_model(given: Input) -> "PreTrainedModel":
-    """A finished policy or reward model in fp32, to be asked."""
-    return whole_model(given.kind, given.path)
+def load_model(model: Input) -> "PreTrainedModel":
+    """A finished policy or reward model in fp32, for inference."""
+    return whole_model(model.kind, model.path)
 
 
 def whole_model(
@@ -239,10 +239,10 @@ def whole_model(
     """A model in fp32, with every adapter merged.
 
     Args:
-        kind: a policy, or a reward model: of a policy's directory, its backbone under a head that is drawn now.
-        config: where it is not that of the directory.
-        last: one more adapter, that goes upon it.
-        four_bit: how its linear layers are rounded once all is merged.
+        kind: a policy, or a reward model; of a policy's directory a reward model is its backbone under a new head.
+        config: replaces that of the directory.
+        last: one more adapter, merged after those of the directory.
+        four_bit: how its linear layers are quantized after the merge.
 
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
@@ -270,7 +270,7 @@ def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bi
     from trl.trainer.reward_trainer import suppress_seqcls_warning
 
     auto = AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
-    with suppress_seqcls_warning():  # that the head of a new reward model is new
+    with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         model: PreTrainedModel = auto.from_pretrained(
             directory, config=config, dtype=torch.float32, use_safetensors=True, **_LOCAL,
             **(four_bit.options() if four_bit else {}),
@@ -281,9 +281,9 @@ def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bi
 def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     from peft import PeftConfig, PeftModel
 
-    look_for_quantized(False)
+    detect_quantized_layers(False)
     config = PeftConfig.from_pretrained(adapter)
-    config.task_type = None  # a policy's adapter goes into its backbone also where that is under a reward model's head
+    config.task_type = None  # also merges a policy's adapter into its backbone under a reward model's head
     merged: PreTrainedModel = PeftModel.from_pretrained(model, adapter, config=config).merge_and_unload()
     return merged
 
@@ -291,12 +291,12 @@ def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
 def save_output(
     method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext"
 ) -> None:
-    """Writes what was trained, with the tokenizer and chat template of its input; rank 0 only.
+    """Writes the trained model, with the tokenizer and chat template of its input; rank 0 only.
 
-    A LoRA is merged into the weights, and kept by itself in ``adapter/``; with ``save=adapter`` it is all that is
-    written, and its base is named. One that was trained on a base in 4 bits is merged into the base as it was given,
-    not as it was rounded: so both ways of saving are the same model, and the next stage and whoever serves the adapter
-    on its base start from it. What the adapter was trained against is then a little off, by the rounding.
+    A LoRA is merged into the weights, and also saved alone in ``adapter/``; with ``save=adapter`` only the adapter is
+    written, and it names its base. An adapter that was trained on a base in 4 bits is merged into the input base in
+    full precision. Both ways of saving are then the same model for the next stage and for serving; it differs from the
+    model in training by the quantization error of the base.
     """
     from peft import PeftModel
 

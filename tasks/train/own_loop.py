@@ -1,9 +1,12 @@
-"""Resume, report, stop and save for a loop that is not transformers'.
+"""Resume, report, stop and save for a loop that is not transformers', and the optimizer that its method sets.
 
-loop = OwnLoop(run, {"model": model, "optimizer": optimizer})
+optimization = Optimization(run, model)
+loop = OwnLoop(run, {"model": model, "optimization": optimization})
 for step in loop.steps():
-    ...
-    loop.report(loss=loss, num_tokens=num_tokens, grad_norm=grad_norm)
+    with optimization.autocast():
+        loss = ...
+    loss.backward()
+    loop.report(loss=float(loss), num_tokens=num_tokens, grad_norm=optimization.step())
 return loop.metrics()
 """
 
@@ -13,20 +16,21 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 import torch
-from transformers import set_seed
+from transformers import Trainer, TrainingArguments
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
 from tasks.heartbeat import Doing
-from tasks.train.callbacks import WINDOW_STEPS, Recorder, step_metrics, summary
+from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
-from tasks.train.run import adding_in_one_order
+from tasks.train.run import deterministic_kernels, seconds_before, trainer_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
@@ -35,7 +39,7 @@ _STATE, _RANDOM = "state.pt", "random-{rank}.pt"
 
 
 class _RandomState(TypedDict):
-    """What the next random numbers follow from, in types that ``torch.load`` reads without unpickling others."""
+    """State of all random generators, in types that ``torch.load`` reads without unpickling others."""
 
     python: tuple[int, tuple[int, ...], float | None]
     keys: list[int]  # of numpy's MT19937
@@ -53,6 +57,58 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, object]) -> object: ...
 
 
+class Optimization:
+    """The optimizer, schedule, precision and clipping that a method sets: those of transformers' trainer.
+
+    A method that uses it sets ``applies: ClassVar = LOOP_FIELDS``.
+
+    Args:
+        updates_per_step: calls of ``step`` in each step of the loop, such as the minibatches of PPO.
+    """
+
+    def __init__(self, run: "TrainingRun", model: torch.nn.Module, updates_per_step: int = 1) -> None:
+        known = {each.name for each in fields(TrainingArguments) if each.init}
+        shared = {name: value for name, value in trainer_args(run.method, run.ctx).items() if name in known}
+        self._trainer = Trainer(model=model, args=TrainingArguments(**shared))
+        self._trainer.create_optimizer_and_scheduler(run.method.num_steps * updates_per_step)
+        self.world_size = run.ctx.world_size
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return float(self._trainer.lr_scheduler.get_last_lr()[0])
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """For the forward pass: bf16 where the method's ``precision`` is."""
+        context: AbstractContextManager[None] = self._trainer.accelerator.autocast()
+        return context
+
+    def step(self) -> float:
+        """Updates the weights with the mean of the workers' gradients, and clears them.
+
+        Returns:
+            The norm of the gradients before clipping.
+        """
+        trainer = self._trainer
+        parameters = [each for each in trainer.model.parameters() if each.grad is not None]
+        if self.world_size > 1:
+            for parameter in parameters:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= self.world_size
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad()
+        return float(grad_norm)
+
+    def state_dict(self) -> Mapping[str, object]:
+        return {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.lr_scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._trainer.optimizer.load_state_dict(state["optimizer"])
+        self._trainer.lr_scheduler.load_state_dict(state["schedule"])
+
+
 class OwnLoop:
     """The steps of one training.
 
@@ -67,15 +123,14 @@ class OwnLoop:
     def __init__(self, run: "TrainingRun", state: Mapping[str, Stateful]) -> None:
         self.run, self.ctx, self.state = run, run.ctx, state
         self.step, self.num_tokens = 0, 0
-        self.device = torch.device("cuda" if run.ctx.resources.gpus_per_worker else "cpu")
         self._recorder = Recorder(run.ctx)
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
-        self._seconds_before = Checkpoints.at(run.ctx.resume_from).train_seconds if run.ctx.resume_from else 0.0
+        self._seconds_before = seconds_before(run.ctx)
         self._saver = Saver(run.ctx, None, self._seconds_before)
         self._start = time.perf_counter()
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, each by the number of those before it; every one is to be reported.
+        """The remaining steps, counted from 0; ``report`` must be called in each.
 
         Raises:
             StoppedError: the stage was asked to end; a checkpoint is committed.
@@ -86,7 +141,7 @@ class OwnLoop:
         self._saver.begin(self.step)
         self._start = time.perf_counter()
         self._recorder.window.append((self._start, float(self.num_tokens)))
-        with adding_in_one_order(self.ctx.resources.deterministic):
+        with deterministic_kernels(self.ctx.resources.deterministic):
             while self.step < num_steps:
                 self.ctx.mark(self.step, Doing.STEPPING)
                 yield self.step
@@ -94,12 +149,12 @@ class OwnLoop:
                     raise PipelineError(f"step {self.step + 1} was not reported; call report(...) in each step")
                 self.step += 1
                 self.ctx.mark(self.step, Doing.BETWEEN)
-                if self.step < num_steps:  # after the last one the output follows
+                if self.step < num_steps:  # the last one is saved as the output
                     self._save_or_stop()
         self.ctx.mark(self.step, Doing.DONE)
 
     def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:
-        """What the step that is being taken has found, before it is done.
+        """Reports the current step.
 
         Args:
             num_tokens: of this step, over all workers.
@@ -115,17 +170,15 @@ class OwnLoop:
         self.num_tokens += num_tokens
         logs = {**metrics, "loss": loss, "grad_norm": grad_norm, "num_tokens": float(self.num_tokens)}
         self._log.append({**logs, "step": self.step + 1})
-        self._recorder.record(self.step + 1, logs, self.device)
+        self._recorder.record(self.step + 1, logs, self.run.device)
 
     def metrics(self) -> dict[str, float]:
         """Final metrics: means of the last steps, ``steps``, ``num_tokens``, ``train_seconds`` of all attempts."""
-        return summary(self._trainer_state(), self._seconds_before + time.perf_counter() - self._start, self.step)
-
-    def _trainer_state(self) -> SimpleNamespace:
-        return SimpleNamespace(log_history=list(self._log), global_step=self.step)
+        seconds = self._seconds_before + time.perf_counter() - self._start
+        return summary(self._log, seconds, num_steps=self.step, output_step=self.step)
 
     def _save_or_stop(self) -> None:
-        save, stop = self._saver.agreed(self.step, self.device)
+        save, stop = self._saver.agreed(self.step, self.run.device)
         if save:
             self.ctx.mark(self.step, Doing.SAVING)
             self._save()
@@ -146,13 +199,14 @@ class OwnLoop:
         torch.save(_random_state(), draft / _RANDOM.format(rank=self.ctx.rank))
         self._wait()
         if self.ctx.rank == 0:
-            self._saver.commit(draft, self.step, step_metrics(self._trainer_state(), self.step))
+            self._saver.commit(draft, self.step, step_metrics(self._log, self.step))
         self._wait()
 
     def _resume(self) -> None:
         if self.ctx.resume_from is None:
+            seed_worker(self.run.method.seed, self.step, self.ctx.rank)
             return
-        done = torch.load(self.ctx.resume_from / _STATE, map_location=self.device, weights_only=True)
+        done = torch.load(self.ctx.resume_from / _STATE, map_location=self.run.device, weights_only=True)
         for name, each in self.state.items():
             each.load_state_dict(done["states"][name])
         self.step, self.num_tokens = done["step"], done["num_tokens"]
@@ -160,9 +214,8 @@ class OwnLoop:
         own = Path(self.ctx.resume_from, _RANDOM.format(rank=self.ctx.rank))
         if Checkpoints.at(self.ctx.resume_from).num_workers == self.ctx.world_size:
             _set_random_state(torch.load(own, weights_only=True))
-        else:  # a saved state belongs to one rank of so many
-            drawn = random.Random(f"{self.run.method.seed} {self.step} {self.ctx.rank}")
-            set_seed(drawn.getrandbits(32))
+        else:  # a saved state is valid for its rank and number of workers only
+            seed_worker(self.run.method.seed, self.step, self.ctx.rank)
 
     def _wait(self) -> None:
         if self.ctx.world_size > 1:

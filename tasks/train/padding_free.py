@@ -1,20 +1,20 @@
-"""Runs a batch of rows of different lengths on its real tokens only.
+"""The padding-free forward: runs a batch of rows of different lengths on its real tokens only.
 
 TRL pads the rows of a micro batch to the longest, runs every layer on the padding too, and (where there is
 no Triton) projects every position through the LM head although only completions are trained. Here the
-tokens of a micro batch stand in one line: embeddings, projections, norms and MLPs see each token once, and
+tokens of a micro batch are concatenated: embeddings, projections, norms and MLPs see each token once, and
 attention works row by row. The numbers are those of the padded forward up to the order of additions; TRL's
-trainers compute their losses from them unchanged. The line comes in two layouts:
+trainers compute their losses from them unchanged. There are two layouts:
 
-- ``pack``: of a padded grid of rows. The two answers of a preference pair share the tokens of their prompt,
-  whose hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
-- ``FlattenedPacks``: of packed rows (``packing=best_fit``), laid end to end with position ids that restart at
-  each. For the architectures in ``tasks.data.tokens.packing.PACKABLE``.
+- ``pack``: from padded rows. The two answers of a preference pair share the tokens of their prompt, whose
+  hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
+- ``FlattenedPacks``: packed rows (``packing=best_fit``), end to end with position ids that restart at each.
+  For the architectures in ``tasks.data.tokens.packing.PACKABLE``.
 
-``choose_kernel`` names what computes attention. On a GPU in bf16 or fp16 that is FlashAttention over rows of
-different lengths. In fp32 it is SDPA with key and value heads repeated: with fewer of them than query heads,
+``choose_kernel`` selects the attention kernel. On a GPU in bf16 or fp16 it is FlashAttention over rows of
+different lengths. In fp32 it is SDPA with repeated key and value heads: with fewer of them than query heads,
 SDPA falls back to its quadratic math kernel. Only tests marked ``gpu`` run the kernels of a GPU; on a CPU the
-choice is tested, and the arithmetic around them.
+selection is tested, and the arithmetic around the kernels.
 
 Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
@@ -48,7 +48,7 @@ Collator = Callable[[list[Example]], Batch]
 Kernel = Literal["varlen", "sdpa", "softcap"]
 
 ATTENTION = "padding_free"
-# Plain causal attention over rotary positions: nothing in their layers depends on the padded grid.
+# Plain causal attention over rotary positions: nothing in their layers depends on the padding.
 PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
 # Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
 MAX_LOGITS = 2**27
@@ -58,17 +58,17 @@ FLASH_HEAD_DIM = 256
 
 
 def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[str, "Tensor"]:
-    """Lays the real tokens of a right-padded batch in one line.
+    """Index tensors that concatenate the real tokens of a right-padded batch, and restore the batch.
 
     Args:
         attention_mask_RL: 1 on real tokens.
         shared_R: how many first tokens a row has in common with the row R/2 before it; those are kept once.
     Returns:
-        ``token_index`` (T): the slot of the grid that each kept token comes from;
-        ``row_index`` (R, L): the kept token that each slot of the grid shows (padding shows token 0);
-        ``cu_seq_lens_q`` (R + 1): where rows begin and end, laid end to end;
-        of pairs ``row_tokens`` (S) too: the kept token that each place of all rows, laid end to end, shows; and
-        ``token_rows`` (T): a place that shows each kept token.
+        ``token_index`` (T): position of each kept token in the flattened batch (R * L);
+        ``row_index`` (R, L): the kept token at each position of the batch (token 0 at padding);
+        ``cu_seq_lens_q`` (R + 1): cumulative lengths of the rows;
+        for pairs also ``row_tokens`` (S): the kept token at each position of the rows without padding, end to end;
+        and ``token_rows`` (T): one such position of each kept token.
     """
     num_rows, length = attention_mask_RL.shape
     real_RL = attention_mask_RL.bool()
@@ -97,16 +97,16 @@ def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[
 def choose_kernel(
     device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], dropout: float, softcap: float | None
 ) -> Kernel:
-    """What computes the attention of rows of different lengths.
+    """Selects the attention kernel for rows of different lengths.
 
     Args:
         device: its type, ``cpu`` or ``cuda``.
-        dtype: that attention is computed in: autocast's where it is on.
+        dtype: of the computation: autocast's where it is on.
         capability: of the GPU; (0, 0) on a CPU.
 
     Returns:
-        ``varlen``: FlashAttention, all rows at once; ``sdpa``: SDPA; ``softcap``: plain products, because neither of
-        the two caps scores.
+        ``varlen``: FlashAttention, all rows at once; ``sdpa``: SDPA; ``softcap``: plain matrix products, because
+        neither of the two supports capped scores.
     """
     if softcap is not None:
         return "softcap"
@@ -132,7 +132,7 @@ def padding_free_attention(
     token_rows: "Tensor | None" = None,
     **kwargs: object,
 ) -> "Attended":
-    """Causal attention of (1, heads, T, d) within each row of the line; plain SDPA where there is none."""
+    """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch."""
     attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)
     if cu_seq_lens_q is None and attention_mask is None and query.shape[2] == key.shape[2]:  # rows of one length
         return attend(query, key, value).transpose(1, 2).contiguous(), None
@@ -153,7 +153,7 @@ def padding_free_attention(
         rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
         output = _line(torch.cat([attend(*row) for row in rows], dim=2))
     else:
-        # Padding stands to the right of every row, so that no real token ever looks at it.
+        # Padding is on the right of every row, so no real token attends to it.
         grid = (
             F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:])
             for each in states
@@ -178,7 +178,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> "Tensor":
-    """FlashAttention of (S, heads, d); unlike SDPA, autocast does not cast for it."""
+    """FlashAttention of (S, heads, d); casts its inputs, because autocast does not."""
     dtype, few_heads = _dtype(query), key.shape[1] < query.shape[1]
     query, key, value = (each.to(dtype).contiguous() for each in (query, key, value))
     output: Tensor = varlen_attn(
@@ -198,10 +198,10 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> "Tensor":
-    """Causal attention of (R, heads, L, d), by a kernel of SDPA that is not quadratic; by products with ``softcap``.
+    """Causal attention of (R, heads, L, d), by a kernel of SDPA with linear memory; by products with ``softcap``.
 
     Args:
-        window: how many tokens each one sees, itself counted; None: all before it.
+        window: how many tokens each token attends to, itself included; None: all before it.
         softcap: Gemma 2, arXiv:2408.00118, section 2.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
@@ -233,7 +233,7 @@ def takes_few_heads(
 
 
 def _causal(length: int, window: int, device: torch.device) -> "Tensor":
-    """(L, L): true where a token sees another."""
+    """(L, L): true where a token attends to another."""
     places = torch.arange(length, device=device)
     distance = places.unsqueeze(1) - places
     return (distance >= 0) & (distance < window)
@@ -244,13 +244,13 @@ def _capability(states: "Tensor") -> tuple[int, int]:
 
 
 def _dtype(states: "Tensor") -> torch.dtype:
-    """That attention is computed in."""
+    """The dtype in which attention is computed."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def is_padding_free(model: PreTrainedModel) -> bool:
-    """Whether the architecture is known to give the same numbers without padding."""
+    """Whether the architecture is known to compute the same numbers without padding."""
     config = model.config.get_text_config()
     layers = config.layer_types if "layer_types" in config else None
     sliding = "sliding_window" in config and config.sliding_window is not None
@@ -258,7 +258,7 @@ def is_padding_free(model: PreTrainedModel) -> bool:
 
 
 def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
-    """The backbone's last hidden states: (R, L, H), or (1, T, H) where the batch stands in one line."""
+    """The backbone's last hidden states: (R, L, H), or (1, T, H) for a padding-free batch."""
     token_index = inputs.get("token_index")
     if token_index is None:
         return model.base_model(**inputs).last_hidden_state
@@ -274,9 +274,9 @@ def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tenso
 def _without_mask(
     backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Keeps transformers from building a mask of T x T, which our attention does not read.
+    """Keeps transformers from building a T x T mask, which our attention does not read.
 
-    It takes four dimensions for a finished mask, and builds none.
+    transformers takes a mask of four dimensions as finished, and builds none.
     """
     ends = kwargs.get("cu_seq_lens_q")
     if not isinstance(ends, torch.Tensor):
@@ -301,7 +301,7 @@ def score(hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor") -> tu
 def _causal_lm_forward(
     self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, **inputs: "Tensor"
 ) -> FusedCausalLMOutput:
-    """TRL's fused forward (``add_fused_lm_head``) on packed tokens; entropy and mean logits are not computed."""
+    """TRL's fused forward (``add_fused_lm_head``) on the kept tokens; entropy and mean logits are not computed."""
     hidden = hidden_states(self, inputs)
     trained_RL = labels[:, 1:] != -100
     row_index = inputs.get("row_index")
@@ -319,9 +319,9 @@ def _causal_lm_forward(
 
 
 def install(model: "PreTrainedModel | PeftModel", *, packs: bool = False) -> None:
-    """Lets a model's attention take tokens in one line, and replaces its forward for training (not for generation).
+    """Installs padding-free attention in a model, and replaces its forward for training (not for generation).
 
-    A model whose architecture is not known to give the same numbers without padding keeps TRL's forward; with
+    A model whose architecture is not known to compute the same numbers without padding keeps TRL's forward; with
     ``packs`` only its attention is replaced.
     """
     if isinstance(model, PeftModel):
@@ -332,16 +332,16 @@ def install(model: "PreTrainedModel | PeftModel", *, packs: bool = False) -> Non
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
     model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
-    # Of a reward model, tasks/train/rewards.py replaces it.
+    # tasks/train/rewards.py replaces the forward of a reward model.
     if is_padding_free(model) and model.get_output_embeddings() is not None:
         model.forward = MethodType(_causal_lm_forward, model)
 
 
 class LineCollator:
-    """Collates like ``collate``, then adds where the real tokens stand.
+    """Collates like ``collate``, then adds the indices of the real tokens (``pack``).
 
     Args:
-        pairs: the second half of a batch answers what the first half answers; common first tokens are kept once.
+        pairs: row i + R/2 has the same prompt as row i; common first tokens are kept once.
     """
 
     def __init__(self, collate: Collator, *, pairs: bool = False) -> None:
@@ -355,7 +355,7 @@ class LineCollator:
 
 
 class FlattenedPacks:
-    """Collates packs: the tokens of all their rows in one line, position ids that restart, and where rows end."""
+    """Collates packs: the tokens of all rows end to end, position ids that restart, and where rows end."""
 
     def __init__(self) -> None:
         self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -383,13 +383,13 @@ def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
 
 
 def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False, packs: bool = False) -> Collator:
-    """``collate``, in one line where the model's architecture is known to give the same numbers without padding.
+    """``collate`` for the padding-free forward, where the model's architecture supports it; else unchanged.
 
     Args:
-        packs: examples are packs, whose rows must not see each other.
+        packs: examples are packs, whose rows must not attend to each other.
 
     Raises:
-        ConfigError: the model would let them.
+        ConfigError: the model cannot keep the rows of a pack apart.
     """
     if packs:
         reason = why_not_packable(model.config.to_dict())

@@ -29,7 +29,7 @@ class Logps:
     Args:
         sum_B: over the answer's tokens.
         num_tokens_B: of the answer; at least 1 where it divides.
-        reference: ``sum_B`` of the frozen policy, where the method's ``models`` have one.
+        reference: ``sum_B`` under the frozen policy, where the method's ``models`` have one.
     """
 
     sum_B: "Tensor"
@@ -43,10 +43,10 @@ class Logps:
 
     @property
     def reference_sum_B(self) -> "Tensor":
-        """What the frozen policy says of the same tokens; without a gradient."""
+        """The sum under the frozen policy, without a gradient."""
         if self.reference is None:
             raise ConfigError(
-                "the loss asks for the reference's log-probabilities, and the method has no reference; state "
+                "the loss asks for the reference's log-probabilities, and the method has no reference; set "
                 'models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'
             )
         return self.reference
@@ -58,11 +58,11 @@ class Logps:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss(Training):
-    """States ``loss``; all else is shared.
+    """A subclass defines ``loss``; everything else is shared.
 
-    Prompt and answers go through one forward without padding, and only the answers' tokens through the head. Dropout is
-    off, but for that of an adapter. Where ``models`` have a FROZEN_POLICY, that it agrees with the policy is proven at
-    step 0.
+    Where the architecture allows it, prompts and answers share one padding-free forward; only the answers' tokens go
+    through the head. Dropout is off, except that of an adapter. Where ``models`` have a FROZEN_POLICY, step 0 proves
+    that it agrees with the policy.
     """
 
     reads: ClassVar = PREFERENCES
@@ -77,7 +77,7 @@ class PairLoss(Training):
 
     @abstractmethod
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":
-        """The loss of a micro batch, a mean over its pairs; and metrics, of each pair (B) or one number."""
+        """The loss of a micro batch, as a mean over its pairs; and metrics, one value per pair (B) or one in all."""
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """transformers' loop around ``loss``."""

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Batch = dict[str, Tensor]
-    # Log-probabilities, tokens, and the reference's log-probabilities, of rows (R) -> loss, and metrics
+    # Of rows (R): log-probabilities, numbers of tokens, the reference's log-probabilities -> loss, metrics
     Loss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass
 class PairConfig(TrainingArguments):
-    """transformers' arguments, and whether dropout is switched off, as in TRL's preference trainers."""
+    """transformers' arguments, and ``disable_dropout`` as in TRL's preference trainers."""
 
     disable_dropout: bool = True
 
@@ -37,10 +37,10 @@ class PairTrainer(Trainer):
     """Trains by a function of the log-probabilities of chosen and rejected answers.
 
     Args:
-        pair_loss: of the answers' log-probabilities, their numbers of tokens, and what the reference says of them.
-        ref_model: the frozen policy; None: there is none, or it is the policy without its adapter.
-        proof: that policy and reference agree, called with the log-ratios (R) of the batches before the first step;
-            None: there is no reference.
+        pair_loss: takes the answers' log-probabilities, their numbers of tokens, and the reference's log-probabilities.
+        ref_model: the frozen policy; None: there is no reference, or it is the policy without its adapter.
+        proof: checks that policy and reference agree; called with the log-ratios (R) of the batches before the first
+            step. None: there is no reference.
     """
 
     loss_is_scaled_for_ga = False  # a mean over the pairs of a micro batch: divided by the accumulation steps
@@ -77,10 +77,10 @@ class PairTrainer(Trainer):
     ) -> "Tensor":
         answers_RT = inputs["completion_mask"]
         labels_RT = inputs["input_ids"].masked_fill(answers_RT == 0, -100)
-        given = {name: each for name, each in inputs.items() if name != "completion_mask"}
+        batch = {name: each for name, each in inputs.items() if name != "completion_mask"}
         more = {"output_router_logits": True} if self.router_aux_loss_coef else {}
-        outputs = model(**given, **more, labels=labels_RT, fused_lm_head=True, use_cache=False)
-        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(given, labels_RT)
+        outputs = model(**batch, **more, labels=labels_RT, fused_lm_head=True, use_cache=False)
+        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(batch, labels_RT)
         if reference_R is not None and self.proof and self.state.global_step == 0:
             self.proof(sums_R.detach() - reference_R)
         counts_R = answers_RT[:, 1:].sum(1).clamp(min=1)
@@ -92,18 +92,18 @@ class PairTrainer(Trainer):
         self._record({**metrics, "logps/chosen": chosen_B, "logps/rejected": rejected_B})
         return loss
 
-    def _reference_sums(self, given: "Batch", labels_RT: "Tensor") -> "Tensor | None":
+    def _reference_sums(self, batch: "Batch", labels_RT: "Tensor") -> "Tensor | None":
         if self.proof is None:
             return None
         model = self.model if self.ref_model is None else self.ref_model
         plain: AbstractContextManager[object] = torch.no_grad()
         with plain, disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
-                outputs = model(**given, labels=labels_RT, fused_lm_head=True, use_cache=False)
+                outputs = model(**batch, labels=labels_RT, fused_lm_head=True, use_cache=False)
             else:
-                # Without its adapter the policy is not called through DeepSpeed.
+                # The policy without its adapter is not called through DeepSpeed.
                 with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None), autocast(self.args):
-                    outputs = model(**given, labels=labels_RT, fused_lm_head=True, use_cache=False)
+                    outputs = model(**batch, labels=labels_RT, fused_lm_head=True, use_cache=False)
         return outputs.log_probs.sum(1)
 
     def _record(self, metrics: "dict[str, Tensor]") -> None:
@@ -112,7 +112,7 @@ class PairTrainer(Trainer):
             mode[name].append(self.accelerator.gather(each.detach().float().reshape(-1)).mean().item())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the means of what the micro batches of the step said."""
+        """Adds the means of the metrics over the micro batches of the step."""
         recorded = self._metrics["train" if self.model.training else "eval"]
         super().log({**logs, **{name: sum(each) / len(each) for name, each in recorded.items()}}, start_time)
         recorded.clear()

@@ -17,7 +17,7 @@ _EXPERT_DIMENSIONS = 3  # experts x outputs x inputs
 
 @dataclass(frozen=True, kw_only=True)
 class FourBit:
-    """How linear layers, but for the head, are loaded: 4 bits a weight, multiplied in ``compute_dtype``."""
+    """How linear layers except the head are loaded: 4 bits a weight, multiplied in ``compute_dtype``."""
 
     compute_dtype: "dtype"
     device: str
@@ -25,7 +25,7 @@ class FourBit:
 
     @staticmethod
     def of(method: "TrainingRecipe", ctx: "TrainContext") -> "FourBit | None":
-        """What a training asks for; None: full precision."""
+        """From a training's adapter; None: full precision."""
         if method.adapter is None or method.adapter.quantization is None:
             return None
         import torch
@@ -36,14 +36,14 @@ class FourBit:
         return FourBit(compute_dtype=compute_dtype, device=device, name=method.adapter.quantization)
 
     def options(self) -> dict[str, object]:
-        """What ``from_pretrained`` takes."""
+        """Arguments of ``from_pretrained``."""
         from transformers import BitsAndBytesConfig
 
         config = BitsAndBytesConfig(**QUANTIZATIONS[self.name], bnb_4bit_compute_dtype=self.compute_dtype)
         return {"quantization_config": config, "device_map": {"": self.device}}
 
     def applied(self, model: "PreTrainedModel") -> "PreTrainedModel":
-        """A model that is in memory in full precision, as one loaded so would be."""
+        """Quantizes a model that is in memory in full precision."""
         rounded: PreTrainedModel = type(model).from_pretrained(
             None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype, **self.options()
         )
@@ -53,16 +53,17 @@ class FourBit:
         return rounded
 
 
-# What a base can be rounded to; a row more is a name more in tasks.recipe.LoRA.
+# Name in tasks.recipe.LoRA -> arguments of BitsAndBytesConfig.
 QUANTIZATIONS: Mapping[str, Mapping[str, object]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }
 
 
 def quantize_experts(model: "PreTrainedModel") -> None:
-    """Rounds the experts of a mixture too, whose weights are one parameter of three dimensions and no linear layers.
+    """Quantizes the experts of a mixture too, which transformers leaves in full precision.
 
-    transformers leaves them in full precision. They are unpacked when they are read, one layer at a time.
+    Their weights are one parameter of three dimensions, not linear layers. They are dequantized at each use, one layer
+    at a time.
     """
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from torch.nn.modules.conv import _ConvNd
@@ -79,23 +80,23 @@ def quantize_experts(model: "PreTrainedModel") -> None:
                 )  # fmt: skip
 
 
-def look_for_quantized(looks: bool) -> None:
-    """Whether PEFT, putting an adapter on a layer, asks if bitsandbytes made it: to ask, it imports bitsandbytes."""
+def detect_quantized_layers(enabled: bool) -> None:
+    """Sets whether PEFT checks for layers of bitsandbytes when it adds an adapter: the check imports bitsandbytes."""
     from peft.tuners.lora import model
 
-    model.is_bnb_available = model.is_bnb_4bit_available = lambda: looks
+    model.is_bnb_available = model.is_bnb_4bit_available = lambda: enabled
 
 
 def is_quantized(model: "PreTrainedModel") -> bool:
-    """Whether linear layers of a model are in 4 bits."""
+    """Whether a model's linear layers are in 4 bits."""
     return "quantization_config" in model.config
 
 
 def keep_layout(model: "PreTrainedModel") -> None:
-    """Holds bitsandbytes from laying weights out anew on a CPU.
+    """Keeps bitsandbytes from changing the layout of weights on a CPU.
 
-    On one with bf16 instructions the first call of a model that is not in training mode would do so for good, for a
-    kernel that is a package of its own: what the steps after a measurement compute would change, or fail without it.
+    On a CPU with bf16 instructions, the first call in evaluation mode would change it for good, for a kernel from a
+    separate package: the steps after a measurement would compute other numbers, or fail without that package.
     """
     from bitsandbytes.nn.modules import Linear4bit
 
@@ -105,7 +106,7 @@ def keep_layout(model: "PreTrainedModel") -> None:
 
 
 def step_in_fp32(model: "PreTrainedModel") -> None:
-    """What is trained is stepped in fp32: TRL makes an adapter on a quantized base bf16, which loses small steps."""
+    """Casts trained parameters to fp32: TRL casts an adapter on a quantized base to bf16, which loses small steps."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -1,8 +1,8 @@
-"""What a reward model says of a row: one score, read at the row's last token by a head that computes in fp32.
+"""Scores of reward models: one per row, read at the row's last token by a head that computes in fp32.
 
-The classes of transformers look for the last token that is not the pad token. Where padding and the end of sequence are
-one token they read the token before the end: a finished and a cut-off answer then score equal. The attention mask says
-which tokens are the row's own. Under bf16 autocast a head would round every score to 8 bits.
+transformers reads the score at the last token that is not the pad token. Where the pad token is also the end of
+sequence, that is the token before the end: a finished and a cut-off answer would score equal. Here the attention mask
+says which tokens belong to the row. Under bf16 autocast a head would round every score to 8 bits.
 
 Shapes: B rows, T tokens of the longest, H hidden size.
 """
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
-    """The score (B) of each row in fp32, of a finished reward model or of one that trains.
+    """The score (B) of each row in fp32, for a finished reward model or one in training.
 
     Args:
-        attention_mask_BT: 1 on the row's own tokens; padding may stand on the right.
+        attention_mask_BT: 1 on the row's own tokens; padding is on the right.
     """
     hidden_BTH = model.base_model(
         input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
@@ -37,19 +37,19 @@ def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_
 
 
 def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
-    """The value (B, T) of each token in fp32: what the head of a reward model says there, of a VALUE_MODEL."""
+    """The value (B, T) of each token in fp32 under a VALUE_MODEL: the output of its head at every token."""
     outputs = model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
     return _score(model, outputs.last_hidden_state)
 
 
 def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":
-    """Place (B) of each row's last token."""
-    places_T = torch.arange(attention_mask_BT.shape[1], device=attention_mask_BT.device)
-    return (places_T * attention_mask_BT.bool()).argmax(-1)
+    """Index (B) of each row's last token."""
+    index_T = torch.arange(attention_mask_BT.shape[1], device=attention_mask_BT.device)
+    return (index_T * attention_mask_BT.bool()).argmax(-1)
 
 
 def install_scores(model: "PreTrainedModel | PeftModel") -> None:
-    """Replaces a reward model's forward: its logits are the scores (B, 1) as ``sequence_scores`` has them."""
+    """Replaces a reward model's forward: its logits are the scores (B, 1) of ``sequence_scores``."""
     if isinstance(model, PeftModel):
         model = model.get_base_model()
     model.forward = MethodType(_forward, model)
@@ -58,7 +58,7 @@ def install_scores(model: "PreTrainedModel | PeftModel") -> None:
 def _forward(
     self: "PreTrainedModel", *, input_ids: "Tensor", attention_mask: "Tensor", **inputs: "Tensor"
 ) -> SequenceClassifierOutputWithPast:
-    """Of a padded batch, or of one that is laid in one line (``row_index``)."""
+    """For a padded batch, or a padding-free one (``row_index``)."""
     row_index_BT = inputs.get("row_index")
     hidden = hidden_states(self, {**inputs, "input_ids": input_ids, "attention_mask": attention_mask})
     last_B = last_tokens(attention_mask)
@@ -77,10 +77,10 @@ def _score(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
 
 
 def whole_sequences(collate: "Collator") -> "Collator":
-    """Collates prompt and answer as one sequence: what a reward model reads."""
+    """Collates prompt and answer as one sequence, which a reward model reads."""
 
     def joined(examples: "list[Example]") -> "Batch":
-        sides = ("chosen_ids", "rejected_ids")
-        return collate([{side: example["prompt_ids"] + example[side] for side in sides} for example in examples])
+        answers = ("chosen_ids", "rejected_ids")
+        return collate([{name: example["prompt_ids"] + example[name] for name in answers} for example in examples])
 
     return joined

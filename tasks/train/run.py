@@ -1,4 +1,4 @@
-"""What every training shares: what it loads, the arguments of its trainer, the loop, and the output."""
+"""What all trainings share: loading of models and rows, the trainer's arguments, the loop, and the output."""
 
 import contextlib
 import difflib
@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import PrinterCallback, Trainer, set_seed
@@ -57,28 +58,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = "does not have a deterministic implementation"  # what torch says of an operation that has none
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _POLICY = "policy"
+_SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
 
 
 class TrainingRun:
-    """One training: a method, its inputs, and where it runs. Models and rows are loaded when they are asked for.
+    """One training: a method, its inputs, and where it runs. Models and rows are loaded at their first use.
 
     Attributes:
-        method, inputs, ctx: as the stage has them.
-        trained: the model that is saved; None: that of ``policy``.
+        method, inputs, ctx: of the stage.
+        trained: the model to save; None: that of ``policy``.
+        device: where a loop of its own trains; trainers of transformers place models and batches themselves.
     """
 
     def __init__(self, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> None:
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
+        self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
 
     @cached_property
     def policy(self) -> "Policy":
-        """The model that is trained, and its tokenizer.
+        """The model to train, and its tokenizer.
 
-        A method with a loop of its own gets the model as ``trl`` would train it: with its adapter, and a reward model
-        with scores of the last token.
+        A method with a loop of its own gets the model as ``trl`` would train it: on its device, in training mode, with
+        its adapter, and a reward model with scores of the last token.
         """
         start = self._start
         if not self.method.has_own_loop:
@@ -88,11 +92,11 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
-        return replace(start, model=model)
+        return replace(start, model=model.to(self.device).train())
 
     @cached_property
     def _start(self) -> "Policy":
-        """The policy as the stage got it: no adapter yet."""
+        """The input policy, without the stage's adapter."""
         load = models.load_reward_model if self._is_reward_model else models.load_policy
         policy = load(self.method, self.inputs[_POLICY], self.ctx)
         models.require_positions(policy.model.config, self.method.max_length)
@@ -103,9 +107,9 @@ class TrainingRun:
 
     @cached_property
     def rows(self) -> "TokenizedRows":
-        """The tokens of the rows; what is cut and dropped of them is logged.
+        """The tokens of the rows; cut and dropped rows are logged.
 
-        Generation of the policy stops at what the assistant's turns in them end in.
+        The tokens that end the assistant's turns are added to the policy's stop tokens.
         """
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         assert tokenization
@@ -119,11 +123,16 @@ class TrainingRun:
         return rows
 
     def model(self, name: str) -> "PreTrainedModel | None":
-        """A model that the method names beside its policy, as its role has it; a new one at each call.
+        """Loads a model that the method names beside its policy, by its role.
 
         Returns:
-            None for a FROZEN_POLICY where the policy has an adapter: the reference is the policy without it.
+            A new model at each call, on ``device`` for a loop of its own; None for a FROZEN_POLICY where the policy has
+            an adapter: the reference is the policy without it.
         """
+        model = self._load(name)
+        return model.to(self.device) if model is not None and self.method.has_own_loop else model
+
+    def _load(self, name: str) -> "PreTrainedModel | None":
         role = self.method.models[name]
         if role == Role.FROZEN_POLICY:
             if self.method.adapter:
@@ -132,7 +141,7 @@ class TrainingRun:
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
             return models.load_value_model(self.method, self.inputs[start], self.ctx)
-        assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the model that is trained"
+        assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
         if role == Role.REWARD_MODEL:
@@ -140,25 +149,25 @@ class TrainingRun:
         return models.frozen(model)
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
-        """A trainer of TRL, of transformers or of a user's own, with all that trainings share.
+        """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
 
         Args:
-            own: what the method adds: fields of the config, and parameters of the trainer. A ``data_collator`` gets
-                examples of the rows' kind.
+            own: further fields of the config, and parameters of the trainer. A ``data_collator`` gets examples of the
+                rows' kind.
 
         Raises:
-            ConfigError: neither the config nor the trainer has an argument of such a name.
+            ConfigError: neither the config nor the trainer has such an argument, or it is one that is shared.
         """
         known = {each.name for each in fields(config_class) if each.init}
         parameters = _parameters(trainer_class)
         _require_known(own, known, parameters, f"{config_class.__name__} and {trainer_class.__name__}")
         if self.method.has_own_loop and "policy" in self.__dict__ and self.method.adapter:
             raise ConfigError(
-                f"{type(self.method).__name__}.loop reads run.policy, whose model has its adapter already, before it "
-                "calls run.trl(...), which puts one on; call run.trl(...) alone, and train its trainer.model"
+                f"{type(self.method).__name__}.loop reads run.policy, whose model already has its adapter, before it "
+                "calls run.trl(...), which adds one; call run.trl(...) alone, and train its trainer.model"
             )
         policy, reference = self._start, self._reference()
-        # TRL turns off all dropout, that of an adapter too, which is asked for.
+        # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
             for model in filter(None, (policy.model, reference)):
@@ -166,7 +175,7 @@ class TrainingRun:
         arguments = {**trainer_args(self.method, self.ctx), **own, **off}
         is_line = _reads_lines(trainer_class)
         shared = {
-            "train_dataset": ordered(self.rows, self.method),
+            "train_dataset": self._ordered_rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
             "processing_class": policy.tokenizer,
             "ref_model": reference,
@@ -189,20 +198,20 @@ class TrainingRun:
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
-        """This worker's collated rows of an optimizer step, for a loop that is not transformers'.
+        """This worker's collated rows of an optimizer step on ``device``, for a loop that is not transformers'.
 
         Args:
-            step: how many steps are done.
+            step: counted from 0.
         """
-        resources, rows = self.ctx.resources, ordered(self.rows, self.method)
+        resources, rows = self.ctx.resources, self._ordered_rows
         collate = self._collator(None, is_line=False)
         size, first = resources.micro_batch_size, step * self.method.global_batch_size
         for number in range(resources.accumulation_steps(self.method.global_batch_size)):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
-            yield collate([rows[index] for index in range(start, start + size)])
+            yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
 
     def start_proof(self) -> Callable[["Tensor"], None]:
-        """What fails a stage whose policy and reference give answers other log-probabilities before the first step."""
+        """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
         return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
@@ -217,6 +226,10 @@ class TrainingRun:
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self._chat_template])
 
+    @cached_property
+    def _ordered_rows(self) -> Dataset:
+        return ordered(self.rows, self.method)
+
     @property
     def _chat_template(self) -> str | None:
         tokenization = self.method.tokenization()
@@ -224,7 +237,7 @@ class TrainingRun:
 
     @property
     def _packs(self) -> bool:
-        """Whether examples are packs of rows, which must not see each other."""
+        """Whether examples are packs of rows, which must not attend to each other."""
         tokenization = self.method.tokenization()
         return tokenization is not None and tokenization.packing is not None
 
@@ -241,7 +254,7 @@ class TrainingRun:
         return self.model(names[0]) if names else None
 
     def _collator(self, own: object, is_line: bool) -> Collator:
-        """Of the rows' kind or the method's own; for a padding-free forward, with the layout of the tokens."""
+        """The method's own or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         collate = cast(Collator, own or reads.collator(self._start.tokenizer.pad_token_id))
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
@@ -250,13 +263,13 @@ class TrainingRun:
         return collate
 
     def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
-        """Gives the models the forward that trains; after the trainer, which replaces it too, is built."""
+        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
         if self._is_reward_model:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
             install(model, packs=self._packs)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
-            # Once more: the first preparation wrapped the forward that was just replaced (autocast, device).
+            # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
@@ -264,7 +277,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
     """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
 
     Raises:
-        ConfigError: the global batch does not divide, or the workers are not those of ``resources``.
+        ConfigError: the global batch does not divide, or the number of workers is not that of ``resources``.
     """
     resources = ctx.resources
     if ctx.world_size != resources.num_workers:
@@ -284,11 +297,11 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "seed": method.seed,
         "bf16": method.precision == "bf16",
         "use_cpu": not on_gpu,
-        # Trades time for memory, the same numbers: needed where models fill a GPU, a loss elsewhere.
+        # Trades time for memory and changes no number: worth it only where models fill a GPU.
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
-        "train_sampling_strategy": "sequential",  # the dataset stands in the order of training
-        "max_length": None,  # rows are cut before, and counted
+        "train_sampling_strategy": "sequential",  # the dataset is in the order of training
+        "max_length": None,  # rows are already cut, and counted
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
         "remove_unused_columns": False,  # the collator reads what it needs
         "logging_steps": 1,
@@ -301,7 +314,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
 
 
 def _parameters(trainer_class: type) -> set[str]:
-    """What the constructor takes by name, and those that it hands its keywords on to."""
+    """The named parameters of the constructor, and of the constructors that it passes its keywords to."""
     found: set[str] = set()
     for base in trainer_class.__mro__:
         if "__init__" in base.__dict__:
@@ -313,14 +326,22 @@ def _parameters(trainer_class: type) -> set[str]:
 
 
 def _require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
-    for name in own.keys() - known - parameters:
+    shared = sorted(own.keys() & _SHARED)
+    if shared:
+        raise ConfigError(
+            f"{shared[0]}: run.trl(...) sets it itself, from the method's reads, models and adapter; remove it from "
+            "run.trl(...)"
+        )
+    for name in sorted(own.keys() - known - parameters):
         nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise ConfigError(f"{name} is no argument of {where}{hint}; remove it from run.trl(...), or name one they have")
+        raise ConfigError(
+            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
+        )
 
 
 def _reads_lines(trainer_class: type) -> bool:
-    """Whether a trainer calls the model as the padding-free forward is called: for log-probabilities, or for scores."""
+    """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
     from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
     from tasks.train.pair_trainer import PairTrainer
@@ -329,7 +350,7 @@ def _reads_lines(trainer_class: type) -> bool:
 
 
 def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
-    """The trainer on rows that are tokens already: TRL's would tokenize, and drop."""
+    """The trainer without TRL's preparation of data: the rows are tokens already."""
     if not hasattr(trainer_class, "_prepare_dataset"):
         return trainer_class
 
@@ -338,7 +359,7 @@ def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
             return dataset
 
         def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
-            """The policy without its adapter, which is the reference of a LoRA, is not called through DeepSpeed."""
+            """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""
             if hasattr(self, "ref_model"):
                 return autocast(self.args)
             plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
@@ -349,48 +370,50 @@ def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe") -> Dataset:
-    """Exactly the rows that training consumes, in their one order."""
+    """Exactly the rows that the training consumes, in its order."""
     return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
 
 
 def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
-    """Trains to the last step, reporting each; a trainer that is already there is not stepped again.
+    """Trains to the last step and reports each; a trainer that is already there takes no step.
 
-    The trainer ends with the weights that are the stage's output: of the last step, or of the best.
+    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``; where the best model is the output, its
-        ``best_step``, of which the means then are; where it ended early, ``diverged_at_step``.
+        ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
+        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``.
 
     Raises:
-        StoppedError: it was asked to end before its last step; a checkpoint of the step before is committed.
-        PipelineError: its loss is no number, or an operation adds in no fixed order, which ``deterministic`` forbids.
-        DataError: the best model is to be found on held-out rows, and there are none.
+        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
+        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
+        DataError: the best model is chosen on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
     name_accumulation(trainer)
-    before = _seconds_before(ctx)
+    before = seconds_before(ctx)
     start = time.perf_counter()
     best = _best_model(method, trainer, inputs, ctx)
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            with adding_in_one_order(ctx.resources.deterministic):
+            with deterministic_kernels(ctx.resources.deterministic):
                 _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
         except Exception:
-            if ctx.rank == 0:  # another worker that fails says nothing of what this one writes
+            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
                 discard_drafts(ctx.work_dir)
             raise
     else:
-        logger.info("steps=%d state=finished nothing left to train", trainer.state.global_step)
-    step, notes = trainer.state.global_step, dict[str, float]()
+        logger.info("steps=%d state=finished", trainer.state.global_step)
+    num_steps, step, notes = trainer.state.global_step, trainer.state.global_step, dict[str, float]()
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
     if divergence.step is not None:
         notes["diverged_at_step"] = float(divergence.step)
-    return {**summary(trainer.state, before + time.perf_counter() - start, step), **notes}
+    seconds = before + time.perf_counter() - start
+    log = trainer.state.log_history
+    return {**summary(log, seconds, num_steps=num_steps, output_step=step), **notes}
 
 
 def _best_model(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
@@ -409,7 +432,7 @@ def _train(
 ) -> None:
     checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
-    # Reports come after what is measured for them, checkpoints after what is decided of them.
+    # The order matters: measure, then report, then save.
     for callback in (NewRandomState(ctx), StepCounts(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
@@ -419,8 +442,8 @@ def _train(
         raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
 
 
-def _seconds_before(ctx: "TrainContext") -> float:
-    """Of the attempts that the checkpoint comes from."""
+def seconds_before(ctx: "TrainContext") -> float:
+    """Training time of the attempts before this one."""
     if ctx.resume_from is None:
         return 0.0
     return Checkpoints.at(ctx.resume_from).train_seconds
@@ -429,10 +452,9 @@ def _seconds_before(ctx: "TrainContext") -> float:
 def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
     """Indices of the rows in the order of training: a fresh permutation per epoch, cut to ``num_samples``.
 
-    It depends on nothing but its arguments, so that micro batch, accumulation and workers all split the
-    same list. For the first epoch it is what transformers' Trainer draws by default
-    (``SeedableRandomSampler``: epoch e is seeded with ``seed + e``), so a plain script with the same seed
-    sees the same rows at the same steps.
+    It depends on its arguments only, so that micro batch, accumulation and workers all split the same list. The first
+    epoch is what transformers' Trainer draws by default (``SeedableRandomSampler``: epoch e is seeded with
+    ``seed + e``), so a plain script with the same seed sees the same rows at the same steps.
     """
     order: list[int] = []
     epoch = 0
@@ -444,28 +466,28 @@ def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def adding_in_one_order(wanted: bool) -> Iterator[None]:
-    """Has torch take its deterministic kernels meanwhile, as the backward pass of attention on a GPU has.
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Deterministic kernels: without them repeated runs differ in the last bits.
 
-    cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` for it, which a stage's process is started with.
+    cuBLAS also needs ``CUBLAS_WORKSPACE_CONFIG``, which is set when a stage's process starts.
 
     Raises:
-        PipelineError: an operation has no such kernel.
+        PipelineError: an operation has no deterministic kernel.
     """
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(wanted)
-    # It takes time, for memory that is written before it is read.
+    torch.use_deterministic_algorithms(enabled)
+    # Filling takes time, and training never reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     except RuntimeError as error:
-        if _REFUSED not in str(error):
+        if _NOT_DETERMINISTIC not in str(error):
             raise
-        operation = str(error).partition(_REFUSED)[0].strip()
+        operation = str(error).partition(_NOT_DETERMINISTIC)[0].strip()
         raise PipelineError(
-            f"{operation} adds in no fixed order, so that a run that was interrupted would end with other weights than "
-            "one that was not; resources.deterministic=false trains with it all the same"
+            f"{operation} is not deterministic, so a resumed run would not end with the weights of an uninterrupted "
+            "one; deterministic operations are accepted; set resources.deterministic=false to train with it"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)

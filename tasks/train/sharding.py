@@ -1,7 +1,7 @@
-"""ZeRO-2 through DeepSpeed: gradients and optimizer state are divided over the workers (Rajbhandari et al. 2020).
+"""ZeRO-2 through DeepSpeed: gradients and optimizer state are divided over the workers.
 
-arXiv:1910.02054, section 5. Every worker holds the whole weights, in fp32 as under plain data parallelism, so that
-it trains the same model up to the order of additions.
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5. Every worker holds the whole weights, in fp32 as under plain data
+parallelism, so ZeRO-2 trains the same model up to the order of additions.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from tasks.context import Resources, TrainContext
     from tasks.recipe import TrainingRecipe
 
-_BUCKET_ELEMENTS = 50_000_000  # of gradients that are added up over the workers in one call: 200 MB
+_BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 
 
 def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
-    """The trainer's arguments that say who divides what: nothing without ZeRO.
+    """The trainer's arguments for ZeRO; empty without it.
 
     Raises:
-        ConfigError: the checkpoint to go on from is of other workers, and cannot be read.
+        ConfigError: the checkpoint to resume from was written by another number of workers, and cannot be read.
     """
     resources = ctx.resources
     if ctx.resume_from:
@@ -37,12 +37,12 @@ def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object
         leave_out_deepspeed()
         return {}
     _bring_in(on_gpu=resources.gpus_per_worker > 0)
-    # Of bf16 the trainer must know nothing: it would have DeepSpeed keep the weights themselves in bf16.
+    # With bf16=True the trainer would have DeepSpeed keep the weights themselves in bf16.
     return {"deepspeed": zero_config(method, resources), "bf16": False}
 
 
 def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, object]:
-    """DeepSpeed's own configuration. Nothing is "auto": transformers compares each number with the trainer's."""
+    """DeepSpeed's configuration. Nothing is "auto": transformers compares each number with the trainer's."""
     return {
         "train_batch_size": method.global_batch_size,
         "train_micro_batch_size_per_gpu": resources.micro_batch_size,
@@ -50,13 +50,13 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "gradient_clipping": method.max_grad_norm,
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
-        # Autocast over fp32 weights, as without ZeRO; what the workers add up stays in fp32 (no module is listed).
+        # Autocast over fp32 weights, as without ZeRO; all-reduces stay in fp32 (no module is listed).
         "torch_autocast": {
             "enabled": method.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": [],
         },
         "zero_optimization": {
             "stage": resources.zero_stage,
-            "overlap_comm": False,  # additions in one order
+            "overlap_comm": False,  # deterministic
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
         },
@@ -64,23 +64,23 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
 
 
 def require_readable(checkpoint: Checkpoint, resources: "Resources") -> None:
-    """That the workers can go on from a checkpoint: each holds its own part of ZeRO's optimizer state.
+    """Requires that the workers can resume from a checkpoint: each reads its own part of ZeRO's optimizer state.
 
     Raises:
-        ConfigError: they are not those that wrote it.
+        ConfigError: their number or ``zero_stage`` is not that of the workers that wrote it.
     """
     wrote, reads = ((each.num_workers, each.zero_stage) for each in (checkpoint, resources))
     if wrote != reads and (checkpoint.zero_stage or resources.zero_stage):
         raise ConfigError(
             f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "
-            f"zero_stage={wrote[1]}, and num_workers={reads[0]} with zero_stage={reads[1]} cannot go on from it: "
+            f"zero_stage={wrote[1]}, and num_workers={reads[0]} with zero_stage={reads[1]} cannot resume from it: "
             "ZeRO's optimizer state is read in the parts that it was written in; "
-            f"state num_workers={wrote[0]} and zero_stage={wrote[1]}"
+            f"set num_workers={wrote[0]} and zero_stage={wrote[1]}"
         )
 
 
 def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:
-    """For a model that is called beside DeepSpeed's engine, which casts only what goes through it."""
+    """Autocast for a model that is not called through DeepSpeed's engine, which casts only its own model."""
     if not isinstance(args.deepspeed, dict) or not args.deepspeed["torch_autocast"]["enabled"]:
         return contextlib.nullcontext()
     import torch
@@ -90,28 +90,28 @@ def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:
 
 
 def name_accumulation(trainer: "Trainer") -> None:
-    """Tells accelerate what DeepSpeed's configuration says: it would take it from there, and warn that they differ."""
+    """Sets accelerate's accumulation to that of DeepSpeed's configuration: else it warns that they differ."""
     if trainer.args.deepspeed:
         trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
 
 
 def leave_out_deepspeed() -> None:
-    """Lets accelerate take DeepSpeed for absent: it imports what it finds (1.4 s), only to ask for a type.
+    """Hides DeepSpeed from accelerate, which would import it (1.4 s) for a type check alone.
 
-    ``None`` is what Python documents for a module that is not to be imported.
+    ``None`` in ``sys.modules`` is Python's documented way to block an import.
     """
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
 
 
 def _bring_in(*, on_gpu: bool) -> None:
-    """Imports DeepSpeed so that it compiles nothing: of its own operators ZeRO-2 needs none."""
+    """Imports DeepSpeed without compiling its operators: ZeRO-2 needs none of them."""
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     TorchCheckpointEngine.load = _load_plain  # its own unpickles whatever the file names
-    # All-reduces of inference through shared memory: 80 s of a C++ compiler at the start of a process group.
+    # All-reduces for inference through shared memory: compiling them takes 80 s at the start of a process group.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

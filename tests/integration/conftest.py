@@ -28,7 +28,10 @@ def prefect_database(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def prefect_url(tmp_path_factory, prefect_database):
-    """One Prefect server, with a database of its own, for all tests of a worker that are not of the embedded server."""
+    """One Prefect server, with a database of its own, for all tests of a worker that are not of the embedded server.
+
+    Its password is in the environment, as a user has that of a server of the team.
+    """
     folder = tmp_path_factory.mktemp("prefect")
     shutil.copytree(prefect_database, folder, dirs_exist_ok=True)  # with what SQLite keeps beside it
     yield from _prefect_server(folder / "prefect.db")
@@ -46,12 +49,14 @@ def _prefect_server(database: Path) -> Iterator[str]:
         patch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
         server = EmbeddedServer(database.with_name("server.log"))
         server.start()
-    try:
-        server.wait_until_ready()
-        yield server.url
-    finally:
-        send_events()
-        server.stop()
+        patch.undo()
+        patch.setenv("PREFECT_API_AUTH_STRING", server.auth)
+        try:
+            server.wait_until_ready()
+            yield server.url
+        finally:
+            send_events()
+            server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -48,24 +49,24 @@ class Asking:
         self.process = toy.start("run", REQUIRED, stderr=self._errors)
         wait_until(lambda: self._command() or self.process.poll() is not None, "it asks")
         assert self.process.poll() is None, self._errors.read_text()
-        self.api, self.path = self._command().groups()
+        profiles, self.api, self.path = self._command().groups()
+        auth = tomllib.loads(Path(profiles).read_text())["profiles"]["posttrain"] if profiles else {}
+        self._server = PrefectApi(self.api, auth.get("PREFECT_API_AUTH_STRING"))
         assert self.state() == "PAUSED"
 
     def _command(self) -> re.Match[str] | None:
-        return re.search(r"PREFECT_API_URL=(\S+) prefect api POST (/flow_runs/[0-9a-f-]+)/resume", self.errors())
+        profiles = r"(?:PREFECT_PROFILES_PATH=(\S+) )?"  # of a server of the run's own
+        command = r"PREFECT_API_URL=(\S+) prefect api POST (/flow_runs/[0-9a-f-]+)/resume"
+        return re.search(profiles + command, self.errors())
 
     def errors(self) -> str:
         return self._errors.read_text() if self._errors.exists() else ""
 
     def state(self) -> str:
-        with urllib.request.urlopen(self.api + self.path) as response:
-            return json.load(response)["state"]["type"]
+        return self._server.get(self.path)["state"]["type"]
 
     def post(self, verb: str, body: dict) -> dict:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.api}{self.path}/{verb}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as response:
-            return json.load(response)
+        return self._server.post(f"{self.path}/{verb}", body)
 
     def end(self) -> int:
         return self.process.wait(timeout=60)

@@ -121,7 +121,7 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(root: Path, tmp_path: P
 
 def test_a_best_by_a_metric_that_is_not_there_is_refused_at_the_first_step(root: Path, tmp_path: Path) -> None:
     best, ran = Best(metric="held_out_accuracy", every_steps=2), StageFolder(tmp_path, root)
-    with pytest.raises(ConfigError, match=r"method.best.metric=held_out_accuracy: is not measured; there are: grad"):
+    with pytest.raises(ConfigError, match=r"method.best.metric=held_out_accuracy: is not measured; measured are: grad"):
         ran(training.method("sft", best=best, output="best"))
     assert len(ran.reports) == 1
 
@@ -130,7 +130,7 @@ def test_what_execution_keeps_by_a_metric_that_is_not_there_fails_nothing(root: 
     ran = StageFolder(tmp_path, root, save_steps=1, keep_last=1, keep_best=KeepBest(metric="rewards/margins"))
     with caplog.at_level(logging.WARNING):
         ran(training.method("sft"))
-    assert "resources.keep_best.metric=rewards/margins: is not measured; there are: grad" in caplog.text
+    assert "resources.keep_best.metric=rewards/margins: is not measured; measured are: grad" in caplog.text
     assert ran.store.steps() == [2]
 
 

@@ -18,7 +18,6 @@ def shipped():
         "stages.dpo.method.beta=0.2",
         "+stages.dpo.method.beta=0.2",
         "stages.dpo.method.adapter.rank=8",
-        "stages.dpo.method._target_=tasks.sft.SFT",
         "stages.dpo.inputs.policy=sft",
         "stages.dpo.resources.num_workers=2",
         "stages.dpo.resources={num_workers: 2}",
@@ -50,6 +49,8 @@ def test_a_key_that_some_pipeline_has_passes(shipped, word):
         "sources.corpora.path=x",
         "model.name=x",
         "modell=tiny",
+        "stages.dpo.method._target_=tasks.sft.SFT",
+        "sources.corpus.allow_code=true",
         "pipeline=cpt-sft-dpo",  # that is what the deployment is
         "resources@stages.dpo.resourced=gpu",
         "hydra.run.dir=x",
@@ -61,7 +62,8 @@ def test_a_key_that_no_pipeline_has_does_not(shipped, word):
     assert not re.search(shipped, word)
 
 
-def test_the_users_own_stages_and_sources_count(shipped):
-    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",), pipeline="toy"))
-    for word in ("stages.left.method.num_steps=3", "sources.rows.path=x"):
+def test_the_users_own_stages_and_sources_count_and_code_where_it_is_allowed(shipped):
+    own = override_pattern(Preset(config_dir=CONF, overrides=("model=none",), pipeline="toy", allow_code=True))
+    code = ("stages.left.method._target_=tests.toy_methods.ToyTraining", "sources.rows.allow_code=true")
+    for word in ("stages.left.method.num_steps=3", "sources.rows.path=x", *code):
         assert re.search(own, word) and not re.search(shipped, word)

@@ -1,4 +1,6 @@
+import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +25,30 @@ def test_what_a_run_states_itself_wins():
         "--config-dir", str(CONF), "pipeline=toy", "sources.rows.path=rows.txt", "tracking=none",
         "model=tiny", "stages.left.method.num_steps=2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("stages.left.method._target_=os.system", "_target_"),
+        ("stages.left.method={_target_: os.system}", "_target_"),
+        ("sources.rows.allow_code=true", "allow_code"),
+        ("sources.rows={path: rows.txt, allow_code: true}", "allow_code"),
+        ("sources.rows.path=python:rows.py:f", "python:"),
+        (r"sources.rows.path=python\\:rows.py:f", "python:"),
+        ("sources.rows.path='python:rows.py:f'", "python:"),
+        ("sources.rows.path=${oc.env:PLACE}", "${"),
+        ("sources.rows=${oc.decode:'{path: x}'}", "${"),
+        ("--config-dir=/elsewhere", "-"),
+    ],
+)
+def test_a_run_may_not_name_code_unless_whoever_serves_allows_it(word, found):
+    with pytest.raises(ConfigError, match=f"may not have {re.escape(found)}, .*serve --allow-code"):
+        Preset.of(TOY).words("toy", ["stages.left.method.num_steps=2", word])
+    allowed = replace(Preset.of(TOY), allow_code=True)
+    assert word in allowed.words("toy", [word])
+    assert Preset.of(shlex.split(allowed.environment[VARIABLE])) == allowed
+    assert word in Preset(overrides=(word,)).words("toy")  # the words of `serve` are the user's own
 
 
 def test_a_pipeline_that_is_named_is_the_only_one():

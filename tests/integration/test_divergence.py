@@ -33,7 +33,7 @@ def test_a_training_that_diverges_ends_with_its_best_model(root: Path, tmp_path:
     assert metrics["diverged_at_step"] == metrics["steps"] == len(ran.reports) + 1 < 8
     assert same(weights(ran.output), load_file(ran.store.path(best) / "model.safetensors"))
     assert "training diverged: at step" in caplog.text
-    assert f"it ends with its model of step {best}" in caplog.text
+    assert f"the output is the model of step {best}" in caplog.text
 
 
 def test_a_training_that_diverges_fails_and_names_its_last_good_checkpoint(root: Path, tmp_path: Path) -> None:
@@ -42,5 +42,5 @@ def test_a_training_that_diverges_fails_and_names_its_last_good_checkpoint(root:
         ran(training.method("sft", **EXPLODING))
     assert all(math.isfinite(ran.store.read(step).metrics["loss"]) for step in ran.store.steps())
     stage = training.method("sft", **EXPLODING, best=Best(every_steps=7), on_divergence="best")
-    with pytest.raises(PipelineError, match=r"nothing was saved; no model had competed yet"):
+    with pytest.raises(PipelineError, match=r"nothing was saved; on_divergence=best: no model has competed yet"):
         StageFolder(tmp_path / "late", root)(stage)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer
 
-from lineage.errors import PipelineError
+from lineage.errors import ConfigError, PipelineError
 from tasks.dpo import DPO
 from tasks.method import LoRA
 from tasks.train import models
@@ -129,3 +129,27 @@ def test_dpo_takes_every_loss_that_it_names(root: Path, tmp_path: Path, loss_typ
     first = training.train(training.method("dpo", loss_type=loss_type), root, tmp_path / "output").losses[0]
     at_zero = {"sigmoid": math.log(2), "ipo": (1 / (2 * 0.1)) ** 2, "hinge": 1.0}
     assert first == pytest.approx(at_zero[loss_type], abs=1e-3)
+
+
+def test_the_sft_weight_keeps_the_chosen_answers_likely_and_starts_at_ln_2(root: Path, tmp_path: Path) -> None:
+    plain, weighted = (
+        training.train(training.method("dpo", sft_weight=weight), root, tmp_path / str(weight) / "output")
+        for weight in (None, 1.0)
+    )
+    assert weighted.losses[0] == pytest.approx(math.log(2), abs=1e-3)
+    assert weighted.reports[-1][1]["rewards/chosen"] > plain.reports[-1][1]["rewards/chosen"]
+
+
+def test_a_small_sft_weight_trains_as_none_does(root: Path, tmp_path: Path) -> None:
+    plain, weighted = (
+        training.train(training.method("dpo", sft_weight=weight), root, tmp_path / str(weight) / "output")
+        for weight in (None, 1e-9)
+    )
+    assert weighted.losses == pytest.approx(plain.losses, abs=1e-4)
+    for name in ("rewards/chosen", "rewards/margins", "rewards/accuracies"):
+        assert weighted.reports[-1][1][name] == pytest.approx(plain.reports[-1][1][name], abs=1e-4), name
+
+
+def test_the_sft_weight_goes_with_the_sigmoid_loss_alone() -> None:
+    with pytest.raises(ConfigError, match=r"sft_weight=1 with loss_type=ipo: .* set loss_type=sigmoid, or sft_weight="):
+        training.method("dpo", sft_weight=1.0, loss_type="ipo")

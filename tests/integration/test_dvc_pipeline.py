@@ -24,11 +24,11 @@ def test_a_changed_beta_runs_dpo_and_what_reads_it(tmp_path):
     repository.commit("ran")
 
     recipe = folder / "conf/recipe/tiny/dpo.yaml"
-    recipe.write_text(recipe.read_text().replace("beta: 0.5", "beta: 0.2"))
+    recipe.write_text(recipe.read_text().replace("beta: 0.3", "beta: 0.2"))
     status = repository("dvc", "status")
     assert "conf/recipe/tiny/dpo.yaml" in status and "sft" not in status.replace("cpt-sft-dpo", "")
     [changed] = [line for line in repository("dvc", "params", "diff").splitlines() if "beta" in line]
-    assert changed.split() == ["conf/recipe/tiny/dpo.yaml", "beta", "0.5", "0.2"]
+    assert changed.split() == ["conf/recipe/tiny/dpo.yaml", "beta", "0.3", "0.2"]
     output = repository("dvc", "repro")
     running = [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
     assert running == ["dpo", "evaluate"]

@@ -256,7 +256,7 @@ def test_a_policy_with_other_tokens_is_not_compared(tmp_path: Path, inputs: dict
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
     given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
-    with pytest.raises(ConfigError, match="evaluate has no policy to measure; give it inputs of any other name"):
+    with pytest.raises(ConfigError, match="evaluate has no policy to measure; inputs of any other name"):
         evaluate(tmp_path, given)
 
 
@@ -304,7 +304,9 @@ def test_a_reward_model_with_other_tokens_or_turns_is_refused(tmp_path: Path, in
 
 def test_rows_are_as_long_as_those_that_the_models_were_trained_on(tmp_path: Path, inputs: dict[str, Input]) -> None:
     free = replace(SMALL, max_length=None)
-    with pytest.raises(ConfigError, match="max_length of evaluate is not set, and no record of sft, dpo, reward_model"):
+    with pytest.raises(
+        ConfigError, match="max_length of evaluate is not set, and no manifest of sft, dpo, reward_model"
+    ):
         evaluate(tmp_path / "none", inputs, free)
     store, stored = WrittenStore(tmp_path / "store"), {}
     for slot, max_length in (("sft", 30), ("dpo", 40), ("reward_model", 35)):

@@ -43,7 +43,7 @@ class Started:
         self.hold.write_text(str(HELD))
         with self.said.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows", *command, *toy._words("run"), *words],
+                [sys.executable, "-m", "flows", *command, *toy.cli_args("run"), *words],
                 cwd=toy.folder, env={**toy.environment, MARK: self.mark}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
             )  # fmt: skip
@@ -97,7 +97,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "rows.txt").write_text("rows")
     toy = Command(folder, *WORDS)
-    assert toy("stage", "data", *toy._words("run")).returncode == 0
+    assert toy("stage", "data", *toy.cli_args("run")).returncode == 0
     return folder
 
 

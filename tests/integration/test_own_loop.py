@@ -1,4 +1,4 @@
-"""A loop that is not transformers': resumed to the bit, stopped when asked, refused when it diverges."""
+"""A loop that is not transformers': resumed to the bit, stopped on request, failed when it diverges."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,8 +15,9 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
-from tasks.method import LoRA, Training
+from tasks.method import LOOP_FIELDS, LoRA, Training
 from tasks.train.run import TrainingRun
 from tests import training
 
@@ -25,7 +26,7 @@ STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PlainLoop(Training):
-    """The next-token loss in plain torch, with noise on its gradients that the random state decides."""
+    """The next-token loss in plain torch, with random noise on its gradients."""
 
     reads: ClassVar = TEXT
     applies: ClassVar = frozenset({"max_grad_norm"})
@@ -56,6 +57,38 @@ class PlainLoop(Training):
         return loop.metrics()
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizedLoop(Training):
+    """Continued pretraining in a loop of its own, with the optimizer and schedule of the core."""
+
+    reads: ClassVar = TEXT
+    applies: ClassVar = LOOP_FIELDS
+
+    fails_at: int | None = None
+
+    def loop(self, run: TrainingRun) -> Metrics:
+        from tasks.train.own_loop import Optimization, OwnLoop
+
+        model = run.policy.model
+        optimization = Optimization(run, model)
+        loop = OwnLoop(run, {"model": model, "optimization": optimization})
+        for step in loop.steps():
+            assert model.training
+            batches = list(run.micro_batches(step))
+            total = 0.0
+            for batch in batches:
+                with optimization.autocast():
+                    assert torch.is_autocast_enabled("cpu") == (self.precision == "bf16")
+                    loss = model(**batch).loss / len(batches)
+                loss.backward()
+                total += float(loss)
+            if step + 1 == self.fails_at:
+                raise InterruptedError
+            num_tokens = sum(batch["input_ids"].numel() for batch in batches)
+            loop.report(loss=total, num_tokens=num_tokens, grad_norm=optimization.step())
+        return loop.metrics()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.write_inputs(tmp_path_factory.mktemp("inputs"))
@@ -77,17 +110,17 @@ def context(folder: Path, reports: dict[int, Metrics] | None = None, **fields: o
 def test_killed_and_resumed_it_ends_with_the_same_model_to_the_bit(root: Path, tmp_path: Path) -> None:
     whole: dict[int, Metrics] = {}
     given = training.inputs(root, method())
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # a process may have drawn random numbers before
     expected = method().run(given, context(tmp_path / "whole", whole))
 
     parts: dict[int, Metrics] = {}
     killed = context(tmp_path / "parts", parts)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     with pytest.raises(InterruptedError):
         method(fails_at=4).run(given, killed)
     newest = Checkpoints(tmp_path / "parts" / "checkpoints").newest()
     assert newest and newest.step == 2
-    torch.manual_seed(1)  # what another process would begin with
+    torch.manual_seed(2)
     resumed = replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2")
     found = method().run(given, resumed)
 
@@ -100,6 +133,75 @@ def test_killed_and_resumed_it_ends_with_the_same_model_to_the_bit(root: Path, t
     assert {n: v for n, v in found.items() if n not in timed} == {n: v for n, v in expected.items() if n not in timed}
     assert found["steps"] == STEPS and found["num_tokens"] == STEPS * 8 * 16
     assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "memory_gib"} <= whole[1].keys()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {
+            "lr_schedule": "linear", "warmup_ratio": 0.5, "weight_decay": 0.5, "max_grad_norm": 0.1,
+            "precision": "bf16",
+        },
+    ],
+)  # fmt: skip
+def test_with_the_optimizer_of_the_core_it_is_transformers_training(
+    root: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS, **fields}
+    ours, theirs = OptimizedLoop(**stated), ContinuedPretraining(**stated)  # type: ignore[arg-type]
+    found = {}
+    for name, each in (("ours", ours), ("theirs", theirs)):
+        reports: dict[int, Metrics] = {}
+        each.run(training.inputs(root, each), context(tmp_path / name, reports))
+        found[name] = reports
+    for step in range(1, STEPS + 1):
+        for metric in ("loss", "grad_norm", "num_tokens"):
+            rel = 2e-2 if "precision" in fields else 1e-5
+            assert found["ours"][step][metric] == pytest.approx(found["theirs"][step][metric], rel=rel), (step, metric)
+
+
+def test_the_optimizer_of_the_core_is_resumed_to_the_bit(root: Path, tmp_path: Path) -> None:
+    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS}
+    whole, killed = OptimizedLoop(**stated), OptimizedLoop(**stated, fails_at=4)  # type: ignore[arg-type]
+    given = training.inputs(root, whole)
+    whole.run(given, context(tmp_path / "whole"))
+    with pytest.raises(InterruptedError):
+        killed.run(given, context(tmp_path / "parts"))
+    resumed = replace(context(tmp_path / "parts"), resume_from=tmp_path / "parts" / "checkpoints" / "step-2")
+    whole.run(given, resumed)
+    assert training.same(*(training.weights(tmp_path / name / "output") for name in ("whole", "parts")))
+
+
+def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.train.own_loop import Optimization
+
+    stated = OptimizedLoop(**training.FIELDS)  # type: ignore[arg-type]
+    given, found = training.inputs(root, stated), []
+    for world_size in (1, 2):
+        run = TrainingRun(stated, given, context(tmp_path))
+        optimization = Optimization(run, run.policy.model)
+        optimization.world_size = world_size
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.mul_(2))  # the other has the same
+            run.policy.model(**next(run.micro_batches(0))).loss.backward()
+            found.append(optimization.step())
+    assert found[0] == found[1] > 0
+
+
+def test_a_step_may_have_several_updates_under_one_schedule(root: Path, tmp_path: Path) -> None:
+    from tasks.train.own_loop import Optimization
+
+    fields = {**training.FIELDS, "num_steps": 2, "lr_schedule": "linear", "warmup_ratio": 0.0}
+    stated = OptimizedLoop(**fields)  # type: ignore[arg-type]
+    run = TrainingRun(stated, training.inputs(root, stated), context(tmp_path))
+    optimization = Optimization(run, run.policy.model, updates_per_step=2)
+    rates = []
+    for _ in range(4):
+        rates.append(optimization.learning_rate / stated.learning_rate)
+        run.policy.model(**next(run.micro_batches(0))).loss.backward()
+        optimization.step()
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_asked_to_stop_it_saves_and_ends(root: Path, tmp_path: Path) -> None:
@@ -156,6 +258,21 @@ def test_a_field_that_the_loop_ignores_is_refused_with_the_plan(fields: dict[str
     with pytest.raises(ConfigError, match=message):
         method(**fields)
     assert method(max_grad_norm=0.5).max_grad_norm == 0.5, "the loop applies it"
+
+
+def test_a_recipe_states_no_field_that_the_loop_ignores() -> None:
+    recipe = method().recipe()
+    assert recipe["max_grad_norm"] == 1.0 and recipe["seed"] == 0
+    assert recipe.keys().isdisjoint(LOOP_FIELDS - {"max_grad_norm"})
+    assert OptimizedLoop(**training.FIELDS).recipe().keys() >= LOOP_FIELDS  # type: ignore[arg-type]
+    assert ContinuedPretraining(**training.FIELDS).recipe().keys() >= LOOP_FIELDS  # type: ignore[arg-type]
+
+
+def test_a_loop_finds_its_models_and_rows_on_its_device(root: Path, tmp_path: Path) -> None:
+    run = TrainingRun(method(), training.inputs(root, method()), context(tmp_path))
+    run.device = torch.device("meta")  # as a GPU would be
+    assert run.policy.model.device.type == "meta"
+    assert all(tensor.device.type == "meta" for batch in run.micro_batches(0) for tensor in batch.values())
 
 
 def test_zero_is_refused_with_the_plan() -> None:

@@ -87,7 +87,7 @@ def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_reference_that_is_not_stated_is_an_error(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'state models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'):
+    with pytest.raises(ConfigError, match=r'set models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'):
         training.train(stage(AsksForAReference), root, tmp_path / "output")
 
 

@@ -203,5 +203,5 @@ def test_an_adapter_on_experts_reloads_as_it_was_trained(root: Path, tmp_path: P
 def test_dropout_of_an_adapter_on_experts_is_refused_with_what_to_set(root: Path, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "policy", "mixtral")
     stage = training.method("sft", adapter=replace(QLORA, quantization=None))
-    with pytest.raises(ConfigError, match=r"adapter.dropout=0.1: .*state adapter.dropout=0"):
+    with pytest.raises(ConfigError, match=r"adapter.dropout=0.1: .*set adapter.dropout=0"):
         training.train(stage, root, tmp_path / "output", policy=policy)

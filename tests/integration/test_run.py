@@ -3,22 +3,16 @@
 import json
 import signal
 import socket
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.command import TOY, Command, family, wait_until, wait_until_gone
+from tests.prefect_api import PrefectApi
 
 HERE = socket.gethostname()
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-
-
-def prefect(url: str, path: str, body: dict) -> list[dict]:
-    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)
 
 
 def step_of(folder, stage):
@@ -28,19 +22,19 @@ def step_of(folder, stage):
 
 def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
     toys = {"flows": {"name": {"any_": ["toy"]}}}
-    before = [run["id"] for run in prefect(prefect_url, "/flow_runs/filter", toys)]
+    before = [run["id"] for run in PrefectApi(prefect_url).post("/flow_runs/filter", toys)]
     first = toy.run()
     assert {name: row["seconds"] > 0 for name, row in first.items()} == dict.fromkeys(first, True)
 
-    [run] = [run for run in prefect(prefect_url, "/flow_runs/filter", toys) if run["id"] not in before]
-    tasks = prefect(prefect_url, "/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    [run] = [run for run in PrefectApi(prefect_url).post("/flow_runs/filter", toys) if run["id"] not in before]
+    tasks = PrefectApi(prefect_url).post("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert run["state_type"] == "COMPLETED"
     assert sorted(task["name"] for task in tasks) == ["data", "left", "model", "right"]
 
     second = toy("run")
     assert second.returncode == 0
     assert "nothing to do: all 4 stages are finished" in second.stdout
-    assert len(prefect(prefect_url, "/flow_runs/filter", toys)) == len(before) + 1
+    assert len(PrefectApi(prefect_url).post("/flow_runs/filter", toys)) == len(before) + 1
 
     third = toy.run("stages.left.method.learning_rate=0.2")
     assert {name for name, row in third.items() if row["seconds"]} == {"left"}

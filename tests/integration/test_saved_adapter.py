@@ -140,7 +140,7 @@ def test_without_its_base_it_is_refused_before_a_step(made: Made, harm: str) -> 
         message = r"is not what was committed: model.safetensors has SHA-256"
     if harm == "remade":
         made.store.stage("base", {})
-        message = "needs it: .* was made again since, with other bytes"
+        message = "needs it: .* was produced again since, with other bytes"
     steps: list[int] = []
     with pytest.raises(ArtifactError, match=message):
         made.train(training.method("dpo"), adapter, made.folder / "dpo", report=lambda step, _: steps.append(step))

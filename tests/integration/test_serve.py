@@ -144,6 +144,18 @@ def test_a_key_that_no_pipeline_has_is_refused_when_the_run_is_made(served, api)
         api.start("toy/local", "hydra.run.dir=x")
 
 
+def test_a_run_may_not_name_code(served, api, folder):
+    (folder / "evil.py").write_text("open('ran', 'w').close()\n\n\ndef rows():\n    yield {'text': 'a'}\n")
+    for word in ("stages.data.method._target_=evil.Rows", "sources.rows.allow_code=true"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            api.start("toy/local", word)
+        assert refused.value.code in (409, 422)
+    for word in ("sources.rows.path=python:evil.py:rows", "stages.data.method={_target_: evil.Rows}"):
+        state = api.end(api.start("toy/local", word))
+        assert state["type"] == "FAILED" and "an override of a deployed run may not have" in state["message"]
+    assert not (folder / "ran").exists()
+
+
 def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
     run = api.start("toy/local")
     assert api.end(run)["message"].startswith("4 of 4 stages run in")

@@ -3,12 +3,12 @@
 import json
 import re
 import signal
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.command import TOY, Command, family, wait_until, wait_until_gone
+from tests.prefect_api import PrefectApi
 
 RATES, TWO_LEVELS = "stages.left.method.learning_rate=0.1,0.2,0.3", "stages.left.method.level=0,10"
 BEST = "sweep.objectives.best={metric: left/loss, direction: minimize}"
@@ -60,11 +60,7 @@ def started(stderr):
 
 def prefect_runs(url, folder):
     body = {"flow_runs": {"name": {"any_": [path.name for path in (folder / "artifacts" / "sweeps").iterdir()]}}}
-    request = urllib.request.Request(
-        f"{url}/flow_runs/filter", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as response:
-        return [run["state_type"] for run in json.load(response)]
+    return [run["state_type"] for run in PrefectApi(url).post("/flow_runs/filter", body)]
 
 
 def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, folder, prefect_url):

@@ -34,6 +34,7 @@ CHANGES: dict[str, object] = {
     "save": "adapter",
     "beta": 0.5,
     "loss_type": "ipo",
+    "sft_weight": 1.0,
     "chat_template": "chatml",
     "too_long": "cut_prompt",
     "max_prompt_length": 6,

@@ -102,13 +102,18 @@ def test_a_trainer_that_logs_its_loss_alone_is_counted_by_us(root: Path, tmp_pat
 
 
 def test_an_argument_that_nothing_takes_is_refused_with_the_nearest(root: Path, tmp_path: Path) -> None:
-    message = r"temprature is no argument of TrainingArguments and Silent; the nearest is temperature"
+    message = r"temprature is not an argument of TrainingArguments and Silent; the nearest is temperature"
     with pytest.raises(ConfigError, match=message):
         training.train(stage(Plain, own={"temprature": 0.5}), root, tmp_path / "output")
 
 
+def test_an_argument_that_is_set_for_all_trainings_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train_dataset: run.trl\(...\) sets it itself.*remove it"):
+        training.train(stage(Plain, own={"train_dataset": None}), root, tmp_path / "output")
+
+
 def test_a_loop_that_would_put_its_adapter_on_twice_is_refused(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Twice.loop reads run.policy, whose model has its adapter already"):
+    with pytest.raises(ConfigError, match=r"Twice.loop reads run.policy, whose model already has its adapter"):
         training.train(stage(Twice, adapter=LoRA(rank=2, alpha=4)), root, tmp_path / "output")
 
 

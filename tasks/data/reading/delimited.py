@@ -14,6 +14,8 @@ from tasks.data.reading.opened import no_rows, opened
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk
+_MAX_COLUMNS = 10_000
+_MAX_CELLS = 1_000_000  # of one row that is wrong: separators in text count too
 _SHOWN = 200  # characters
 _QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
 
@@ -122,9 +124,11 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
         DataError: the fault is of several lines: which of them are rows cannot be told.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
-    reader = csv.reader(text, delimiter=separator, strict=True)
+    bounded = _Bounded(text, name, separator)
+    reader = csv.reader(bounded, delimiter=separator, strict=True)
     while True:
-        first = reader.line_num + 1
+        first = bounded.first = reader.line_num + 1
+        bounded.size = bounded.cells = 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -139,6 +143,31 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
                 yield first, cells
 
 
+class _Bounded:
+    """Lines, up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
+
+    def __init__(self, text: TextIOWrapper, name: str, separator: str) -> None:
+        self._text, self._name, self._separator = text, name, separator
+        self.number = self.first = self.size = self.cells = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._text.readline(MAX_ROW_BYTES - self.size + 1):
+            self.number, self.size = self.number + 1, self.size + len(line)
+            self.cells += line.count(self._separator)
+            if self.size > MAX_ROW_BYTES or self.cells > _MAX_CELLS:
+                raise self._refusal()
+            yield line
+
+    def _refusal(self) -> DataError:
+        most = f"{MAX_ROW_BYTES // 2**20} MB" if self.size > MAX_ROW_BYTES else f"{_MAX_CELLS:,} separators"
+        if self.number > self.first:
+            return _swallowed(self._name, f"a cell of more than {most}", self.first, self.number)
+        return DataError(
+            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end rows with a line feed, or "
+            "split it"
+        )
+
+
 def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
     return DataError(
         f"{name}:{first}: {fault}: lines {first} to {last} would be one row; {_QUOTES}; "
@@ -149,8 +178,6 @@ def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
 def _fault(message: str, last: int) -> str:
     if message.startswith("unexpected end"):
         return "a quote that opens in this row is never closed"
-    if message.startswith("field larger"):
-        return f"a cell of more than {MAX_ROW_BYTES // 2**20} MB"
     return f"a quote closes a cell on line {last}, and the cell goes on"
 
 
@@ -165,6 +192,10 @@ def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
         raise DataError(
             f"{name}: its header, {columns[0]!r}, is separated by {_SEPARATORS[others[0]]}; {_SEPARATORS[separator]} "
             "are accepted; write it again with those (.csv: commas, .tsv: tabs)"
+        )
+    if len(columns) > _MAX_COLUMNS:
+        raise DataError(
+            f"{name}: {len(columns):,} columns; at most {_MAX_COLUMNS:,} are accepted; keep those that hold the text"
         )
     for place, column in enumerate(columns):
         if _stray_byte(column):

@@ -37,35 +37,16 @@ class LinesChunk:
 
 
 def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chunk]:
-    """The rows of a text that has one on each line; blank lines are passed over.
+    """The rows of a text with one row per line; blank lines are skipped.
 
     Raises:
-        DataError: there is none, or the lines end otherwise.
+        DataError: as ``blocks``.
     """
-    found = False
-    for first, data in blocks(stream):
+    for first, data in blocks(stream, name):
         if data is None:
-            found = True
             yield ParsedChunk(entries=(_endless(f"{name}:{first}"),))
         elif not data.isspace():
-            require_line_feeds(data, name, found=found)
-            found = True
             yield LinesChunk(name=name, first=first, data=data, parse=parse)
-    if not found:
-        raise no_rows(name, "blank lines alone")
-
-
-def require_line_feeds(data: bytes, name: str, *, found: bool) -> None:
-    """Refuses lines that end otherwise.
-
-    Args:
-        found: lines were read before.
-    """
-    if not found and b"\n" not in data and b"\r" in data.strip():
-        raise DataError(
-            f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
-            "convert it: `tr '\\r' '\\n' < FILE > NEW`"
-        )
 
 
 def shown(raw: bytes) -> str:
@@ -82,8 +63,26 @@ def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
     )  # fmt: skip
 
 
-def blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """Number of the first line, and whole lines; None in the place of a line that is too long to be read."""
+def blocks(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
+    """Number of the first line, and whole lines; None in place of a line that is too long.
+
+    Raises:
+        DataError: all lines are blank, or they do not end with a line feed.
+    """
+    found = False
+    for first, data in _blocks(stream):
+        if not found and data is not None and b"\n" not in data and b"\r" in data.strip():
+            raise DataError(
+                f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
+                "convert it: `tr '\\r' '\\n' < FILE > NEW`"
+            )
+        found = found or data is None or not data.isspace()
+        yield first, data
+    if not found:
+        raise no_rows(name, "blank lines alone")
+
+
+def _blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
     number, pending, block = 1, bytearray(), stream.read(BLOCK_BYTES)
     while block:
         pending += block

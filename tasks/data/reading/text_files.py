@@ -8,7 +8,7 @@ from pathlib import Path
 from lineage.errors import DataError
 from lineage.text_split import BLANK_LINE, SplitBy, detected_split
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
-from tasks.data.reading.lines import MAX_ROW_BYTES, blocks, line_chunks, not_utf8, require_line_feeds
+from tasks.data.reading.lines import MAX_ROW_BYTES, blocks, line_chunks, not_utf8
 from tasks.data.reading.opened import no_rows, opened
 
 
@@ -80,8 +80,8 @@ def _document(path: Path, name: str) -> Iterator[Chunk]:
 
 def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
     """Blocks of lines, each cut at its last blank line."""
-    pending, first, found = b"", 1, False
-    for number, data in blocks(stream):
+    pending, first = b"", 1
+    for number, data in blocks(stream, name):
         if data is None or len(pending) > MAX_ROW_BYTES:
             raise DataError(
                 f"{name}:{first}: a paragraph of more than {MAX_ROW_BYTES // 2**20} MB; blank lines between paragraphs "
@@ -89,15 +89,11 @@ def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
             )
         first = first if pending else number
         pending += data
-        require_line_feeds(pending, name, found=found)
-        found = found or not pending.isspace()
         end = max((match.end() for match in BLANK_LINE.finditer(pending)), default=0)
         if end:
             yield ParagraphsChunk(name=name, first=first, data=pending[:end])
             first += pending.count(b"\n", 0, end)
             pending = pending[end:]
-    if not found:
-        raise no_rows(name, "blank lines alone")
     yield ParagraphsChunk(name=name, first=first, data=pending)
 
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from tasks.data.kinds import LABEL_NAMES
-from tasks.data.tokens.fate import Fate
+from tasks.data.tokens.row_outcome import RowOutcome
 
-MAX_NAMED = 20  # rows in one message; all of them are in the file of fates
+MAX_NAMED = 20  # rows in one message; all of them are in the file of outcomes
 
 
 @dataclass(kw_only=True)
@@ -59,24 +59,24 @@ class Account:
     samples: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
-    def add(self, fate: Fate) -> None:
+    def add(self, outcome: RowOutcome) -> None:
         """Counts a row."""
         self.num_rows += 1
-        self.lengths[fate.length] = self.lengths.get(fate.length, 0) + 1
-        if fate.cut:
-            self.cut.add(fate.row_id)
-        if fate.prompt_cut:
-            self.prompts_cut.add(fate.row_id)
-        if fate.num_examples > 1:
-            self.split.add(fate.row_id)
-        self.stop_tokens = sorted({*self.stop_tokens, *fate.stops})
-        if fate.dropped:
-            self.dropped.setdefault(fate.dropped, Named()).add(fate.row_id)
+        self.lengths[outcome.length] = self.lengths.get(outcome.length, 0) + 1
+        if outcome.cut:
+            self.cut.add(outcome.row_id)
+        if outcome.prompt_cut:
+            self.prompts_cut.add(outcome.row_id)
+        if outcome.num_examples > 1:
+            self.split.add(outcome.row_id)
+        self.stop_tokens = sorted({*self.stop_tokens, *outcome.stops})
+        if outcome.dropped:
+            self.dropped.setdefault(outcome.dropped, Named()).add(outcome.row_id)
         else:
-            self.num_tokens += fate.tokens
-            self.num_trained += fate.trained
-            if fate.label is not None:
-                name = LABEL_NAMES[fate.label]
+            self.num_tokens += outcome.tokens
+            self.num_trained += outcome.trained
+            if outcome.label is not None:
+                name = LABEL_NAMES[outcome.label]
                 self.labels[name] = self.labels.get(name, 0) + 1
 
     @property

@@ -1,23 +1,23 @@
-"""Which tokens of a row that is too long remain."""
+"""Which tokens are kept of a row that is too long."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.data.tokens.fate import Fate
+from tasks.data.tokens.row_outcome import RowOutcome
 from tasks.data.tokens.tokenization import Tokenization
 
-REFUSED = "refused"  # the reason for which no row is left out: the whole is an error
+REFUSED = "refused"  # a row with this reason is an error
 ANSWER_TOO_LONG = "answer_too_long"  # nothing of the prompt would be left
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What remains of a row.
+    """The kept tokens of a row.
 
     Args:
-        head: first tokens that stay whatever is cut: the one that begins every text of the model, where it has one.
+        head: first tokens that are never cut: the model's BOS, where it has one.
         removed: tokens that are cut after those, from the beginning of the prompt.
-        max_length: of what remains.
+        max_length: of the kept tokens.
     """
 
     head: int
@@ -28,32 +28,32 @@ class Kept:
         return [*ids[: self.head], *ids[self.head + self.removed : self.removed + self.max_length]]
 
 
-def keep(tokenization: Tokenization, fate: Fate, prompt: int, head: int) -> Kept:
-    """What remains of a row of ``fate.length`` tokens, ``prompt`` of them before the first answer; tells its fate."""
+def keep(tokenization: Tokenization, outcome: RowOutcome, prompt: int, head: int) -> Kept:
+    """Cuts a row of ``outcome.length`` tokens, ``prompt`` of them before the first answer; updates its outcome."""
     longest = tokenization.max_prompt_length
     removed = max(0, prompt - longest) if longest else 0
-    over = fate.length - removed - tokenization.max_length
+    over = outcome.length - removed - tokenization.max_length
     if over > 0:
         match tokenization.too_long:
             case None | "cut_answer":
-                fate.cut = True
+                outcome.cut = True
             case "cut_prompt":
                 removed += over
-                if removed >= prompt - head:  # an answer to nothing teaches to answer nothing
-                    fate.dropped = ANSWER_TOO_LONG
+                if removed >= prompt - head:  # nothing of the prompt would be left
+                    outcome.dropped = ANSWER_TOO_LONG
             case "drop":
-                fate.dropped = "too_long"
+                outcome.dropped = "too_long"
             case "refuse":
-                fate.dropped = REFUSED
-    fate.prompt_cut = removed > 0 and not fate.dropped
+                outcome.dropped = REFUSED
+    outcome.prompt_cut = removed > 0 and not outcome.dropped
     return Kept(head=head, removed=removed, max_length=tokenization.max_length)
 
 
-def keep_end(tokenization: Tokenization, fate: Fate, head: int) -> Kept:
-    """What remains of a prompt of ``fate.length`` tokens that something is generated after; tells its fate."""
+def keep_end(tokenization: Tokenization, outcome: RowOutcome, head: int) -> Kept:
+    """Cuts a prompt of ``outcome.length`` tokens, which generation continues; updates its outcome."""
     longest = tokenization.max_prompt_length or tokenization.max_length
-    removed = max(0, fate.length - longest)
+    removed = max(0, outcome.length - longest)
     if removed and tokenization.too_long in ("drop", "refuse"):
-        fate.dropped = "too_long" if tokenization.too_long == "drop" else REFUSED
-    fate.prompt_cut = removed > 0 and not fate.dropped
+        outcome.dropped = "too_long" if tokenization.too_long == "drop" else REFUSED
+    outcome.prompt_cut = removed > 0 and not outcome.dropped
     return Kept(head=head, removed=removed, max_length=longest)

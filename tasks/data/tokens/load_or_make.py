@@ -63,7 +63,7 @@ def load_or_make(
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
-    """Fills a directory with tokens, the fates of rows, and last the account."""
+    """Fills a directory with tokens, the outcomes of rows, and last the account."""
     from datasets import Dataset
 
     tokenizer = tokenizer_of(tokenizer_dir)

@@ -16,9 +16,9 @@ from tasks.data.schema import Message
 from tasks.data.tokens import thinking
 from tasks.data.tokens.encoding import common_prefix
 from tasks.data.tokens.losses import form_of, lost
-from tasks.data.tokens.skeleton import Skeleton, Span
 from tasks.data.tokens.stop_tokens import StopTokens
 from tasks.data.tokens.template import Template, Tools
+from tasks.data.tokens.template_cache import CachedTemplate, Span
 from tasks.data.tokens.thinking import Thinking
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Renderer:
     stops: StopTokens
     thinking: Thinking | None = None
     thinks_in_field: bool = False
-    _skeletons: dict[tuple[object, ...], Skeleton | None] = field(default_factory=dict)
+    _cached: dict[tuple[object, ...], CachedTemplate | None] = field(default_factory=dict)
 
     @staticmethod
     def of(tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None) -> "Renderer":
@@ -86,15 +86,15 @@ class Renderer:
         # Only where contents are all that is said can one row's pieces be those of another.
         is_plain = tools is None and "tool" not in roles and all(len(message) == 2 for message in messages)
         form = (first, roles if is_plain else form_of(messages, tools))
-        skeleton = self._skeletons.get(form)
-        if skeleton and not (skeleton.rewrites and any(thinking.CLOSE in str(each["content"]) for each in messages)):
-            found = skeleton.filled(self.text(messages, row_id=row_id), [str(each["content"]) for each in messages])
+        cached = self._cached.get(form)
+        if cached and not (cached.rewrites and any(thinking.CLOSE in str(each["content"]) for each in messages)):
+            found = cached.filled(self.text(messages, row_id=row_id), [str(each["content"]) for each in messages])
             if found is not None:
                 return [Turns(text=found[0], spans=found[1])]
         turns = self._proven(messages, tools, row_id, first)
-        if form not in self._skeletons:
+        if form not in self._cached:
             self._require_whole(messages, tools, row_id, "chatml" if is_plain else "hermes")
-            self._skeletons[form] = self._skeleton(roles, first) if is_plain else None
+            self._cached[form] = self._cache_template(roles, first) if is_plain else None
         return turns
 
     def _with_thinking(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -152,16 +152,16 @@ class Renderer:
             )
         return thinking.answer_after(prompt, text[len(shared) :], thought)
 
-    def _skeleton(self, roles: tuple[str, ...], first: int) -> Skeleton | None:
-        """What conversations of these roles have in common; None where that cannot be told."""
-        contents = Skeleton.slots(len(roles))
+    def _cache_template(self, roles: tuple[str, ...], first: int) -> CachedTemplate | None:
+        """The template's text for conversations of these roles; None where it cannot be cached."""
+        contents = CachedTemplate.slots(len(roles))
         messages: list[Message] = [{"role": role, "content": slot} for role, slot in zip(roles, contents, strict=True)]
         try:
             turns = self._proven(messages, None, "", first)
             written = self.text(messages)
         except PipelineError:
             return None
-        return Skeleton.of(written, turns[0].text, turns[0].spans, contents) if len(turns) == 1 else None
+        return CachedTemplate.of(written, turns[0].text, turns[0].spans, contents) if len(turns) == 1 else None
 
     def _require_whole(self, messages: Sequence[Message], tools: Tools | None, row_id: str, instead: str) -> None:
         missing = lost(self.template, messages, tools, row_id)

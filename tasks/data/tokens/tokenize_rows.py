@@ -1,4 +1,4 @@
-"""Prepared rows -> the tokens that trainers read; what is lost of a row is said in its fate."""
+"""Prepared rows -> the tokens that trainers read, with the outcome of each row: what was cut or dropped."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED, ROW_KINDS, Row
 from tasks.data.schema import messages_of, tools_of
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.fate import Fate, TokenRow
 from tasks.data.tokens.length_policy import REFUSED, keep, keep_end
 from tasks.data.tokens.rendering import Renderer, Turns
-from tasks.data.tokens.skeleton import Span
+from tasks.data.tokens.row_outcome import RowOutcome, TokenRow
+from tasks.data.tokens.template_cache import Span
 from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RowTokenizer:
         after = [] if self.end_of_document is None else [self.end_of_document]
         for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
             ids = [*before, *encoded.ids, *after]
-            yield TokenRow(fate=Fate(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
+            yield TokenRow(outcome=RowOutcome(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
 
     def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``input_ids`` and ``labels``: every assistant turn is trained, and nothing else."""
@@ -76,24 +76,24 @@ class RowTokenizer:
         encoded = self.encoder.encode([turns.text for each in rendered for turns in each])
         for row, each in zip(rows, rendered, strict=True):
             made = [self._conversation(str(row["row_id"]), turns, next(encoded)) for turns in each]
-            kept = [columns for fate, columns in made if not fate.dropped] or [made[0][1]]
-            yield TokenRow(fate=joined([fate for fate, _ in made]), columns=kept[0], more=kept[1:])
+            kept = [columns for outcome, columns in made if not outcome.dropped] or [made[0][1]]
+            yield TokenRow(outcome=joined([outcome for outcome, _ in made]), columns=kept[0], more=kept[1:])
 
-    def _conversation(self, row_id: str, turns: Turns, whole: Encoded) -> tuple[Fate, dict[str, list[int]]]:
-        fate = Fate(row_id=row_id, length=len(whole.ids))
+    def _conversation(self, row_id: str, turns: Turns, whole: Encoded) -> tuple[RowOutcome, dict[str, list[int]]]:
+        outcome = RowOutcome(row_id=row_id, length=len(whole.ids))
         labels = [IGNORED] * len(whole.ids)
-        places = [self._tokens_of(turns, span, whole, fate) for span in turns.spans]
+        places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
         for start, end in places:
             labels[start:end] = whole.ids[start:end]
-        kept = keep(self.tokenization, fate, places[0][0], self._head(whole.ids))
+        kept = keep(self.tokenization, outcome, places[0][0], self._head(whole.ids))
         columns = {"input_ids": kept.of(whole.ids), "labels": kept.of(labels)}
         predicted = columns["labels"][1:]
-        fate.tokens, fate.trained = len(columns["labels"]), len(predicted) - predicted.count(IGNORED)
-        if not fate.trained:
-            fate.dropped = fate.dropped or NOTHING_TO_TRAIN
-        return fate, columns
+        outcome.tokens, outcome.trained = len(columns["labels"]), len(predicted) - predicted.count(IGNORED)
+        if not outcome.trained:
+            outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
+        return outcome, columns
 
-    def _tokens_of(self, turns: Turns, span: Span, whole: Encoded, fate: Fate) -> tuple[int, int]:
+    def _tokens_of(self, turns: Turns, span: Span, whole: Encoded, outcome: RowOutcome) -> tuple[int, int]:
         """Where a turn begins and ends in the tokens; notes the token that ends it.
 
         Raises:
@@ -106,12 +106,12 @@ class RowTokenizer:
             end += 1  # it stands for the blanks behind it too, and so ends later
         if end == start or whole.ids[end - 1] not in stops:
             raise ConfigError(
-                f"row {fate.row_id}: the assistant's turn ends in {turns.text[span[0] : span[1]][-20:]!r}, and the "
+                f"row {outcome.row_id}: the assistant's turn ends in {turns.text[span[0] : span[1]][-20:]!r}, and the "
                 "tokenizer makes no token of its own of that, so the model would never learn to stop; a tokenizer that "
                 "has the special tokens of its chat template is accepted; add them, or set chat_template=chatml on the "
                 "sft stage"
             )
-        fate.stops.add(whole.ids[end - 1])
+        outcome.stops.add(whole.ids[end - 1])
         return start, end
 
     def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
@@ -120,46 +120,46 @@ class RowTokenizer:
         encoded = self.encoder.encode([turns.text for turns in rendered])
         sides = zip(rendered, encoded, strict=True)
         for row in rows:
-            fate = Fate(row_id=str(row["row_id"]), length=0)
-            chosen, rejected = (self._answer(*next(sides), fate) for _ in ("chosen", "rejected"))
-            yield self._pair(fate, chosen, rejected)
+            outcome = RowOutcome(row_id=str(row["row_id"]), length=0)
+            chosen, rejected = (self._answer(*next(sides), outcome) for _ in ("chosen", "rejected"))
+            yield self._pair(outcome, chosen, rejected)
 
-    def _answer(self, turns: Turns, whole: Encoded, fate: Fate) -> tuple[list[int], int]:
+    def _answer(self, turns: Turns, whole: Encoded, outcome: RowOutcome) -> tuple[list[int], int]:
         """The tokens of a prompt with its answer, and where the answer begins."""
-        places = [self._tokens_of(turns, span, whole, fate) for span in turns.spans]
+        places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
         return whole.ids[: places[-1][1]], places[0][0]
 
-    def _pair(self, fate: Fate, chosen: tuple[list[int], int], rejected: tuple[list[int], int]) -> TokenRow:
+    def _pair(self, outcome: RowOutcome, chosen: tuple[list[int], int], rejected: tuple[list[int], int]) -> TokenRow:
         """A pair from the tokens of each side and the place where its answer begins; the prompt is what both share."""
-        fate.length = max(len(chosen[0]), len(rejected[0]))
+        outcome.length = max(len(chosen[0]), len(rejected[0]))
         start = min(chosen[1], rejected[1], common_prefix(chosen[0], rejected[0]))
-        kept = keep(self.tokenization, fate, start, self._head(chosen[0]))
+        kept = keep(self.tokenization, outcome, start, self._head(chosen[0]))
         left, right = kept.of(chosen[0]), kept.of(rejected[0])
         start -= kept.removed
         prompt, good, bad = left[:start], left[start:], right[start:]
-        fate.tokens, fate.trained = 2 * len(prompt) + len(good) + len(bad), len(good) + len(bad)
+        outcome.tokens, outcome.trained = 2 * len(prompt) + len(good) + len(bad), len(good) + len(bad)
         if not (good and bad):
-            fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+            outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
         elif good == bad:
-            fate.dropped = fate.dropped or "equal_after_the_cut"
-        return TokenRow(fate=fate, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
+            outcome.dropped = outcome.dropped or "equal_after_the_cut"
+        return TokenRow(outcome=outcome, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
 
     def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``prompt_ids``, ``completion_ids`` and ``label``: prompt and answer fit ``max_length``."""
         rendered = [self._render_answer(row, "prompt", "completion") for row in rows]
         encoded = self.encoder.encode([turns.text for turns in rendered])
         for row, turns, whole in zip(rows, rendered, encoded, strict=True):
-            fate = Fate(row_id=str(row["row_id"]), length=0, label=bool(row["label"]))
-            told, start = self._answer(turns, whole, fate)
-            fate.length = len(told)
-            kept = keep(self.tokenization, fate, start, self._head(told))
+            outcome = RowOutcome(row_id=str(row["row_id"]), length=0, label=bool(row["label"]))
+            told, start = self._answer(turns, whole, outcome)
+            outcome.length = len(told)
+            kept = keep(self.tokenization, outcome, start, self._head(told))
             ids = kept.of(told)
             prompt, answer = ids[: start - kept.removed], ids[start - kept.removed :]
-            fate.tokens, fate.trained = len(ids), len(answer)
+            outcome.tokens, outcome.trained = len(ids), len(answer)
             if not answer:
-                fate.dropped = fate.dropped or NOTHING_TO_TRAIN
+                outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
             yield TokenRow(
-                fate=fate, columns={"prompt_ids": prompt, "completion_ids": answer}, rest={"label": fate.label}
+                outcome=outcome, columns={"prompt_ids": prompt, "completion_ids": answer}, rest={"label": outcome.label}
             )  # fmt: skip
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
@@ -172,12 +172,12 @@ class RowTokenizer:
             messages, tools = messages_of(row["prompt"]), tools_of(row)
             texts.append(renderer.text(messages, tools, row_id=str(row["row_id"]), prompt=True))
         for row, whole in zip(rows, self.encoder.encode(texts), strict=True):
-            fate = Fate(row_id=str(row["row_id"]), length=len(whole.ids))
-            ids = keep_end(self.tokenization, fate, self._head(whole.ids)).of(whole.ids)
-            fate.tokens = len(ids)
+            outcome = RowOutcome(row_id=str(row["row_id"]), length=len(whole.ids))
+            ids = keep_end(self.tokenization, outcome, self._head(whole.ids)).of(whole.ids)
+            outcome.tokens = len(ids)
             prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
             yield TokenRow(
-                fate=fate, columns={"prompt_ids": ids}, rest={"prompt": prompt, "columns": row.get("columns")}
+                outcome=outcome, columns={"prompt_ids": ids}, rest={"prompt": prompt, "columns": row.get("columns")}
             )  # fmt: skip
 
     def _required_renderer(self) -> Renderer:
@@ -217,22 +217,22 @@ class RowTokenizer:
         return int(self.bos is not None and ids[0] == self.bos)
 
 
-def joined(fates: Sequence[Fate]) -> Fate:
-    """The fate of a row from those of its examples: it is dropped where all of them are, and cut where one is."""
-    first, *others = fates
+def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
+    """The outcome of a row from those of its examples: dropped if all of them are, cut if one is."""
+    first, *others = outcomes
     if not others:
         return first
-    kept = [fate for fate in fates if not fate.dropped]
-    refused = next((fate for fate in fates if fate.dropped == REFUSED), None)
-    return Fate(
+    kept = [outcome for outcome in outcomes if not outcome.dropped]
+    refused = next((outcome for outcome in outcomes if outcome.dropped == REFUSED), None)
+    return RowOutcome(
         row_id=first.row_id,
-        length=max(fate.length for fate in fates),
-        tokens=sum(fate.tokens for fate in kept),
-        trained=sum(fate.trained for fate in kept),
-        cut=any(fate.cut or fate.dropped for fate in fates),
-        prompt_cut=any(fate.prompt_cut for fate in kept),
+        length=max(outcome.length for outcome in outcomes),
+        tokens=sum(outcome.tokens for outcome in kept),
+        trained=sum(outcome.trained for outcome in kept),
+        cut=any(outcome.cut or outcome.dropped for outcome in outcomes),
+        prompt_cut=any(outcome.prompt_cut for outcome in kept),
         dropped=REFUSED if refused else None if kept else first.dropped,
-        stops=set().union(*(fate.stops for fate in fates)),
+        stops=set().union(*(outcome.stops for outcome in outcomes)),
         num_examples=len(kept),
     )
 

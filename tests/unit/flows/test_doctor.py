@@ -128,6 +128,10 @@ def test_a_fit_machine_has_no_complaint(facts):
          "mlflow listens at ::, port 5000, 5001, without"),
         (around(exposed=[Server(kind="ray", address="10.0.0.1", ports=[6379], guarded=False)]), "exposed", "warn",
          "ray listens at 10.0.0.1"),
+        (around(exposed=[Server(kind="prefect", address="127.0.0.1", ports=[4200], guarded=False)]), "exposed", "warn",
+         "prefect listens at 127.0.0.1, port 4200, without authentication"),
+        (around(prefect=replace(SERVICE, open_to_all=True)), "prefect", "warn",
+         "PREFECT_API_URL=http://m asks for no password: whoever reaches it can run code"),
         (around(prefect=replace(SERVICE, status=None, trouble="refused")), "prefect", "error", "X=http://m: nothing"),
         (around(prefect=replace(SERVICE, status=401)), "prefect", "error", "does not let you in (HTTP 401)"),
         (around(notify="custom-webhook/ops"), "prefect", "warn", "notify=custom-webhook/ops, and no PREFECT_API_URL"),
@@ -259,7 +263,7 @@ def test_loopback_is_told_from_the_world(address, expected):
 
 @pytest.mark.parametrize(
     ("line", "kind"),
-    [("python -m prefect server start", "prefect"), ("python -m flows.prefect_server 3", "prefect"),
+    [("python -m prefect server start", "prefect"), ("python -m flows.prefect_process 3", "prefect"),
      ("uvicorn mlflow.server.fastapi_app:app", "mlflow"), ("/x/ray/core/src/ray/gcs/gcs_server --a", "ray"),
      ("ray::IDLE", "ray"), ("python -m http.server", None), ("", None),
      ("/v/bin/python /v/bin/prefect server start", "prefect"), ("/v/bin/python -u -X dev -m mlflow server", "mlflow"),
@@ -333,6 +337,37 @@ def test_prefect_is_asked_with_the_credentials_that_there_are(tmp_path, service,
     environment = {"PREFECT_API_URL": f"{service}/api", "PREFECT_HOME": str(tmp_path), **credentials}
     assert prefect_service(environment).status == status
     assert prefect_service({"PREFECT_HOME": str(tmp_path)}) is None
+
+
+def test_a_prefect_that_asks_for_no_password_is_told_from_one_that_takes_ours(tmp_path, service):
+    environment = {"PREFECT_API_URL": f"{service}/api", "PREFECT_HOME": str(tmp_path)}
+    assert not prefect_service({**environment, "PREFECT_API_AUTH_STRING": "a:b"}).open_to_all
+    assert not prefect_service({**environment, "PREFECT_API_AUTH_STRING": "a:c"}).open_to_all
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _LetsIn) as open_server:
+        threading.Thread(target=open_server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{open_server.server_port}/api"
+        for credentials in ({}, {"PREFECT_API_AUTH_STRING": "a:b"}):
+            assert prefect_service({**environment, "PREFECT_API_URL": url, **credentials}).open_to_all
+        open_server.shutdown()
+
+
+class _LetsIn(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_a_prefect_server_on_loopback_is_found_too(tmp_path):
+    script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    for variable, guarded in [({}, False), ({"PREFECT_SERVER_API_AUTH_STRING": "a:b"}, True)]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", script, "prefect.server.api.server:create_app"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "PREFECT_HOME": str(tmp_path), **variable},
+        )  # fmt: skip
+        port = int(server.stdout.readline())
+        found = [each for each in exposed_servers() if port in each.ports]
+        server.communicate(b"\n")
+        assert [(each.kind, each.address, each.guarded) for each in found] == [("prefect", "127.0.0.1", guarded)]
 
 
 def test_prefect_is_also_named_by_the_active_profile(tmp_path, service):

@@ -1,7 +1,9 @@
 """A Prefect server of our own, while it starts."""
 
 import contextlib
+import os
 import signal
+import stat
 import subprocess
 import threading
 import urllib.request
@@ -9,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.prefect_server import EmbeddedServer
+from flows.prefect_address import own_auth, prefix_of_command, write_profile
+from flows.prefect_server import EmbeddedServer, embedded_server
 from lineage.errors import PipelineError
 
 
@@ -62,3 +65,70 @@ def test_what_a_dead_one_was_told_may_be_lost_before_another_is_started(tmp_path
     server.stop()
     ended.set()
     keeper.join()
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Words and environment of each process that is started for a server."""
+    found = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **settings: found.append((words, env)) or _Process())
+    return found
+
+
+class _Process(SimpleNamespace):
+    def kill(self):
+        """Ends nothing."""
+
+    def wait(self):
+        """At once."""
+
+
+def test_a_server_has_a_password_of_its_own_that_only_this_process_and_a_private_file_give(tmp_path, started):
+    servers = [EmbeddedServer(tmp_path / "log"), EmbeddedServer(tmp_path / "log")]
+    for server in servers:
+        server.start()
+    assert servers[0].auth != servers[1].auth and len(servers[0].auth) > 32
+    (words, environment), _ = started
+    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == servers[0].auth
+    assert environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == servers[0].url.removesuffix("/api")
+    assert not any(servers[0].auth in word for word in words)  # `ps` shows them to all
+    assert stat.S_IMODE(servers[0].profile.stat().st_mode) == 0o600
+    assert own_auth(servers[0].url) == servers[0].auth
+    for server in servers:
+        server.stop()
+        assert not server.profile.exists() and own_auth(server.url) is None
+
+
+def test_the_password_of_the_users_own_choice_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:secret")
+    assert EmbeddedServer(tmp_path / "log").auth == "ada:secret"
+
+
+def test_our_own_clients_have_it_for_as_long_as_the_server_runs(tmp_path, started, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of:another")
+    with embedded_server(tmp_path / "log") as server:
+        assert os.environ["PREFECT_API_AUTH_STRING"] == server.auth
+        command = f"PREFECT_PROFILES_PATH={server.profile} PREFECT_API_URL={server.url} "
+        assert prefix_of_command(server.url) == command and server.auth not in command
+    assert os.environ["PREFECT_API_AUTH_STRING"] == "of:another"
+
+
+def test_another_command_finds_it_by_the_address_and_gives_it_to_no_other_server(monkeypatch):
+    write_profile("http://127.0.0.1:4711/api", "posttrain:secret")
+    monkeypatch.setattr("flows.prefect_server.require_reachable", lambda url: None)
+    for url, expected in [("http://127.0.0.1:4711/api", "posttrain:secret"), ("http://127.0.0.2:4711/api", "")]:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "")
+        with embedded_server(None) as server:
+            assert server is None and os.environ["PREFECT_API_AUTH_STRING"] == expected
+
+
+def test_the_users_own_profiles_stay_as_they_are():
+    from flows.prefect_address import prefect_home
+
+    prefect_home().mkdir(parents=True)
+    profiles = prefect_home() / "profiles.toml"
+    profiles.write_text("active = 'mine'")
+    write_profile("http://127.0.0.1:4711/api", "posttrain:secret")
+    assert profiles.read_text() == "active = 'mine'"

@@ -46,8 +46,8 @@ def test_a_glob_covers_its_files(tmp_path):
 
 def test_the_interpreter_and_the_version_of_the_rows_are_the_revision_of_the_quickstart(monkeypatch):
     pinned = pin("corpus", Source(path="quickstart:corpus"))
-    assert pinned.source.revision.startswith("cpython-3.") and pinned.source.revision.endswith("-rows2")
-    monkeypatch.setattr("lineage.sources._QUICKSTART_VERSION", 3)
+    assert pinned.source.revision.startswith("cpython-3.") and pinned.source.revision.endswith("-rows3")
+    monkeypatch.setattr("lineage.sources._QUICKSTART_VERSION", 4)
     assert pin("corpus", Source(path="quickstart:corpus")).fingerprint != pinned.fingerprint
 
 

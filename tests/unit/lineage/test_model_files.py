@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
@@ -17,8 +19,8 @@ def model(tmp_path):
     """A directory with a secret beside it."""
     directory = tmp_path / "model"
     directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (directory / name).write_text("{}")
+    (directory / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1)}, directory / "model.safetensors")
     (tmp_path / "secret").write_text("s")
     return directory
 

@@ -80,11 +80,11 @@ def test_to_state_what_a_training_does_anyway_makes_no_other_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"output": "best"}, r"output=best: nothing says which models compete; state best.every_steps=N"),
-        ({"on_divergence": "best"}, r"on_divergence=best: nothing says which models compete"),
+        ({"output": "best"}, r"output=best: best is not set, so no models compete; set best.every_steps=N"),
+        ({"on_divergence": "best"}, r"on_divergence=best: best is not set"),
         (
             {"on_divergence": "best", "best": Best(metric="loss", every_steps=2)},
-            r"on_divergence=best, best.metric=loss: .* state best.metric=held_out_loss",
+            r"on_divergence=best, best.metric=loss: .* set best.metric=held_out_loss",
         ),
     ],
 )

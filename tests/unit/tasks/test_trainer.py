@@ -25,7 +25,7 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_training_adds_in_one_order_unless_it_is_told_otherwise(tmp_path, monkeypatch, deterministic):
+def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, monkeypatch, deterministic):
     found = []
 
     def train(*_):

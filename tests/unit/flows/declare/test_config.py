@@ -116,7 +116,7 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("+hydra.verbose=true", "unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
         ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
-        ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* state adapter=lora"),
+        ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* set adapter=lora"),
         ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
         ("stages.left.method.learning_rate=inf", "finite number"),
         ("stages.left.method.learning_rate=true", "stages.left.method.learning_rate=true: .*valid number"),
@@ -171,7 +171,7 @@ def test_a_mistake_says_what_is_accepted(override, message):
         (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
         (["adapter=lora", "save=lora"], 'save="lora": input should be \'adapter\''),
         (["adapter=qlora", "adapter.quantization=fp4"], 'adapter.quantization="fp4": input should be \'nf4\''),
-        (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; give"),
+        (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; names"),
         (["resources.keep_best={metric: held_out_loss}"], "left.resources: keep_best.metric=held_out_loss is measured "
          "only where models compete by it; state stages.left.method.best.every_steps=N, or another metric, such as"),
         (["resources=zero2", "resources.num_workers=1"], "zero_stage=2 divides .* and num_workers=1; use"),

@@ -47,10 +47,10 @@ def test_what_the_checkpoint_does_not_say_is_not_compared(toy):
 )
 def test_who_cannot_read_it_is_refused(toy, num_workers, zero_stage, overrides):
     save(toy(), num_workers=num_workers, zero_stage=zero_stage)
-    with pytest.raises(ConfigError, match="cannot go on from it") as refused:
+    with pytest.raises(ConfigError, match="cannot resume from it") as refused:
         toy(*overrides)
     assert str(refused.value).startswith("stages.left.resources: its checkpoint of step 7 was written with ")
-    remedy = f"state num_workers={num_workers} and zero_stage={zero_stage}, or begin again with restart=[left]"
+    remedy = f"set num_workers={num_workers} and zero_stage={zero_stage}, or begin again with restart=[left]"
     assert str(refused.value).endswith(remedy)
     assert toy(*overrides, "restart=[left]").stage("left").state == "run"
 

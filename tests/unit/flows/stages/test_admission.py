@@ -12,7 +12,7 @@ def go_on() -> None:
 
 
 def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
-    monkeypatch.setattr(admission.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(admission, "count_cpus", lambda: 2)
     running, most, lock = [0], [0], threading.Lock()
 
@@ -35,14 +35,14 @@ def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
 
 
 def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(admission.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(admission, "count_cpus", lambda: 2)
     with admission.admitted(64, 0, go_on) as gpus:
         assert gpus == ()
 
 
 def test_gpus_are_given_by_index(monkeypatch, tmp_path):
-    monkeypatch.setattr(admission.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(admission, "_count_gpus", lambda: 2)
     monkeypatch.setattr(admission, "count_cpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -56,7 +56,7 @@ def test_gpus_are_those_that_a_scheduler_has_named(monkeypatch):
 
 
 def test_who_waits_for_room_can_be_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(admission.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(admission, "count_cpus", lambda: 1)
 
     def stop() -> None:

@@ -19,6 +19,13 @@ def test_a_cluster_of_our_own_lets_nobody_in_without_its_token():
     assert first == second  # one token for all processes of a run
 
 
+def test_only_a_cluster_of_our_own_is_kept_on_loopback(monkeypatch):
+    variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # as Ray names whether other machines may reach it
+    assert stage_environment()[variable] == "0"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert variable not in stage_environment()
+
+
 def test_a_cluster_that_is_joined_is_given_the_token_that_the_user_has(monkeypatch, home):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     assert "RAY_AUTH_MODE" not in stage_environment()

@@ -79,26 +79,26 @@ def test_the_tokens_of_a_single_answer_are_those_of_the_chat_template(tokenizer:
         prompt = tokenizer.apply_chat_template(given["prompt"], add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(row.columns["prompt_ids"]) == prompt
         assert tokenizer.decode(row.columns["completion_ids"]) == f"{whole[-1]['content']}<|im_end|>"
-        assert row.rest == {"label": given["label"]} and row.fate.label == given["label"]
-        assert row.fate.trained == len(row.columns["completion_ids"])
+        assert row.rest == {"label": given["label"]} and row.outcome.label == given["label"]
+        assert row.outcome.trained == len(row.columns["completion_ids"])
 
 
 def test_a_long_single_answer_loses_its_end_its_prompt_or_the_row(tokenizer: PreTrainedTokenizerBase) -> None:
     (given,) = tiny.unpaired_rows(1)
     given["prompt"] = [{"role": "user", "content": tiny.sentence(3, 40)}]
     (whole,) = token_rows([given], tokenizer)
-    length = whole.fate.length - 2
+    length = whole.outcome.length - 2
     (cut,) = token_rows([given], tokenizer, length)
     assert cut.columns == {**whole.columns, "completion_ids": whole.columns["completion_ids"][:-2]}
-    assert cut.fate.cut and cut.fate.trained == whole.fate.trained - 2
+    assert cut.outcome.cut and cut.outcome.trained == whole.outcome.trained - 2
     (later,) = token_rows([given], tokenizer, length, too_long="cut_prompt")
     assert later.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][2:]}
-    assert later.fate.prompt_cut and not later.fate.cut
-    assert token_rows([given], tokenizer, length, too_long="drop")[0].fate.dropped == "too_long"
+    assert later.outcome.prompt_cut and not later.outcome.cut
+    assert token_rows([given], tokenizer, length, too_long="drop")[0].outcome.dropped == "too_long"
     (short,) = token_rows([given], tokenizer, max_prompt_length=5)
     assert short.columns["prompt_ids"] == whole.columns["prompt_ids"][-5:]
     (none,) = token_rows([given], tokenizer, len(whole.columns["prompt_ids"]))
-    assert none.fate.dropped == "nothing_to_train"
+    assert none.outcome.dropped == "nothing_to_train"
 
 
 def test_desirable_and_undesirable_answers_are_counted_and_one_alone_is_warned_of(
@@ -120,10 +120,13 @@ def test_desirable_and_undesirable_answers_are_counted_and_one_alone_is_warned_o
 def test_a_batch_of_single_answers_is_that_of_trl_with_mismatched_pairs(
     directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    examples = [dict(row) for row in tokenized(tiny.unpaired_rows(3), directory, tmp_path, 64).examples]
-    batch = UNPAIRED.collator(tokenizer.pad_token_id)(examples)
+    result = tokenized(tiny.unpaired_rows(3), directory, tmp_path, 64)
+    examples = [dict(row) for row in result.examples]
+    rows = list(result.dataset([0, 1, 2]))
+    batch = UNPAIRED.collator(tokenizer.pad_token_id)(rows)
     rotated = [examples[-1]["completion_ids"], *(row["completion_ids"] for row in examples[:-1])]
     given = [{**row, "KL_completion_ids": other} for row, other in zip(examples, rotated, strict=True)]
+    assert [result.dataset([0, 1, 2])[index] for index in range(3)] == rows == given, "whatever the micro batch"
     of_trl = DataCollatorForUnpairedPreference(tokenizer.pad_token_id)(given)
     assert batch.keys() == of_trl.keys() and all((batch[name] == of_trl[name]).all() for name in batch)
     assert batch["label"].tolist() == [False, True, True]
@@ -153,9 +156,9 @@ def test_a_long_prompt_loses_its_beginning(
     assert len(whole.columns["prompt_ids"]) > 64
     (row,) = token_rows(given, tokenizer, max_length, max_prompt_length=max_prompt_length)
     assert row.columns["prompt_ids"] == whole.columns["prompt_ids"][-10:]
-    assert (row.fate.prompt_cut, row.fate.tokens, row.fate.trained) == (True, 10, 0)
+    assert (row.outcome.prompt_cut, row.outcome.tokens, row.outcome.trained) == (True, 10, 0)
     (dropped,) = token_rows(given, tokenizer, max_length, "drop", max_prompt_length)
-    assert (dropped.fate.dropped, dropped.fate.prompt_cut) == ("too_long", False)
+    assert (dropped.outcome.dropped, dropped.outcome.prompt_cut) == ("too_long", False)
     tokenizer.bos_token = "<|im_start|>"
     try:
         (begun,) = token_rows(given, tokenizer, max_length, max_prompt_length=max_prompt_length)

@@ -1,5 +1,6 @@
 """What the report says of its metrics is what the gate does with them."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import Measured, policy_scores
 from tasks.evaluate.report import POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import lower_is_better
+from tasks.evaluate.row_scores import RowScores, lower_is_better
 from tasks.evaluate.rows import Pairs, Prompt, Question, Rows
 from tasks.evaluate.scoring import Answer
 
@@ -40,3 +41,10 @@ def test_every_metric_of_a_policy_may_be_a_rule_of_a_gate_and_is_documented() ->
     assert {"exact_match", "one_sentence_share", "answer_tokens"} <= found <= set(Evaluate.metrics)
     documented = DOCS.read_text(encoding="utf-8")
     assert [metric for metric in POLICY_METRICS if f"`{metric}`" not in documented] == []
+
+
+def test_a_perplexity_beyond_the_range_of_floats_is_infinite() -> None:
+    scores = RowScores(
+        metric="text_perplexity", row_ids=["a"], groups=["a"], weights=[1], scores={"diverged": [-1e4], "sft": [-1.0]}
+    )
+    assert scores.value("diverged") == math.inf and scores.value("sft") == pytest.approx(math.e)

@@ -494,6 +494,14 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
     ],
     "prompts": [
         ({"prompt": ""}, "prompt is empty", PROMPTS, FILL, "empty prompt"),
+        *(
+            (
+                {"prompt": "q", name: [1]}, f"the column {name} is reserved",
+                "columns of other names, which reward functions get as arguments", "rename or remove it",
+                "reserved column",
+            )
+            for name in ("prompt_ids", "completions", "trainer_state")
+        ),
         ({"answer": "a"}, "no field 'prompt' (fields: answer)", PROMPTS, RENAME.format("prompt"), "empty prompt"),
         (
             {"prompt": [Q, A]}, "prompt ends with the role 'assistant'", "a prompt that ends with a user message",

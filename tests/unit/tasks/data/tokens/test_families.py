@@ -228,18 +228,18 @@ def test_what_answers_end_in_is_what_generation_must_stop_at() -> None:
     rows = RowTokenizer.of(Tokenization(kind=Kind.CONVERSATIONS, max_length=10**6), tokenizer)
     (row,) = rows([{"row_id": "a", "messages": stored(TOOLS), "tools": None}])
     names = {"<|user|>", "<|observation|>"}  # what GLM's own generation config stops at
-    assert row.fate.stops == set(tokenizer.convert_tokens_to_ids(sorted(names)))
+    assert row.outcome.stops == set(tokenizer.convert_tokens_to_ids(sorted(names)))
 
 
 def test_a_row_of_several_texts_is_one_row_and_several_examples() -> None:
     rows = RowTokenizer.of(Tokenization(kind=Kind.CONVERSATIONS, max_length=10**6), tokenizer_of("qwen3"))
     (row,) = rows([{"row_id": "a", "messages": MULTI}])
     examples = [row.columns, *row.more]
-    assert len(examples) == row.fate.num_examples == 3
+    assert len(examples) == row.outcome.num_examples == 3
     assert [sum(label != IGNORED for label in each["labels"]) for each in examples] == [
         len(tokenizer_of("qwen3")(span)["input_ids"]) for span in spans(turns("qwen3", MULTI))
     ]
-    assert row.fate.tokens == sum(len(each["input_ids"]) for each in examples)
+    assert row.outcome.tokens == sum(len(each["input_ids"]) for each in examples)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,7 +255,7 @@ def test_pairs_share_the_prompt_of_inference_though_earlier_turns_are_rewritten(
     for side, said in (("chosen", "Rome"), ("rejected", "Oslo")):
         ids = row.columns[f"{side}_ids"]
         assert said in tokenizer.decode([*row.columns["prompt_ids"], *ids])
-        assert ids[-1] in row.fate.stops
+        assert ids[-1] in row.outcome.stops
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -273,7 +273,7 @@ def test_a_stop_token_that_takes_the_blanks_behind_it_is_trained(marked: bool) -
     trained = [label for label in row.columns["labels"] if label != IGNORED]
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert trained.count(end) == 3 and trained[-1] == end
-    assert row.fate.stops == {end}
+    assert row.outcome.stops == {end}
 
 
 WITHOUT_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

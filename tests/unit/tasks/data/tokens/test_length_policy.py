@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.fate import Fate
 from tasks.data.tokens.length_policy import keep
+from tasks.data.tokens.row_outcome import RowOutcome
 from tasks.data.tokens.tokenization import TooLong
 from tasks.dpo import DPO
 from tasks.reward_model import RewardModel
@@ -47,15 +47,15 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def test_the_prompt_is_cut_from_its_beginning_and_no_answer_loses_a_token(tokenizer: PreTrainedTokenizerBase) -> None:
     (whole,) = token_rows([LONG], tokenizer)
-    length = whole.fate.length - 10
+    length = whole.outcome.length - 10
     (row,) = token_rows([LONG], tokenizer, length, too_long="cut_prompt")
     assert row.columns == {name: ids[10:] for name, ids in whole.columns.items()}
-    assert (row.fate.prompt_cut, row.fate.cut, row.fate.trained) == (True, False, whole.fate.trained)
+    assert (row.outcome.prompt_cut, row.outcome.cut, row.outcome.trained) == (True, False, whole.outcome.trained)
 
 
 def test_both_sides_of_a_pair_lose_the_same_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     (whole,) = token_rows([PAIR], tokenizer)
-    (row,) = token_rows([PAIR], tokenizer, whole.fate.length - 10, too_long="cut_prompt")
+    (row,) = token_rows([PAIR], tokenizer, whole.outcome.length - 10, too_long="cut_prompt")
     assert row.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][10:]}
 
 
@@ -67,13 +67,13 @@ def test_what_begins_every_text_stays_when_the_prompt_is_cut(
     column = "input_ids" if "messages" in given else "prompt_ids"
     tokenizer.bos_token = "<|im_start|>"
     try:
-        (row,) = token_rows([given], tokenizer, whole.fate.length - 10, too_long="cut_prompt")
+        (row,) = token_rows([given], tokenizer, whole.outcome.length - 10, too_long="cut_prompt")
         (short,) = token_rows([given], tokenizer, max_prompt_length=8)
     finally:
         tokenizer.bos_token = None
     ids = whole.columns[column]
     assert row.columns[column] == [ids[0], *ids[11:]]
-    prompt = whole.fate.length - len(whole.columns["rejected_ids"]) if given is PAIR else whole.columns["labels"]
+    prompt = whole.outcome.length - len(whole.columns["rejected_ids"]) if given is PAIR else whole.columns["labels"]
     num_prompt = prompt if isinstance(prompt, int) else next(i for i, label in enumerate(prompt) if label != IGNORED)
     assert short.columns[column] == [ids[0], *ids[num_prompt - 7 :]]
 
@@ -83,21 +83,21 @@ def test_a_row_whose_answers_alone_are_too_long_is_dropped_when_prompts_are_cut(
 ) -> None:
     for kind in ([LONG], [PAIR]):
         (row,) = token_rows(kind, tokenizer, 12, too_long="cut_prompt")
-        assert (row.fate.dropped, row.fate.prompt_cut) == ("answer_too_long", False)
+        assert (row.outcome.dropped, row.outcome.prompt_cut) == ("answer_too_long", False)
 
 
 def test_a_prompt_keeps_its_last_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     (whole,) = token_rows([PAIR], tokenizer)
     (row,) = token_rows([PAIR], tokenizer, max_prompt_length=8)
     assert row.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][-8:]}
-    assert row.fate.prompt_cut and not row.fate.cut
+    assert row.outcome.prompt_cut and not row.outcome.cut
     (same,) = token_rows([PAIR], tokenizer, max_prompt_length=len(whole.columns["prompt_ids"]))
     assert same == whole
 
 
 def test_each_way_is_counted_and_named(directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [*tiny.conversation_rows(3), LONG]
-    length = token_rows(rows, tokenizer)[-1].fate.length
+    length = token_rows(rows, tokenizer)[-1].outcome.length
     ways: tuple[TooLong | None, ...] = (None, "cut_answer", "cut_prompt", "drop")
     found = {way: tokenized(rows, directory, tmp_path, length - 9, too_long=way) for way in ways}
     assert found[None].columns == found["cut_answer"].columns != found["cut_prompt"].columns
@@ -153,15 +153,15 @@ def test_what_remains_fits_and_is_the_end_of_the_prompt_and_the_beginning_of_the
     prompt = min(prompt, length)
     longest = longest if longest is None or longest < max_length else None
     options = tokenization(tiny.conversation_rows(1), max_length, way, longest)
-    fate = Fate(row_id="a", length=length)
-    ids = keep(options, fate, prompt, head).of(list(range(length)))
-    if fate.dropped:
+    outcome = RowOutcome(row_id="a", length=length)
+    ids = keep(options, outcome, prompt, head).of(list(range(length)))
+    if outcome.dropped:
         return
     assert len(ids) <= max_length
     assert ids[:head] == list(range(length))[: min(head, max_length)]
-    removed = length - len(ids) if not fate.cut else ids[head] - head if len(ids) > head else 0
+    removed = length - len(ids) if not outcome.cut else ids[head] - head if len(ids) > head else 0
     assert ids[head:] == list(range(removed + head, removed + len(ids)))
-    assert fate.prompt_cut == (removed > 0) or len(ids) <= head
+    assert outcome.prompt_cut == (removed > 0) or len(ids) <= head
     kept = [place for place in ids if place < prompt]
     assert kept or not prompt  # an answer always has a prompt
     if longest:

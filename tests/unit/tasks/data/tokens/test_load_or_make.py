@@ -159,11 +159,11 @@ def test_long_rows_are_taken_in_small_parts(root: Path, monkeypatch: pytest.Monk
 def test_the_fate_of_every_row_is_kept(root: Path) -> None:
     account = load(root, replace(SFT, max_length=22)).account
     (path,) = (root / "cache" / "tokens").glob("*/rows.arrow")
-    fates = datasets.Dataset.from_file(str(path)).to_list()
-    assert [fate["row_id"] for fate in fates] == [row["row_id"] for row in tiny.conversation_rows(12)]
-    assert sum(fate["cut"] for fate in fates) == account.cut.count > 0
-    assert sum(fate["tokens"] for fate in fates if not fate["dropped"]) == account.num_tokens
-    assert {length for length in account.lengths} == {fate["length"] for fate in fates}
+    outcomes = datasets.Dataset.from_file(str(path)).to_list()
+    assert [outcome["row_id"] for outcome in outcomes] == [row["row_id"] for row in tiny.conversation_rows(12)]
+    assert sum(outcome["cut"] for outcome in outcomes) == account.cut.count > 0
+    assert sum(outcome["tokens"] for outcome in outcomes if not outcome["dropped"]) == account.num_tokens
+    assert {length for length in account.lengths} == {outcome["length"] for outcome in outcomes}
 
 
 def test_an_account_survives_its_file() -> None:

@@ -12,8 +12,8 @@ from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
 from tasks.data.kinds import IGNORED
 from tasks.data.tokens.rendering import Renderer
-from tasks.data.tokens.skeleton import Skeleton
 from tasks.data.tokens.template import DATE, Template
+from tasks.data.tokens.template_cache import CachedTemplate
 from tests import tiny
 from tests.unit.tasks.data.tokens.plain_labels import plain_labels
 from tests.unit.tasks.data.tokens.tokens import token_rows
@@ -139,18 +139,18 @@ def test_rows_of_a_form_are_rendered_once_each(
 
 
 def test_a_form_is_not_taken_for_another() -> None:
-    written, slots = "<\ue0000\ue001|\ue0001\ue001>", Skeleton.slots(2)
-    form = Skeleton.of(written, written, [(5, 9)], slots)
+    written, slots = "<\ue0000\ue001|\ue0001\ue001>", CachedTemplate.slots(2)
+    form = CachedTemplate.of(written, written, [(5, 9)], slots)
     assert form is not None
     assert form.filled("<ab|c>", ["ab", "c"]) == ("<ab|c>", [(4, 6)])
     for text in ("<ab|c> ", "<ab|c", "<ab |c>", "ab|c>", "<ab|d>"):
         assert form.filled(text, ["ab", "c"]) is None
-    assert Skeleton.of("\ue0000\ue001", "\ue0000\ue001", [], slots) is None  # the template leaves out a content
-    assert Skeleton.of("\ue0001\ue001\ue0000\ue001", written, [], slots) is None
+    assert CachedTemplate.of("\ue0000\ue001", "\ue0000\ue001", [], slots) is None  # the template leaves out a content
+    assert CachedTemplate.of("\ue0001\ue001\ue0000\ue001", written, [], slots) is None
 
 
 def test_what_is_trained_may_differ_from_what_the_template_writes() -> None:
-    form = Skeleton.of("<\ue0000\ue001>\n", "<x\ue0000\ue001>", [(2, 6)], Skeleton.slots(1))
+    form = CachedTemplate.of("<\ue0000\ue001>\n", "<x\ue0000\ue001>", [(2, 6)], CachedTemplate.slots(1))
     assert form is not None
     assert form.rewrites
     assert form.filled("<ab>\n", ["ab"]) == ("<xab>", [(2, 5)])

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.fate import TokenRow
+from tasks.data.tokens.row_outcome import TokenRow
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tests import tiny
@@ -90,7 +90,7 @@ def test_pairs_split_where_the_answer_begins(tokenizer: PreTrainedTokenizerBase)
     assert [tokenizer.decode(row.columns[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")] == [
         "<|im_start|>user\nsum<|im_end|>\n<|im_start|>assistant\n", "adds<|im_end|>", "map<|im_end|>",
     ]  # fmt: skip
-    assert (row.fate.trained, row.fate.tokens) == (
+    assert (row.outcome.trained, row.outcome.tokens) == (
         len(row.columns["chosen_ids"]) + len(row.columns["rejected_ids"]),
         len(row.columns["chosen_ids"]) + len(row.columns["rejected_ids"]) + 2 * len(row.columns["prompt_ids"]),
     )
@@ -112,7 +112,7 @@ def test_nothing_to_train_is_refused_before_training(directory: Path, tmp_path: 
 
 def test_texts_that_fill_no_chunk_ask_for_a_shorter_one(directory: Path, tmp_path: Path) -> None:
     result = tokenized(tiny.text_rows(3), directory, tmp_path, 4000)
-    length = sum(row.fate.length for row in token_rows(tiny.text_rows(3), AutoTokenizer.from_pretrained(directory)))
+    length = sum(row.outcome.length for row in token_rows(tiny.text_rows(3), AutoTokenizer.from_pretrained(directory)))
     with pytest.raises(DataError) as error:
         show(result, rows_input(tmp_path), 4000)
     assert str(error.value) == (

@@ -1,9 +1,9 @@
-"""What a chat template writes around contents, learned once for each sequence of roles.
+"""Cache of the text that a chat template writes around contents, per sequence of roles.
 
-Proving the borders of n messages from the template takes 2n renderings. Here one row of a sequence of roles is proven,
-and then made-up contents under the same roles, whose rendering shows what stands between contents. Another row is of
-that form if its own rendering is the same pieces around its own contents, to the character. Where it is not, such as
-where the template strips or rewrites contents, the row is proven by itself.
+Finding where n messages start and end in the template's text takes 2n renderings. Here that is done for one row of a
+sequence of roles, and for placeholder contents under the same roles, whose rendering shows the text between contents.
+The cache holds for another row if the row's rendering is the same text around its own contents, to the character. Where
+it is not, because the template strips or rewrites contents, that row is rendered message by message.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skeleton:
-    """Conversations of one sequence of roles.
+class CachedTemplate:
+    """The template's text for conversations of one sequence of roles.
 
     Args:
-        written: what the template writes before, between and after the contents: one more than there are messages.
-        pieces: the same of the text that is trained on, which may end elsewhere.
-        borders: of each assistant turn, where it begins and ends in the latter: (piece, place in that piece).
+        written: the template's text before, between and after the contents: one more than there are messages.
+        pieces: the same for the trained text, which may end elsewhere.
+        borders: start and end of each assistant turn in the trained text, as (piece, position in that piece).
     """
 
     written: Sequence[str]
@@ -28,16 +28,16 @@ class Skeleton:
 
     @staticmethod
     def slots(count: int) -> list[str]:
-        """Contents that no template writes by itself or takes apart, of characters that are for private use."""
+        """Placeholder contents that no template writes or splits: characters for private use."""
         return [f"\ue000{index}\ue001" for index in range(count)]
 
     @staticmethod
-    def of(written: str, text: str, spans: Sequence[Span], slots: Sequence[str]) -> "Skeleton | None":
-        """From a proven rendering of slots; None where they do not stand in it once each, in order.
+    def of(written: str, text: str, spans: Sequence[Span], slots: Sequence[str]) -> "CachedTemplate | None":
+        """From a rendering of slots; None unless each appears in it once, in order.
 
         Args:
             written: by the template.
-            text: as it is trained on.
+            text: the trained text.
         """
         found, pieces = _pieces(written, slots), _pieces(text, slots)
         if found is None or pieces is None:
@@ -54,15 +54,15 @@ class Skeleton:
             return None  # within a content
 
         borders = [(begin, end) for span in spans if (begin := border(span[0])) and (end := border(span[1]))]
-        return Skeleton(written=found, pieces=pieces, borders=borders) if len(borders) == len(spans) else None
+        return CachedTemplate(written=found, pieces=pieces, borders=borders) if len(borders) == len(spans) else None
 
     @property
     def rewrites(self) -> bool:
-        """Whether more is trained than the template writes, before the last content."""
+        """Whether the trained text has more than the template's before the last content."""
         return self.written[:-1] != self.pieces[:-1]
 
     def filled(self, written: str, contents: Sequence[str]) -> tuple[str, list[Span]] | None:
-        """The text to train on and its assistant turns; None where the template wrote something not of this form."""
+        """The trained text and its assistant turns; None where the template's text is not of this form."""
         if _joined(self.written, contents) != written:
             return None
         starts, place = [], 0
