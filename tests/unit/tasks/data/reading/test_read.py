@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from safetensors.numpy import save
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
@@ -162,7 +163,7 @@ def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture
 def test_a_web_page_is_read_with_its_query_or_without(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", row("a"))
     with site(tmp_path) as address:
-        for url in (f"{address}/a.jsonl", f"{address}/a.jsonl?token=b/c.csv"):
+        for url in (f"{address}/a.jsonl", f"{address}/a.jsonl?page=b/c.csv"):
             assert texts(url) == [("a", f"{url}:1")]
 
 
@@ -215,7 +216,7 @@ def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:
     write(tmp_path / "pytorch_model.bin", "")
     with pytest.raises(ConfigError, match="no weights in safetensors"):
         fetch_model(Source(path=str(tmp_path)), tmp_path)
-    write(tmp_path / "model.safetensors", "")
+    (tmp_path / "model.safetensors").write_bytes(save({}))
     assert fetch_model(Source(path=str(tmp_path)), tmp_path) == tmp_path
 
 
@@ -227,7 +228,7 @@ def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
     def snapshot_download(repo_id: str, **options: object) -> str:
         calls.append((repo_id, options))
         write(tmp_path / "config.json", "{}")
-        write(tmp_path / "model.safetensors", "")
+        (tmp_path / "model.safetensors").write_bytes(save({}))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
