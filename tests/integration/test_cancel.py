@@ -69,7 +69,7 @@ def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, pre
     assert "step-4" in saved()
 
     run = held_in(7)
-    assert f"train: goes on from step 4 of {NUM_STEPS}" in api.log(run)
+    wait_until(lambda: f"train: goes on from step 4 of {NUM_STEPS}" in api.log(run), "it logs where it resumes")
     assert " is stopped; " in call(["cancel", "latest"], tmp_path, environment).stdout
     assert api.end(run)["type"] == "CANCELLED"
     assert "step-7" in saved()

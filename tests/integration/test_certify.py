@@ -72,6 +72,7 @@ def test_weights_that_did_not_move_prove_nothing(untracked: Command) -> None:
         assert comparison["detail"].startswith("the weights did not move in 6 steps")
 
 
+@pytest.mark.slow
 def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) -> None:
     survivor = [*of("left", SURVIVOR, "method.per_worker=1e-9"), "~stages.right"]
     result = toy("certify", *survivor)

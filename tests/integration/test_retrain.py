@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,14 +17,15 @@ from tests.webhook import save_block, webhook
 def generations(tmp_path, prefect_url):
     with webhook() as (address, heard):
         environment = {"PREFECT_API_URL": prefect_url}
-        toy = Command(tmp_path, *TOY_RETRAIN, "notify=custom-webhook/ops", environment=environment)
+        block = f"ops-{uuid4().hex[:8]}"  # other tests of this server have saved blocks of theirs
+        toy = Command(tmp_path, *TOY_RETRAIN, f"notify=custom-webhook/{block}", environment=environment)
         made = Generations(toy=toy, heard=heard)
         made.grow("good", 60)
         refused = toy("run")
-        assert refused.returncode == 2 and "notify=custom-webhook/ops: Prefect has no such block" in refused.stderr
+        assert refused.returncode == 2 and f"notify=custom-webhook/{block}: Prefect has no such block" in refused.stderr
         assert "CustomWebhookNotificationBlock(" in refused.stderr
         assert "run" in set(toy.states().values())
-        save_block("ops", address, toy.environment)
+        save_block(block, address, toy.environment)
         yield made
 
 
