@@ -4,9 +4,11 @@ import base64
 import json
 import os
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
@@ -14,6 +16,13 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 def _is_busy(error: BaseException) -> bool:
     """Whether another writer held the server's SQLite; Prefect's own client asks again too."""
     return isinstance(error, urllib.error.HTTPError) and error.code == 503
+
+
+def password_in(prefect_home: Path) -> str:
+    """Of the one server that a command has started there."""
+    [profile] = prefect_home.glob("posttrain-*.toml")
+    (settings,) = tomllib.loads(profile.read_text())["profiles"].values()
+    return settings["PREFECT_API_AUTH_STRING"]
 
 
 class PrefectApi:

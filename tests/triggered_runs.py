@@ -14,8 +14,8 @@ from tests.prefect_api import PrefectApi
 class Server(PrefectApi):
     """The runs that are made from now on."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, auth: str | None = None) -> None:
+        super().__init__(url, auth)
         self.url = url
         self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
 

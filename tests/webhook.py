@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 _SAVE = (
     "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; import sys; "
     "json = {'subject': '{{subject}}', 'body': '{{body}}'}; "
-    "Block(name='team', url=sys.argv[2], json_data=json).save(sys.argv[1])"
+    "Block(name='team', url=sys.argv[2], json_data=json).save(sys.argv[1], overwrite=True)"
 )
 
 

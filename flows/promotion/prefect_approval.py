@@ -42,10 +42,10 @@ def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
     form = Approval.with_initial_data(description=judged.table())
     form.save(keyset, flow_run.id)
     with get_client(sync_client=True) as client:
-        client.set_flow_run_state(flow_run.id, paused)
         url = str(client.api_url).rstrip("/")
-        observer.announce(_question(judged, flow_run.id, url))
         try:
+            client.set_flow_run_state(flow_run.id, paused)
+            observer.announce(_question(judged, flow_run.id, url))
             state = _decision(client, flow_run.id)
         except TerminationSignal:  # a deployed run that is cancelled is ended at once: that is an answer too
             state = client.read_flow_run(flow_run.id).state

@@ -212,6 +212,7 @@ def _answers(url):
 @pytest.mark.slow
 def test_the_same_on_a_server(toy, server):
     toy.environment["MLFLOW_TRACKING_URI"] = server
+    (toy.folder / "mlflow.db").unlink()  # of the tests without a server
     toy.run()
     client = connect(server)
     hops = walk(client, "toy", versions(client)["right"])

@@ -15,6 +15,7 @@ from lineage.digest import DigestCache
 from lineage.remote_files import open_remote
 from lineage.sources import pin
 from tests.command import CONF, TOY, Command, wait_until
+from tests.prefect_api import password_in
 from tests.triggered_runs import Server, serving
 
 TRIGGER = "trigger={sources: [rows], events: [rows.ready], poll: 0.3, settle: 0.5}"
@@ -140,7 +141,8 @@ def test_a_schedule_makes_runs_by_itself(rows, tmp_path):
         stderr=tmp_path / "serve.log",
     )  # fmt: skip
     try:
-        server = Server(f"{process.stdout.readline().split()[1]}/api")
+        url = f"{process.stdout.readline().split()[1]}/api"
+        server = Server(url, password_in(tmp_path / "prefect"))
         wait_until(server.scheduled, "one has come and gone")
         [run, *_] = server.scheduled()
         assert run["state"]["message"] == "nothing to do: all 4 stages are finished"
