@@ -41,6 +41,24 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
     assert set(toy.states("resources.micro_batch_size=4").values()) == {"reuse"}
 
 
+COLLECTS = """
+import gc
+from tests.toy_methods import ToyTraining
+
+class Collects(ToyTraining):
+    def run(self, inputs, ctx):
+        super().run(inputs, ctx)
+        return {"loss": 1.0, "enabled": float(gc.isenabled()), "frozen": float(gc.get_freeze_count())}
+"""
+
+
+def test_a_stage_collects_its_own_garbage_and_looks_at_nothing_that_the_fork_server_imported(toy):
+    (toy.folder / "own.py").write_text(COLLECTS)
+    left = toy.run("stages.left.method._target_=own.Collects", "~stages.right")["left"]["metrics"]
+    assert left["enabled"] == 1
+    assert left["frozen"] > 100_000
+
+
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
     assert result.returncode == 1
