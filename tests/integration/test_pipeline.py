@@ -1,4 +1,4 @@
-"""The default pipeline in miniature, through Prefect and Ray, as a user runs it, and its record as a reader finds it."""
+"""The default pipeline in miniature, through Prefect and Ray, as a user runs it; its record as a reader finds it."""
 
 import itertools
 import json
