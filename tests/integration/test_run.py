@@ -1,6 +1,7 @@
 """What is around a method: order, reuse, failure, stop. Toy stages, real processes, real Prefect, real Ray Train."""
 
 import json
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -173,9 +174,10 @@ def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_works_without_a_server_and_leaves_none(tmp_path):
+def test_works_without_a_server_and_leaves_none(tmp_path, prefect_database):
     (tmp_path / "rows.txt").write_text("rows")
-    toy = Command(tmp_path, *TOY)
+    home = shutil.copytree(prefect_database, tmp_path / "home")
+    toy = Command(tmp_path, *TOY, environment={"PREFECT_HOME": str(home)})
     process = toy.start("run", *SLOW_LEFT)
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
     started = family(process)
