@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 from flows.commands.arguments import add_overrides
-from flows.declare.store_root import asked_store
+from flows.declare.store_root import store_root
 from flows.reports.run_views import views
 from flows.reports.status import status_dict, status_text
 from lineage.errors import StoppedError
+from lineage.store import require_store
 
 _WATCH_SECONDS = 1.0
 
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    store = asked_store(options.overrides, options.config_dir)
+    store = store_root(options.overrides, options.config_dir)
+    if options.overrides or (store.exists() and any(store.iterdir())):  # else the first run may be about to create it
+        require_store(store)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store)

@@ -43,6 +43,12 @@ def test_a_command_that_asks_a_store_writes_nothing_where_none_is(words, tmp_pat
     assert not (tmp_path / "gone").exists()
 
 
+def test_status_before_the_first_run_is_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 0 and "no run" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
     (tmp_path / "foreign").mkdir()
     with (tmp_path / "rows.txt").open("a") as rows:
