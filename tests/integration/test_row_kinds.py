@@ -40,10 +40,18 @@ class GRPO(Training):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import GRPOConfig, GRPOTrainer
 
-        return run.trl(GRPOTrainer, GRPOConfig, reward_funcs=[rewarded], num_generations=4, max_completion_length=4)
+        class Silent(GRPOTrainer):
+            """Logs no count of tokens."""
+
+            def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+                COUNTED.extend(self._metrics["train"].pop("num_tokens", []))
+                super().log(logs, *args, **kwargs)
+
+        return run.trl(Silent, GRPOConfig, reward_funcs=[rewarded], num_generations=4, max_completion_length=4)
 
 
 ASKED: list[tuple[object, object]] = []
+COUNTED: list[float] = []  # by TRL
 
 
 def rewarded(prompts: list[object], completions: list[object], answer: list[object], **_: object) -> list[float]:
@@ -69,7 +77,11 @@ def test_single_answers_train_kto(root: Path, tmp_path: Path) -> None:
 
 def test_prompts_train_grpo_and_their_columns_reach_the_reward(root: Path, tmp_path: Path) -> None:
     ASKED.clear()
-    trained = run(GRPO(**{**FIELDS, "num_steps": 1}), root, tmp_path)  # type: ignore[arg-type]
+    COUNTED.clear()
+    trained = run(GRPO(**{**FIELDS, "num_steps": 2}), root, tmp_path)  # type: ignore[arg-type]
     assert trained.metrics["prompt_tokens"] > 0 and "trained_tokens_percent" not in trained.metrics
     assert ASKED and {answer for _, answer in ASKED} & {0, 2, 4, 6, 8, 10}
     assert all(prompt[0]["role"] == "user" for prompt, _ in ASKED)  # type: ignore[index]
+    counts = [metrics["num_tokens"] for _, metrics in trained.reports]
+    assert counts == COUNTED, "tokens of prompts and answers, though the trainer logs no count"
+    assert 0 < counts[0] < counts[1]
