@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -47,21 +47,23 @@ class Command:
         self._overrides = overrides if tracked else ("tracking=none", *overrides)
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
 
-    def cli_args(self, verb: str) -> list[str]:
-        """The leading arguments of a command; none for commands that take no overrides."""
-        return ["--config-dir", str(CONF), *self._overrides] if verb in TAKE_OVERRIDES else []
+    def cli_args(self, verb: str, arguments: Sequence[str] = ()) -> list[str]:
+        """The leading arguments of a command, without those restated; none for commands that take no overrides."""
+        stated = {word.partition("=")[0] for word in arguments}
+        leading = [word for word in self._overrides if word.partition("=")[0] not in stated]
+        return ["--config-dir", str(CONF), *leading] if verb in TAKE_OVERRIDES else []
 
     def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:
         """Starts a process; stderr can go to a file, to be read while the command runs."""
         with stderr.open("w") if stderr else contextlib.nullcontext(subprocess.PIPE) as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows", verb, *self.cli_args(verb), *arguments],
+                [sys.executable, "-m", "flows", verb, *self.cli_args(verb, arguments), *arguments],
                 cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=errors, text=True,
             )  # fmt: skip
 
     def __call__(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return call([verb, *self.cli_args(verb), *arguments], self.folder, self.environment)
+        return call([verb, *self.cli_args(verb, arguments), *arguments], self.folder, self.environment)
 
     def process(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """A call in its own process, for tests of how a process starts or exits."""

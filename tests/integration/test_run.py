@@ -95,7 +95,7 @@ def test_a_stop_leaves_no_process_and_keeps_what_was_finished(toy, number, code)
     assert "Traceback" not in errors
     left = "run" if number == signal.SIGKILL else "resume"  # who is asked to end saves first
     assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": left, "right": "reuse"}
-    again = toy.run(*SLOW_LEFT, "stages.left.method.num_steps=3")
+    again = toy.run(SLOW_LEFT[1], "stages.left.method.num_steps=3")
     assert {name for name, row in again.items() if row["seconds"]} == {"left"}
 
 
