@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
 
 
 def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(toy, folder):
-    words = ("stages.left.method.step_seconds=0,0.2", "stages.left.method.num_steps=100")
+    words = ("stages.left.method.step_seconds=0,0.2", "stages.left.method.num_steps=40")
     process = toy.start("run", "--multirun", "--json", *words, stderr=folder / "errors.txt")
     wait_until(lambda: made(folder, "left") == 1 and made(folder, "right") == 1, "the first trial ends")
     wait_until(lambda: "left#1" in started((folder / "errors.txt").read_text()), "the second one begins")
