@@ -197,7 +197,8 @@ def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
 @pytest.mark.parametrize(
     ("kill", "cause"),
     [
-        pytest.param(lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step ", id="worker"),
+        # The quick test of it joins a cluster that is there already: test_ray_cluster.py
+        pytest.param(lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step ", id="worker", marks=SLOW),
         pytest.param(kill_head, "its Ray cluster on ", id="head", marks=SLOW),
         pytest.param(
             lambda run: run.stage().kill(),

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.record import digests
 from tests.command import TOY, Command, family, wait_until
+from tests.toy_interrupted import TROUBLE_FILE, ToyInterrupted
+from tests.unbroken import unbroken
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
 HOST = "127.0.0.2"  # of this machine alone; for 127.0.0.1 Ray takes an address that others reach
@@ -81,6 +84,19 @@ def test_doctor_joins_a_cluster_and_says_what_it_holds(toy):
     assert refused.returncode == 1
     assert f"{held}: the cluster wants a token and was given none, or another\n" in refused.stdout
     assert "-> set RAY_AUTH_MODE=token and put the token" in refused.stdout
+
+
+def test_a_worker_that_dies_is_replaced_and_the_training_ends_with_the_same_bits(toy):
+    words = ("pipeline=toy-interrupted", "stages.train.resources.launcher=cluster",
+             "stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")  # fmt: skip
+    command = Command(toy.folder, "model=none", "sources.rows.path=rows.txt", environment=toy.environment)
+    (toy.folder / "artifacts").mkdir()
+    (toy.folder / "artifacts" / TROUBLE_FILE).write_text("die:6:1")  # by SIGKILL, in step 6
+    result = command("run", *words)
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if "it goes on from its checkpoint of step 4" in line]
+    assert line.startswith("stage train failed: rank 1 on ") and " died at step " in line
+    assert digests(toy.folder / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=8))
 
 
 @pytest.mark.slow
