@@ -8,6 +8,8 @@ READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+# In the order of the folders: the long files of tests/integration begin, and the short ones of tests/unit fill the end.
+SUITE = $(PYTEST) --no-loadscope-reorder
 # uv compiles nothing. Where this is set, as in many containers, each process would compile whatever it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -22,13 +24,13 @@ demo-smollm2: $(READY)  ## a real model of 135M parameters, from a wheel on PyPI
 	$(BIN)/posttrain run pipeline=smollm2-one-sentence model=smollm2
 
 test: $(READY)  ## what CI runs: every test that needs no GPU, but `slow` and `nightly`
-	$(PYTEST) -m "not slow and not nightly"
+	$(SUITE) -m "not slow and not nightly"
 
 test-all: $(READY)  ## `slow` too: before an issue is resolved
-	$(PYTEST) -m "not nightly"
+	$(SUITE) -m "not nightly"
 
 nightly: $(READY)  ## all tests, then the chaos
-	$(PYTEST) --hypothesis-profile nightly
+	$(SUITE) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 

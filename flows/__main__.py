@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import gc
 import importlib
 import logging
 import os
@@ -11,16 +12,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from flows.wording import PrintableFormatter, printable, printable_text
+from flows.wording import PrintableFormatter, printable_text
 from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130
 _EXIT_SECONDS = 1.5
+_GARBAGE = 100_000  # objects between two collections; Python has 700
 # Errors of the system that come of what the user stated, with what to do; others are of the machine.
 _OWN = "a path that this account may read and write is accepted; change its mode, or name another, such as store=DIR"
 _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
     errno.ENAMETOOLONG: "names of at most 255 bytes are accepted; shorten the path",
-    errno.EINVAL: "a file or directory that can be read to its end is accepted; name the one that holds what you mean",
+    **dict.fromkeys((errno.EINVAL, errno.ENOENT), "files that stay, and that can be read, are accepted; name those"),
     errno.ENOTDIR: "a part of this path is a file; name a directory",
     errno.EISDIR: "a file is accepted; name one in this directory",
 }
@@ -52,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped.
     """
+    if arguments is None:  # a process of its own, of whose imports the collection of garbage would take a fifth
+        gc.set_threshold(_GARBAGE)
     try:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -83,20 +87,21 @@ def _run(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if unknown:
-        parser.error(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
+        raise ConfigError(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     if "data" not in arguments[:1]:  # which reads files that are called year=2024/rows.jsonl, and checks its keys
-        _warn_of_repeated(getattr(options, "overrides", []))
+        _refuse_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 
 
-def _warn_of_repeated(overrides: Sequence[str]) -> None:
-    """Says which of two overrides of a field counts."""
-    last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
+def _refuse_repeated(overrides: Sequence[str]) -> None:
+    """Refuses two overrides of a field, of which Hydra takes the last in silence."""
+    fields: dict[str, str] = {}
     for word in overrides:
-        if (counts := last[word.lstrip("+").partition("=")[0]]) != word:
-            print(printable(f"posttrain: {word} does not count, since {counts} follows it"), file=sys.stderr)
+        first = fields.setdefault(word.lstrip("+").partition("=")[0], word)
+        if first is not word:
+            raise ConfigError(f"{first} and {word}: one value of a field is accepted; remove the other")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
 from flows.stages.launch import StageProcesses
-from flows.stages.private_folder import private_folder
 from flows.stages.run import Run
 from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
@@ -137,9 +136,8 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
     """Refuses what a plan may ask for and this machine has not.
 
     Raises:
-        ConfigError: names the stage, or the directory of the slots.
+        ConfigError: names the stage.
     """
-    private_folder()
     for planned in stages:
         require_gpus(planned.name, needs(planned)[1])
         nodes = planned.stage.resources.num_nodes

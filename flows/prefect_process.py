@@ -24,10 +24,11 @@ def _serve(descriptor: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
     import uvicorn
 
+    os.umask(0o077)  # its database holds the parameters of runs
     # Two servers that migrate one fresh database break it: one starts at a time.
     home = prefect_home()
     home.mkdir(parents=True, exist_ok=True)
-    starting = FileLock(home / "posttrain-start.lock")
+    starting = FileLock(home / "posttrain-start.lock", mode=0o600)  # who may read it can hold it
     starting.acquire()
 
     class Server(uvicorn.Server):

@@ -17,6 +17,7 @@ from filelock import FileLock
 from lineage.digest import digest_file, file_names
 from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json
+from lineage.private_folder import dvc_state
 from lineage.store import MANIFEST, Entry
 from lineage.view import View
 
@@ -103,7 +104,7 @@ class DvcProject:
         # -P: a file of the user's in this folder shadows no module of DVC's.
         return subprocess.run(
             [sys.executable, "-P", "-m", "dvc", *arguments],
-            cwd=self.folder, env={**os.environ, "DVC_NO_ANALYTICS": "1"},
+            cwd=self.folder, env={"DVC_SITE_CACHE_DIR": dvc_state(), **os.environ, "DVC_NO_ANALYTICS": "1"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a model's directory may hold: files of its own, since they are read, digested and copied into each output."""
+"""What a model's directory may hold: sound files of its own, since they are read, and copied into each output."""
 
 import json
 import os
@@ -6,33 +6,56 @@ from pathlib import Path
 
 from lineage.errors import ConfigError
 
+_WEIGHTS, _INDEX = ".safetensors", ".index.json"
+_READ = (
+    "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
+    "adapter_config.json", f"*{_INDEX}", f"*{_WEIGHTS}",
+)  # fmt: skip
+
 
 def require_own_files(directory: Path) -> None:
-    """That all files of a model lie in its directory: those that links lead to, and those that an index names.
+    """That all of a model lies in its directory: what links lead to too.
 
     A snapshot of a hub cache consists of links to the cache's own ``blobs/`` of that model; these are accepted.
 
     Raises:
-        ConfigError: a link leads out of the directory or to a directory, or an index names a file that is elsewhere.
+        ConfigError: a link leads out of the directory or to a directory, or what is there is no file, such as a pipe.
     """
     root = directory.resolve()
     own = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     for folder, folders, files in os.walk(root):
         for path in (Path(folder, name) for name in sorted([*folders, *files])):
-            target = path.resolve() if path.is_symlink() else path
-            if (target != path and target.is_dir()) or not any(target.is_relative_to(each) for each in own):
+            target = Path(os.path.realpath(path)) if path.is_symlink() else path
+            is_wrong = target.is_dir() if target != path else path.name in files and not path.is_file()
+            if is_wrong or not any(target.is_relative_to(each) for each in own):
                 raise ConfigError(
-                    f"{path} is a link to {target}; a model's directory of files, and of links to files in it, is "
-                    "accepted; replace the link by a copy (cp -rL copies what links lead to)"
+                    f"{path} is {f'a link to {target}' if target != path else 'no file'}; a model's directory of "
+                    "files, and of links to files in it, is accepted; replace it by a copy (cp -rL copies what links "
+                    "lead to)"
                 )
-    for index in sorted(root.glob("*.index.json")):
+
+
+def require_sound(directory: Path) -> None:
+    """Refuses a model whose settings, tokenizer or headers of weights cannot be read, or with weights elsewhere.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted({path for name in _READ for path in directory.glob(name)}):
         try:
-            names = {os.fspath(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if path.suffix == _WEIGHTS:
+                with safe_open(path, framework="numpy"):  # which reads the header, and compares it with the size
+                    continue
+            if not isinstance(found := json.loads(path.read_bytes()), dict):
+                raise ValueError("no JSON object")
+            names = {os.fspath(name) for name in found["weight_map"].values()} if path.name.endswith(_INDEX) else ()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             raise ConfigError(
-                f"{index} is no index of weights ({type(error).__name__}: {error}); JSON with a weight_map to files is "
-                "accepted; save the model again with model.save_pretrained"
+                f"{path}: cannot be read as a part of a model ({type(error).__name__}: {error}); a file as "
+                "save_pretrained writes it is accepted; it was cut or damaged: write or download it again"
             ) from error
         for name in sorted(names):
-            if not Path(os.path.normpath(root / name)).is_relative_to(root):
-                raise ConfigError(f"{index} names {name}, which is not in {root}; files in it are accepted; mend it")
+            if os.path.normpath(name).startswith(("/", "..")):
+                raise ConfigError(f"{path} names {name}, which is not in its directory; files in it are accepted")

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from glob import has_magic
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
+from lineage.private_folder import dvc_state
 from lineage.reach import basic
 from lineage.secrets import secrets_of, without_secrets
 
@@ -98,6 +100,8 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
     secrets: dict[str, object] = dict(secrets_of(credentials))
     if secrets and url.startswith(_WEB):
         secrets = {"client_kwargs": {"headers": {"Authorization": _authorization(secrets)}}}
+    if stated:
+        os.environ.setdefault("DVC_SITE_CACHE_DIR", dvc_state())
     files, path = url_to_fs(url, **stated, **secrets)
     try:
         yield files, path

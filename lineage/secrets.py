@@ -6,6 +6,7 @@
 import os
 import re
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from lineage.errors import ConfigError
 
@@ -20,7 +21,7 @@ _ADDRESS = re.compile(
 )
 _SIGNATURE = re.compile(
     r"(?<=[?&;#])(?P<name>x-[a-z]+-(?:signature|credential|security-token)|sig|signature|awsaccesskeyid|googleaccessid"
-    r"|ossaccesskeyid|key-pair-id|(?:access_|id_|auth_)?token|api[_-]?key|passw(?:or)?d|(?:client_)?secret)=[^&\s\"#]+",
+    r"|ossaccesskeyid|key-pair-id|(?:access_|id_|auth_)?token|auth|jwt|api[_-]?key|passw(?:or)?d|(?:client_)?secret)=[^&\s\"#]+",
     re.I,
 )
 _NAMES_BEFORE_HOST = ("abfs", "abfss", "github")  # of a container, of a repository
@@ -75,13 +76,13 @@ def refuse_secrets(url: str) -> None:
     Raises:
         ConfigError: names what it holds, and not its value.
     """
-    address = _ADDRESS.match(url)
-    signature = _SIGNATURE.search(address["rest"]) if address else None
-    if address is None or redacted(url) == url:
+    plain = unquote(url)  # a server reads X%2DAmz%2DSignature as X-Amz-Signature
+    if redacted(plain) == plain:
         return
+    signature = _SIGNATURE.search(plain)
     found = f"the parameter {signature['name']}" if signature else "a user name or password"
     raise ConfigError(
-        f"path={redacted(url)}: its address holds {found}, which manifests, reports and logs would repeat; an address "
-        "without secrets is accepted; export the secret as an environment variable, and name the variable under "
-        "credentials: (s3://: key, secret, token; https://: username and password, or token)"
+        f"path={redacted(plain)}: its address holds {found}, which manifests, reports and logs would repeat; an "
+        "address without secrets is accepted; export the secret as an environment variable, and name the variable "
+        "under credentials: (s3://: key, secret, token; https://: username and password, or token)"
     )

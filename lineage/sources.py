@@ -17,7 +17,7 @@ from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
-from lineage.model_files import require_own_files
+from lineage.model_files import require_own_files, require_sound
 from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.source_checks import check_options, reading_identity, reading_options
@@ -151,6 +151,7 @@ def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCac
     pinned = replace(source, revision=None, path=path)
     if source.kind != Kind.ROWS and matches[0].is_dir():
         require_own_files(matches[0])
+        require_sound(matches[0])
     paths = [file.absolute() for file in files_of(matches)]
     files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
     digest = digest_of(_by_place(matches, files))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
+from lineage.model_files import require_sound
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.fetch_model import require_sound
 from tasks.recipe import ALL_LINEAR, LoRA, TrainingRecipe
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32

@@ -1,6 +1,7 @@
 """Direct preference optimization: Rafailov et al. 2023, arXiv:2305.18290."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt
@@ -12,7 +13,6 @@ from tasks.data.tokens.tokenization import TooLong
 from tasks.method import FROZEN_POLICY, POLICY, Training
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import Trainer
 
     from tasks.train.run import TrainingRun
@@ -25,14 +25,8 @@ class DPO(Training):
     Args:
         beta: strength of the KL to the reference.
         loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
-        sft_weight: weight of the chosen answers' mean log-likelihood per token in the loss (RPO, arXiv:2404.19733, eq.
-            1): it keeps them likely where the preference loss alone would make both answers of a pair less likely.
-            The reference's is subtracted, a constant, so that the loss starts at ln 2. Only with ``sigmoid``.
-        too_long: what is done with a row of more than ``max_length`` tokens: cut the end of its answers (None), cut the
-            beginning of its prompt, drop it, or fail.
-        max_prompt_length: a longer prompt keeps its last tokens.
-        thinking: whether thinking in the answers (``<think>...</think>``) is trained or dropped; None: as the chat
-            template does, and a row whose thinking the template would drop is an error.
+        sft_weight: of the chosen answers' log-likelihood in the loss, which keeps them likely (``rpo_loss``).
+        too_long, max_prompt_length, thinking: as in ``tasks.data.tokens.tokenization.Tokenization``.
     """
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
@@ -53,34 +47,14 @@ class DPO(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sft_weight is not None and self.loss_type != "sigmoid":
-            raise ConfigError(
-                f"sft_weight={self.sft_weight:g} with loss_type={self.loss_type}: it is added to loss_type=sigmoid "
-                "alone; set loss_type=sigmoid, or sft_weight=null"
-            )
+            found = f"sft_weight={self.sft_weight:g} with loss_type={self.loss_type}"
+            raise ConfigError(f"{found}: it goes with loss_type=sigmoid; set loss_type=sigmoid, or sft_weight=null")
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         if self.sft_weight is not None:
-            from tasks.train.pair_trainer import PairConfig, PairTrainer
+            from tasks.train.pair_loss import pair_trainer, rpo_loss
 
-            return run.trl(PairTrainer, PairConfig, pair_loss=self._loss_with_sft, proof=run.start_proof())
+            return pair_trainer(run, partial(rpo_loss, self.beta, self.sft_weight))
         from trl import DPOConfig, DPOTrainer
 
         return run.trl(DPOTrainer, DPOConfig, beta=self.beta, loss_type=[self.loss_type])
-
-    def _loss_with_sft(
-        self, sums_R: "Tensor", counts_R: "Tensor", reference_R: "Tensor | None"
-    ) -> "tuple[Tensor, dict[str, Tensor]]":
-        """Of B pairs, R = 2B rows: the chosen answers, then the rejected ones; a mean over the pairs."""
-        from torch.nn.functional import logsigmoid
-
-        assert self.sft_weight is not None and reference_R is not None
-        chosen_B, rejected_B = (sums_R - reference_R).chunk(2)
-        margins_B = self.beta * (chosen_B - rejected_B)
-        gains_B = chosen_B / counts_R.chunk(2)[0]
-        metrics = {
-            "rewards/chosen": self.beta * chosen_B,
-            "rewards/rejected": self.beta * rejected_B,
-            "rewards/margins": margins_B,
-            "rewards/accuracies": (margins_B > 0).float(),
-        }
-        return (-logsigmoid(margins_B) - self.sft_weight * gains_B).mean(), metrics

@@ -1,17 +1,14 @@
 """The directory of a model that a source names."""
 
-import json
 from pathlib import Path
 
 from lineage.artifact import WHEEL, Source
 from lineage.errors import ConfigError
-from lineage.model_files import require_own_files
+from lineage.model_files import require_own_files, require_sound
 from lineage.sources import is_hub_id, local_paths
 from tasks.wheel_model import wheel_entry, wheel_model
 
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
-_WEIGHTS = ".safetensors"
-_READ = ("config.json", "generation_config.json", "tokenizer*.json", "*.index.json", f"*{_WEIGHTS}")
 
 
 def fetch_model(source: Source, cache: Path) -> Path:
@@ -47,28 +44,6 @@ def fetch_model(source: Source, cache: Path) -> Path:
             raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
     require_sound(directory)
     return directory
-
-
-def require_sound(directory: Path) -> None:
-    """Refuses a model whose settings, tokenizer or headers of weights cannot be read.
-
-    Raises:
-        ConfigError: names the file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted({path for name in _READ for path in directory.glob(name)}):
-        try:
-            if path.suffix == _WEIGHTS:
-                with safe_open(path, framework="numpy"):  # which reads the header, and compares it with the size
-                    continue
-            if not isinstance(json.loads(path.read_bytes()), dict):
-                raise ValueError("no JSON object")
-        except (OSError, ValueError, RecursionError, SafetensorError) as error:
-            raise ConfigError(
-                f"{path}: cannot be read as a part of a model ({error}); a file as save_pretrained writes it is "
-                "accepted; it was cut or damaged: write or download it again"
-            ) from error
 
 
 def fetched_model(source: Source, cache: Path) -> Path | None:

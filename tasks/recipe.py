@@ -126,9 +126,6 @@ class LoRA:
         return [name.strip() for name in self.target_modules.split(",")]
 
 
-_QUANTIZATION_VERSION = 2  # 1 left the experts of a mixture in fp32
-
-
 class Role(StrEnum):
     """The use of a model in a training, and its slot."""
 
@@ -166,6 +163,8 @@ class TrainingRecipe(Method):
         reads: the kind of rows that it trains on: an entry of ``tasks.data.kinds``.
         models: name -> role of every model that it uses; ``policy`` is trained, and becomes its output.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
+        option_versions: option -> (entry of the recipe, how much higher it is where the option is set), for options
+            whose numbers changed while those of other recipes did not.
 
     ``consumes``, ``produces`` and ``chat_slot`` are derived from ``reads`` and ``models``, unless a class sets them.
     """
@@ -173,6 +172,8 @@ class TrainingRecipe(Method):
     reads: ClassVar[RowKind]
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
     has_own_loop: ClassVar[bool] = False
+    # The first version of quantization left the experts of a mixture in fp32.
+    option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
     trains: ClassVar[bool] = True
     uses_gpu: ClassVar[bool] = True
 
@@ -224,8 +225,12 @@ class TrainingRecipe(Method):
     def recipe(self) -> dict[str, object]:
         """As of every method; fields that were added later stay out at their defaults."""
         recipe = {name: value for name, value in super().recipe().items() if _ADDED_LATER.get(name) != value}
-        is_quantized = self.adapter is not None and self.adapter.quantization is not None
-        return {**recipe, "quantization_version": _QUANTIZATION_VERSION} if is_quantized else recipe
+        for option, (entry, raised) in self.option_versions.items():
+            if _is_set(recipe, option):
+                version = recipe.get(entry, 1)
+                assert isinstance(version, int)
+                recipe[entry] = version + raised
+        return recipe
 
     def _check_best(self) -> None:
         needs_best = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]
@@ -233,6 +238,12 @@ class TrainingRecipe(Method):
             raise ConfigError(
                 f"{needs_best[0]}=best: best is not set, so no models compete; set best.every_steps=N, the steps from "
                 f"one competing model to the next (best.metric is {HELD_OUT_LOSS})"
+            )
+        reads = getattr(type(self), "reads", None)
+        if self.best and self.best.metric == HELD_OUT_LOSS and reads is not None and not reads.trained:
+            raise ConfigError(
+                f"best.metric={HELD_OUT_LOSS}: {type(self).__name__} reads {reads.kind.value}, which have no loss "
+                "before answers are generated; set best.metric to one that it reports, such as reward, with best.mode"
             )
         if self.on_divergence == "best" and self.best and self.best.metric != HELD_OUT_LOSS:
             raise ConfigError(
@@ -250,3 +261,12 @@ class TrainingRecipe(Method):
             return None
         names = {each.name for each in fields(Tokenization)} & {each.name for each in fields(self)} - {"kind"}
         return Tokenization(kind=reads.kind, **{name: getattr(self, name) for name in names})
+
+
+def _is_set(recipe: object, option: str) -> bool:
+    """Whether a recipe, which has no field that is None, has a field; fields of its fields are named with dots."""
+    for name in option.split("."):
+        if not isinstance(recipe, Mapping) or name not in recipe:
+            return False
+        recipe = recipe[name]
+    return True

@@ -32,6 +32,8 @@ class SFT(Training):
     """
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends a turn, or no such token
+    # The first version of packing padded the rows of a pack.
+    option_versions: ClassVar = {**Training.option_versions, "packing": ("version", 1)}
     reads: ClassVar = CONVERSATIONS
 
     learning_rate: Annotated[float, Gt(0)] = 2e-5
@@ -43,11 +45,6 @@ class SFT(Training):
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     packing: Packing | None = None
     thinking: Thinking | None = None
-
-    def recipe(self) -> dict[str, object]:
-        """As of every training; packing has its own version, which rose when the rows of a pack lost their padding."""
-        recipe = super().recipe()
-        return {**recipe, "version": self.version + 1} if self.packing else recipe
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -22,9 +22,11 @@ import psutil
 
 from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
 from lineage.code import source_file
+from tasks.method import Training
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
+RUN_STAGES = ("run", "stage", "rehearse", "certify")
 TAKE_OVERRIDES = ("plan", "run", "rehearse", "certify")  # commands that take the overrides of a pipeline
 LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a busy machine
@@ -45,21 +47,23 @@ class Command:
         self._overrides = overrides if tracked else ("tracking=none", *overrides)
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
 
-    def cli_args(self, verb: str) -> list[str]:
-        """The leading arguments of a command; none for commands that take no overrides."""
-        return ["--config-dir", str(CONF), *self._overrides] if verb in TAKE_OVERRIDES else []
+    def cli_args(self, verb: str, arguments: Sequence[str] = ()) -> list[str]:
+        """The leading arguments of a command, without those restated; none for commands that take no overrides."""
+        stated = {word.partition("=")[0] for word in arguments}
+        leading = [word for word in self._overrides if word.partition("=")[0] not in stated]
+        return ["--config-dir", str(CONF), *leading] if verb in TAKE_OVERRIDES else []
 
     def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:
         """Starts a process; stderr can go to a file, to be read while the command runs."""
         with stderr.open("w") if stderr else contextlib.nullcontext(subprocess.PIPE) as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows", verb, *self.cli_args(verb), *arguments],
+                [sys.executable, "-m", "flows", verb, *self.cli_args(verb, arguments), *arguments],
                 cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=errors, text=True,
             )  # fmt: skip
 
     def __call__(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return call([verb, *self.cli_args(verb), *arguments], self.folder, self.environment)
+        return call([verb, *self.cli_args(verb, arguments), *arguments], self.folder, self.environment)
 
     def process(self, verb: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """A call in its own process, for tests of how a process starts or exits."""
@@ -83,7 +87,17 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
     """Runs ``posttrain`` in this process, as if it were a fresh one in that folder and environment."""
     from flows.__main__ import main
 
+    if arguments[0] in RUN_STAGES:
+        warm_up()
     return call_main(main, arguments, folder, environment)
+
+
+def warm_up() -> None:
+    """Starts the fork server of this worker with what every method imports, also where the first run is of toys."""
+    from flows.stages.launch import StageProcesses
+    from flows.stages.shared_imports import modules_of
+
+    StageProcesses().warm_up(modules_of([Training]))
 
 
 def call_dvc(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

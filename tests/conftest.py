@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # no later collection looks at what was imported
+    gc.set_threshold(100_000)  # what tests import later would be looked at again and again
     gc.enable()
 
 

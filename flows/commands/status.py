@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     store = store_root(options.overrides, options.config_dir)
-    if store.exists() and any(store.iterdir()):  # else a run may be about to create it
+    if options.overrides or (store.exists() and any(store.iterdir())):  # else the first run may be about to create it
         require_store(store)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):

@@ -62,7 +62,7 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[
     else:
         parts.append(f"{plan.pipeline.name}: {len(plan.stale)} of {len(plan.stages)} stages run in {wall:.1f} s")
     parts.append(_next(plan, words))
-    return "\n\n".join(part.rstrip() for part in parts)
+    return printable_text("\n\n".join(part.rstrip() for part in parts))
 
 
 def _next(plan: Plan, words: Sequence[str]) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.stages.private_folder import private_folder
 from lineage.errors import ConfigError
+from lineage.private_folder import private_folder
 
 _POLL_SECONDS = 0.05
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from lineage.private_folder import private_folder
+
 # glibc gives freed memory back to the kernel and faults it in again at every step of a training loop.
 # Keeping it costs memory, saves time, and changes no bit of the weights.
 MALLOC = {
@@ -62,7 +64,11 @@ def in_stage_environment() -> Iterator[None]:
 
 def stage_environment() -> dict[str, str]:
     """For a process about to start; what the user has set wins over it."""
-    return {**WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster()}
+    return {
+        **WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster(),
+        # What torch compiles it keeps as pickles; it would be in a directory that another account can create.
+        "TORCHINDUCTOR_CACHE_DIR": str(private_folder() / "torchinductor"),
+    }  # fmt: skip
 
 
 def _own_cluster() -> dict[str, str]:

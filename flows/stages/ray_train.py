@@ -16,12 +16,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from flows.progress.run_notes import dashboard_file
 from flows.stages.job import Job
 from flows.stages.memory_kills import memory_kills
-from flows.stages.private_folder import private_folder
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.ray_cluster import join
 from flows.stages.ray_endings import ending, lost_its_peer
 from flows.stages.worker import run_worker
 from lineage.errors import ConfigError
+from lineage.private_folder import private_folder
 from tasks.context import Metrics
 
 _PEER_SECONDS = 5.0

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from lineage.errors import ConfigError, DataError
+from lineage.model_files import require_own_files, require_sound
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
-from tasks.fetch_model import require_sound
 from tasks.recipe import Input
 
 
@@ -19,6 +19,7 @@ def fetch_tokenizer(model: str) -> Path:
         ConfigError: there is none.
     """
     if os.path.isdir(model):
+        require_own_files(Path(model))
         require_sound(Path(model))
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -22,7 +22,7 @@ from tasks.heartbeat import Doing
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
+_MASKS = ("prompt_mask", "completion_mask")  # of TRL's trainers that generate: they have no attention mask
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels: in fp32 they differ
 # by the order of additions, in bf16 by its 8 bits.
@@ -55,8 +56,8 @@ class StepCounts(TrainerCallback):
         self.num_tokens = 0
         self.new_tokens: list[Tensor] = []  # of the micro batches since the last log, on this worker
         self.grad_norm = math.nan
-        self._step, self._norm = trainer.training_step, trainer._get_grad_norm
-        trainer.training_step, trainer._get_grad_norm = self._counted_step, self._kept_norm
+        self._loss, self._norm = trainer.compute_loss, trainer._get_grad_norm
+        trainer.compute_loss, trainer._get_grad_norm = self._counted_loss, self._kept_norm
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
@@ -70,20 +71,23 @@ class StepCounts(TrainerCallback):
             counted = torch.stack(self.new_tokens).sum()
             self.num_tokens += int(self.trainer.accelerator.reduce(counted, "sum").item())
             self.new_tokens.clear()
-        else:  # only the trainer can count tokens that it generates
+        else:  # a trainer whose steps call no ``compute_loss``
             self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         logs["num_tokens"] = self.num_tokens
         logs.setdefault("grad_norm", self.grad_norm)
         state.log_history[-1] |= {name: logs[name] for name in ("num_tokens", "grad_norm")}
 
-    def _counted_step(self, model: object, inputs: object, *args: object, **kwargs: object) -> "Tensor":
-        """Replaces the trainer's ``training_step``, and counts the tokens of the micro batch."""
-        batch = inputs if isinstance(inputs, Mapping) else {}
+    def _counted_loss(self, model: "PreTrainedModel", inputs: object, *args: object, **kwargs: object) -> object:
+        """Replaces the trainer's ``compute_loss``, and counts the tokens of the micro batch, generated ones too."""
+        batch = inputs if isinstance(inputs, Mapping) and model.training else {}
+        masks = [batch[name] for name in _MASKS if name in batch]
         if "attention_mask" in batch:
             self.new_tokens.append(batch["attention_mask"].sum())
+        elif masks:
+            self.new_tokens.append(torch.stack([mask.sum() for mask in masks]).sum())
         elif "input_ids" in batch:
             self.new_tokens.append(batch["input_ids"].new_tensor(batch["input_ids"].numel()))
-        return self._step(model, inputs, *args, **kwargs)
+        return self._loss(model, inputs, *args, **kwargs)
 
     def _kept_norm(self, *args: object, **kwargs: object) -> object:
         found = self._norm(*args, **kwargs)

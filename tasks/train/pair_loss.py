@@ -4,6 +4,7 @@ Shapes: B pairs of a micro batch, R = 2B rows.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
 
+    from tasks.train.pair_trainer import RowsLoss
     from tasks.train.run import TrainingRun
+
+    Measured = tuple[Tensor, dict[str, Tensor]]  # the loss, and metrics
+    Loss = Callable[["Logps", "Logps"], Measured]  # of the chosen and the rejected answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +86,52 @@ class PairLoss(Training):
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """transformers' loop around ``loss``."""
-        from tasks.train.pair_trainer import PairConfig, PairTrainer
+        return pair_trainer(run, self.loss)
 
-        has_reference = FROZEN_POLICY in self.models.values()
-        return run.trl(
-            PairTrainer, PairConfig, pair_loss=self._of_rows, proof=run.start_proof() if has_reference else None
-        )
 
-    def _of_rows(
-        self, sums_R: "Tensor", counts_R: "Tensor", reference_R: "Tensor | None"
-    ) -> "tuple[Tensor, dict[str, Tensor]]":
-        """``loss`` of rows: the chosen answers, then the rejected ones."""
+def pair_trainer(run: "TrainingRun", loss: "Loss") -> "Trainer":
+    """A trainer around a loss of pairs; step 0 proves that policy and reference agree, where there is one."""
+    from tasks.train.pair_trainer import PairConfig, PairTrainer
+
+    proof = run.start_proof() if FROZEN_POLICY in run.method.models.values() else None
+    return run.trl(PairTrainer, PairConfig, pair_loss=of_rows(loss), proof=proof)
+
+
+def of_rows(loss: "Loss") -> "RowsLoss":
+    """A loss of pairs as the trainer calls it: of rows, the chosen answers, then the rejected ones."""
+
+    def loss_of_rows(sums_R: "Tensor", counts_R: "Tensor", reference_R: "Tensor | None") -> "Measured":
         references = (None, None) if reference_R is None else reference_R.chunk(2)
         chosen, rejected = (
             Logps(sum_B=sums_B, num_tokens_B=counts_B, reference=each)
             for sums_B, counts_B, each in zip(sums_R.chunk(2), counts_R.chunk(2), references, strict=True)
         )
-        return self.loss(chosen, rejected)
+        return loss(chosen, rejected)
+
+    return loss_of_rows
+
+
+def rpo_loss(beta: float, sft_weight: float, chosen: Logps, rejected: Logps) -> "Measured":
+    """The sigmoid loss of DPO, less the chosen answers' mean log-likelihood per token: a mean over the pairs.
+
+    The likelihood keeps chosen answers likely where the sigmoid loss alone would make both answers of a pair less
+    likely. The reference's is subtracted, a constant, so that the loss starts at ln 2.
+
+    Args:
+        beta: strength of the KL to the reference.
+        sft_weight: of the log-likelihood.
+    Source:
+        Pang et al. 2024, arXiv:2404.19733, eq. 1.
+    """
+    from torch.nn.functional import logsigmoid
+
+    chosen_B, rejected_B = (each.sum_B - each.reference_sum_B for each in (chosen, rejected))
+    margins_B = beta * (chosen_B - rejected_B)
+    gains_B = chosen_B / chosen.num_tokens_B
+    metrics = {
+        "rewards/chosen": beta * chosen_B,
+        "rewards/rejected": beta * rejected_B,
+        "rewards/margins": margins_B,
+        "rewards/accuracies": (margins_B > 0).float(),
+    }
+    return (-logsigmoid(margins_B) - sft_weight * gains_B).mean(), metrics

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Batch = dict[str, Tensor]
     # Of rows (R): log-probabilities, numbers of tokens, the reference's log-probabilities -> loss, metrics
-    Loss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
+    RowsLoss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PairTrainer(Trainer):
         model: "PreTrainedModel | PeftModel",
         args: PairConfig,
         *,
-        pair_loss: "Loss",
+        pair_loss: "RowsLoss",
         ref_model: "PreTrainedModel | None" = None,
         proof: "Callable[[Tensor], None] | None" = None,
         **kwargs: object,

@@ -1,4 +1,7 @@
-"""Runs the command and interrupts it at a stated event: ``python -m tests.chaos.events EVENT SIGNAL run ...``."""
+"""Runs the command and interrupts it at a stated event: ``python -m tests.chaos.events EVENT SIGNAL run ...``.
+
+It says so on stderr; an event that does not come interrupts nothing.
+"""
 
 import importlib
 import os
@@ -25,12 +28,14 @@ CALLS = {
 }
 CHECKPOINT = "a checkpoint was committed"
 EVENTS = (*CALLS, CHECKPOINT)
+INTERRUPTED = "interrupted by the test"
 
 
 def main() -> int:
     event, name, *cli_args = sys.argv[1:]
 
     def interrupt() -> None:
+        os.write(2, f"{INTERRUPTED}\n".encode())
         os.kill(os.getpid(), signal.Signals[name])
 
     if event == CHECKPOINT:

@@ -22,7 +22,8 @@ class Format:
         kind: what its rows become.
         mapping: column -> what it becomes, as the report shows it; all columns that the format reads.
         recognize: the columns that make a row one of this format; none: it is not. It looks at their names alone: a bad
-            value is a bad row, and no reason to take the row for one of another format.
+            value is a bad row, and no reason to take the row for one of another format. Transcripts alone are known by
+            what they say; more than names, it makes them the better explanation.
         convert: brings a row into the form of ``kind``; raises ``BadRowError`` naming what is wrong with it.
         losing: columns that it does not read and that change what a row teaches: a row that has one is of this format
             only where the user says so.

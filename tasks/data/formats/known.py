@@ -14,13 +14,15 @@ from tasks.data.formats.raw_text import RAW_TEXT
 from tasks.data.formats.reasoning import REASONING
 from tasks.data.formats.sharegpt import SHAREGPT
 from tasks.data.formats.sharegpt_ranking import SHAREGPT_RANKING
+from tasks.data.formats.transcript_preference import TRANSCRIPT_PREFERENCE
 from tasks.data.formats.trl_preference import TRL_PREFERENCE
 from tasks.data.formats.unpaired import UNPAIRED
 
 FORMATS: tuple[Format, ...] = (
     RAW_TEXT,
     MESSAGES, PROMPT_COMPLETION, ALPACA, SHAREGPT, REASONING, FUNCTION_CALLING,
-    TRL_PREFERENCE, IMPLICIT_PREFERENCE, SHAREGPT_RANKING, OPENAI_PREFERENCE, OUMI_PREFERENCE,
+    TRL_PREFERENCE, IMPLICIT_PREFERENCE, TRANSCRIPT_PREFERENCE, SHAREGPT_RANKING,
+    OPENAI_PREFERENCE, OUMI_PREFERENCE,
     UNPAIRED, MESSAGES_LABEL,
     PROMPTS,
 )  # fmt: skip

@@ -1,8 +1,10 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tasks as methods
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
 from tasks.train import run as module
@@ -40,3 +42,8 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
     with pytest.raises(InterruptedError):
         module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context)
     assert found == [deterministic]
+
+
+@pytest.mark.parametrize("name", ["cpt", "sft", "dpo", "reward_model"])
+def test_the_file_of_a_method_has_15_to_60_lines(name):
+    assert 15 <= len(Path(methods.__path__[0], f"{name}.py").read_text().splitlines()) <= 60

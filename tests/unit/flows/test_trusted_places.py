@@ -6,10 +6,12 @@ import http.server
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from flows.__main__ import main
+from flows.reports.run import summary
 from lineage.secrets import redacted
 from lineage.store import MARKER
 from tests.command import CONF, Command
@@ -35,13 +37,16 @@ def test_a_command_that_asks_a_store_writes_nothing_where_none_is(words, tmp_pat
     foreign.mkdir()
     (foreign / "of-another-program").touch()
     for place, found in ((foreign, f"is no store (it has no {MARKER})"), (tmp_path / "gone", "does not exist")):
-        if words == ["status"] and not place.exists():  # a run may be about to create it
-            assert main([*words, f"store={place}"]) == 0
-            continue
         assert main([*words, f"store={place}"]) == 2
         assert f"store={place}: {found}" in capsys.readouterr().err
     assert [path.name for path in foreign.iterdir()] == ["of-another-program"]
     assert not (tmp_path / "gone").exists()
+
+
+def test_status_before_the_first_run_is_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 0 and "no run" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
@@ -99,9 +104,16 @@ def test_a_store_that_can_only_be_read_is_named(toy, tmp_path, monkeypatch):
     assert f"{store}" in result.stderr and "Read-only file system; a path that this account" in result.stderr
 
 
-def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy):
-    result = toy("plan", "store=one", "store=two")
-    assert result.returncode == 0 and "store=one does not count, since store=two follows it" in result.stderr
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "store=one", "store=two"], ["verify", "store=one", "store=two"], ["plan", "+store=one", "++store=two"]],
+)
+def test_a_field_that_is_given_twice_is_refused(words, capsys):
+    assert main(words) == 2
+    assert f"{words[1]} and {words[2]}: one value of a field is accepted" in capsys.readouterr().err
+
+
+def test_of_data_too(toy):
     result = toy("data", "rows.txt", "split=train", "split=train[:1]")
     assert result.returncode == 2 and "split: is given twice" in result.stderr
 
@@ -115,6 +127,8 @@ def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy):
         "https://ann:PW-7@127.0.0.1:1/f.jsonl",
         "https://127.0.0.1:1/f.jsonl?X-Amz-Credential=PW-7&X-Amz-Signature=PW-7",
         "https://127.0.0.1:1/f.jsonl?sv=1&sig=PW-7",
+        "https://127.0.0.1:1/f.jsonl?X%2DAmz%2DSignature=PW-7",
+        "simplecache::https://ann:PW-7@127.0.0.1:1/f.jsonl",
         "s3://key:PW-7@bucket/f.jsonl",
     ],
 )
@@ -224,10 +238,16 @@ def test_no_escape_of_a_file_name_reaches_the_terminal(tmp_path, capfd):
     rows.write_text('{"text": "one"}\n{"other": 1}\n')
     main(["data", str(rows)])
     main(["data", str(tmp_path / f"gone{ESC}[2J.jsonl")])
+    main(["plan", f"--{ESC}[2J=https://ann:PW-7@h"])
     main(["plan", "--config-dir", str(CONF), "pipeline=toy", "model=none", f"sources.rows.path='{rows}x'"])
     said = capfd.readouterr()
-    assert ESC not in said.out + said.err
+    assert ESC not in said.out + said.err and "PW-7" not in said.err
     assert r"\x1b]0;owned" in said.err
+
+
+def test_no_escape_of_a_store_is_in_the_end_of_a_run():
+    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
+    assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
 
 
 def test_no_escape_of_a_log_reaches_the_terminal(tmp_path, capsys):
@@ -316,13 +336,14 @@ def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path, toy):
     assert "Traceback" not in result.stderr
 
 
-def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("code", "text"), [(22, "Invalid argument"), (2, "No such file or directory")])
+def test_a_directory_that_cannot_be_listed_is_named(code, text, tmp_path, monkeypatch, capsys):
     from lineage import sources
 
     def refused(directory):
-        raise OSError(22, "Invalid argument", f"{directory}/proc/1/net")
+        raise OSError(code, text, f"{directory}/proc/1/net")
 
     (tmp_path / "rows").mkdir()
     monkeypatch.setattr(sources, "file_names", refused)
     assert main(["data", str(tmp_path / "rows")]) == 2
-    assert f"{tmp_path}/rows/proc/1/net: Invalid argument; a file or directory that can" in capsys.readouterr().err
+    assert f"{tmp_path}/rows/proc/1/net: {text}; files that stay" in capsys.readouterr().err

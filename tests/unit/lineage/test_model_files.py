@@ -1,6 +1,7 @@
 """A model's directory holds its own files: no link and no index brings another file into an output."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from safetensors.numpy import save_file
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import require_own_files
+from lineage.model_files import require_own_files, require_sound
 from lineage.sources import pin
 from tasks.fetch_model import fetch_model
 
@@ -33,14 +34,15 @@ def model(tmp_path):
         ("additional_chat_templates", "."),  # endless
         ("merges.txt", "/etc/passwd"),
         ("README.md", "../gone"),
+        ("README.md", "README.md"),
     ],
 )
 def test_a_link_that_leaves_the_directory_is_refused_by_plan_and_run(model, tmp_path, name, target):
     (model / name).symlink_to(target)
     source = Source(path=str(model), kind=Kind.CHECKPOINT)
-    with pytest.raises(ConfigError, match=rf"{name} is a link to .*; replace the link by a copy"):
+    with pytest.raises(ConfigError, match=rf"{name} is (a link to|no file).*; replace it by a copy"):
         pin("base", source, DigestCache(None))
-    with pytest.raises(ConfigError, match=f"{name} is a link to "):
+    with pytest.raises(ConfigError, match=f"{name} is (a link to|no file)"):
         fetch_model(source, tmp_path / "cache")
 
 
@@ -80,11 +82,25 @@ def test_a_snapshot_of_a_hub_cache_links_to_its_own_blobs_alone(tmp_path):
 def test_an_index_that_names_a_file_elsewhere_is_refused(model, name):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": name}}))
     with pytest.raises(ConfigError, match=rf"model.safetensors.index.json names {name}, which is not in "):
-        require_own_files(model)
+        require_sound(model)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"w": 1}}'])
 def test_a_broken_index_is_named(model, text):
     (model / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is no index of weights .*; save the model"):
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json: cannot be read .*; .* write or download it"):
+        require_sound(model)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "config.json"])
+def test_a_pipe_is_refused_and_not_waited_for(model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    with pytest.raises(ConfigError, match=rf"{name} is no file; .*accepted"):
         require_own_files(model)
+
+
+def test_a_plan_reads_the_files_of_a_model(model):
+    (model / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
+        pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))

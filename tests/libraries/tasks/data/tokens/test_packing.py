@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.dpo import DPO
+from tasks.method import LoRA
 from tasks.sft import SFT
 from tasks.train.padding_free import Example, rows_of
 from tests import tiny
@@ -42,3 +44,18 @@ def test_packs_have_a_version_of_their_own() -> None:
     """Rows that are not packed give the numbers that they gave: their artifacts stay current."""
     alone, packed = SFT().recipe(), SFT(packing="best_fit").recipe()
     assert packed == {**alone, "packing": "best_fit", "version": SFT.version + 1} and alone["version"] == SFT.version
+
+
+def test_an_option_whose_numbers_changed_raises_a_version_in_the_recipes_that_set_it() -> None:
+    """Fingerprints of stores hang on these numbers."""
+    quantized = LoRA(quantization="nf4")
+    found = {
+        name: (recipe["version"], recipe.get("quantization_version"))
+        for name, recipe in {
+            "plain": SFT(adapter=LoRA()).recipe(),
+            "quantized": SFT(adapter=quantized).recipe(),
+            "both": SFT(adapter=quantized, packing="best_fit").recipe(),
+            "dpo": DPO(adapter=quantized).recipe(),
+        }.items()
+    }
+    assert found == {"plain": (2, None), "quantized": (2, 2), "both": (3, 2), "dpo": (2, 2)}

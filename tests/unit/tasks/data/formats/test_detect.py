@@ -12,7 +12,8 @@ A: Row = {"role": "assistant", "content": "a"}
 ALPACA: Row = {"instruction": "q", "input": "i", "output": "a"}
 NAMES = (
     "text, messages, prompt_completion, alpaca, sharegpt, reasoning, function_calling, preference, "
-    "implicit_preference, sharegpt_ranking, openai_preference, oumi_preference, unpaired, messages_label, prompts"
+    "implicit_preference, transcript_preference, sharegpt_ranking, "
+    "openai_preference, oumi_preference, unpaired, messages_label, prompts"
 )
 
 

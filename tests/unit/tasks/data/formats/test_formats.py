@@ -198,6 +198,21 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
             {"prompt": [Q], "chosen": [assistant(" a")], "rejected": [assistant(" b")], "kind": None},
         ),
     ],
+    "transcript_preference": [
+        (
+            {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+            {"prompt": [Q], "chosen": [A], "rejected": [B], "kind": None},
+        ),
+        (
+            {
+                "prompt": "\n\nSystem: s\n\nHuman: q\n\nAssistant: a\n\nHuman: q\n\nAssistant:",
+                "chosen": " a",
+                "rejected": "\n\nAssistant: b",
+                "kind": "k",
+            },
+            {"prompt": [S, Q, A, Q], "chosen": [A], "rejected": [B], "kind": "k"},
+        ),
+    ],
     "sharegpt_ranking": [
         (
             {"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")},

@@ -62,6 +62,7 @@ MADE: dict[str, Callable[[int], Fields]] = {  # what each row was made of
         ("preference", "implicit_preference", "oumi_preference", "sharegpt_ranking"),
         parts(prompt=ASKED, chosen=[A], rejected=[B])
     ),
+    "transcript_preference": parts(prompt=ASKED, chosen=[{**A, "content": "a"}], rejected=[B]),
     "openai_preference": parts(prompt=ASKED, chosen=[A], rejected=[B], tools=TOOLS),
     "unpaired": parts(prompt=ASKED, completion=[A], label=False),
     "messages_label": lambda number: {"prompt": talk(number)[:-1], "completion": [A], "label": bool(number)},
@@ -79,6 +80,10 @@ WRITTEN: dict[str, Callable[[int], Fields]] = {  # and how users write it
     },
     "preference": parts(prompt=ASKED, chosen="a\n", rejected="b"),
     "implicit_preference": parts(chosen=[*ASKED, A], rejected=[*ASKED, B]),
+    "transcript_preference": parts(
+        chosen="System: s\n\nHuman: 0\n\nAssistant: 1\n\nHuman: Grüße?\n\nAssistant: a\n",
+        rejected="System: s\n\nHuman: 0\n\nAssistant: 1\n\nHuman: Grüße?\n\nAssistant: b",
+    ),
     "sharegpt_ranking": parts(
         conversations=from_value(0)[:4], chosen={"from": "gpt", "value": "a\n"}, rejected={"from": "gpt", "value": "b"}
     ),

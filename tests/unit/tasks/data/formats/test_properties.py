@@ -157,6 +157,9 @@ GOOD: dict[str, Row] = {
     "function_calling": {"query": "w0", "tools": [TOOL], "answers": [CALL]},
     "preference": {"prompt": ASKED, "chosen": "w7", "rejected": [REJECTED], "kind": "w9"},
     "implicit_preference": {"chosen": [*ASKED, CHOSEN], "rejected": [*ASKED, REJECTED], "kind": "w9"},
+    "transcript_preference": {
+        "chosen": "\n\nHuman: w0\n\nAssistant: w1", "rejected": "\n\nHuman: w0\n\nAssistant: w2", "kind": "w9",
+    },
     "sharegpt_ranking": {
         "conversations": [{"from": "human", "value": "w0"}], "chosen": {"from": "gpt", "value": "w1"},
         "rejected": {"from": "gpt", "value": "w2"},

@@ -39,6 +39,11 @@ REASONING = '{"problem": "...", "thinking": "...", "solution": "..."}'
 XLAM = '{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}'
 PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages'
 IMPLICIT = '{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike'
+HH = "\n\nHuman: q\n\nAssistant: "
+TRANSCRIPTS = (
+    r'{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "\n\nHuman: ...\n\nAssistant: ..."} with one '
+    "beginning and two last answers"
+)
 RANKING = (
     '{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
     '"rejected": {"from": "gpt", "value": "..."}}'
@@ -420,6 +425,42 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             IMPLICIT, "add the prompt, or mend what both answer", "empty prompt",
         ),
         ({"chosen": "q a"}, "no field 'rejected' (fields: chosen)", IMPLICIT, RENAME.format("rejected"), "no answer"),
+    ],
+    "transcript_preference": [
+        (
+            {"chosen": f"{HH}a", "rejected": "\n\nHuman: other\n\nAssistant: b"},
+            "chosen and rejected differ from turn 1 on, before their last answers (chosen has 2 turns, rejected 2)",
+            TRANSCRIPTS, "cut both after the first answer in which they differ, or remove the row", "another beginning",
+        ),
+        (
+            {"chosen": f"{HH}a", "rejected": f"{HH}a\n\nHuman: why?\n\nAssistant: b"},
+            "chosen and rejected differ from turn 2 on, before their last answers (chosen has 2 turns, rejected 4)",
+            TRANSCRIPTS, "cut both after the first answer in which they differ, or remove the row", "another beginning",
+        ),
+        (
+            {"chosen": f"{HH}a", "rejected": "b"}, "rejected does not begin with 'Human:'", TRANSCRIPTS,
+            "write the whole transcript, or remove the row", "no transcript",
+        ),
+        (
+            {"chosen": f"{HH}a\n\nHuman: and?", "rejected": f"{HH}b"}, "chosen ends with a turn of the user",
+            TRANSCRIPTS, "end it with the answer, or remove the row", "wrong role order",
+        ),
+        (
+            {"chosen": f"{HH}a", "rejected": HH}, "rejected[0] content is empty", TRANSCRIPTS, FILL, "no answer",
+        ),
+        (
+            {"chosen": f"{HH}a", "rejected": f"{HH}a"}, "chosen and rejected are the same", TRANSCRIPTS,
+            "there is nothing to prefer: remove the row", "nothing to prefer",
+        ),
+        (
+            {"prompt": HH, "chosen": "a\n\nHuman: and?", "rejected": "b"}, "chosen goes on with a turn of the user",
+            "one answer", "cut it there, or remove the row", "wrong role order",
+        ),
+        (
+            {"prompt": "other", "chosen": f"{HH}a", "rejected": f"{HH}b"},
+            "prompt is not what chosen and rejected begin with", TRANSCRIPTS, "remove the column or mend it",
+            "another beginning",
+        ),
     ],
     "sharegpt_ranking": [
         (
