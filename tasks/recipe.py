@@ -239,6 +239,12 @@ class TrainingRecipe(Method):
                 f"{needs_best[0]}=best: best is not set, so no models compete; set best.every_steps=N, the steps from "
                 f"one competing model to the next (best.metric is {HELD_OUT_LOSS})"
             )
+        reads = getattr(type(self), "reads", None)
+        if self.best and self.best.metric == HELD_OUT_LOSS and reads is not None and not reads.trained:
+            raise ConfigError(
+                f"best.metric={HELD_OUT_LOSS}: {type(self).__name__} reads {reads.kind.value}, which have no loss "
+                "before answers are generated; set best.metric to one that it reports, such as reward, with best.mode"
+            )
         if self.on_divergence == "best" and self.best and self.best.metric != HELD_OUT_LOSS:
             raise ConfigError(
                 f"on_divergence=best, best.metric={self.best.metric}: a step reports it before its own update, which "

@@ -10,7 +10,8 @@ from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.method import REWARD_HEAD, Training
 from tasks.train.models import learned_positions, too_few_positions
 
-_DROPOUT = ("dropout", "pdrop", "dropout_p", "dropout_rate")  # how rates in a config.json end
+_DROPOUT = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate")  # how rates in a config.json end
+_OF_HEADS = ("classifier", "summary")  # how rates of heads begin that a language model does not have
 
 
 def check_positions(pipeline: Pipeline) -> None:
@@ -54,7 +55,9 @@ def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
     if method.adapter and method.adapter.dropout:
         yield f"dropout is drawn per micro batch (adapter.dropout={method.adapter.dropout:g})"
     if not _disables_dropout(method):
-        rates = {key: value for key, value in config.items() if key.endswith(_DROPOUT)}
+        rates = {
+            key: value for key, value in config.items() if key.endswith(_DROPOUT) and not key.startswith(_OF_HEADS)
+        }
         drawn = [f"{key}={rate:g}" for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
         if drawn:
             yield f"dropout is drawn per micro batch ({', '.join(drawn)})"

@@ -1,12 +1,9 @@
 """What all trainings share: loading of models and rows, the trainer's arguments, the loop, and the output."""
 
 import contextlib
-import difflib
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
@@ -44,7 +41,8 @@ from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
-from tasks.train.sharding import autocast, name_accumulation, zero_args
+from tasks.train.sharding import name_accumulation, zero_args
+from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -60,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _POLICY = "policy"
-_SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
 
 
 class TrainingRun:
@@ -159,8 +156,8 @@ class TrainingRun:
             ConfigError: neither the config nor the trainer has such an argument, or it is one that is shared.
         """
         known = {each.name for each in fields(config_class) if each.init}
-        parameters = _parameters(trainer_class)
-        _require_known(own, known, parameters, f"{config_class.__name__} and {trainer_class.__name__}")
+        parameters = parameters_of(trainer_class)
+        require_known(own, known, parameters, f"{config_class.__name__} and {trainer_class.__name__}")
         if self.method.has_own_loop and "policy" in self.__dict__ and self.method.adapter:
             raise ConfigError(
                 f"{type(self.method).__name__}.loop reads run.policy, whose model already has its adapter, before it "
@@ -173,7 +170,7 @@ class TrainingRun:
             for model in filter(None, (policy.model, reference)):
                 models.disable_dropout(model)
         arguments = {**trainer_args(self.method, self.ctx), **own, **off}
-        is_line = _reads_lines(trainer_class)
+        is_line = reads_lines(trainer_class)
         shared = {
             "train_dataset": self._ordered_rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
@@ -186,7 +183,7 @@ class TrainingRun:
         elif adapter:
             model = self._with_adapter(model, adapter)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
-        trainer = _on_tokens(trainer_class)(
+        trainer = on_tokens(trainer_class)(
             model=model,
             args=config_class(**{name: value for name, value in arguments.items() if name in known}),
             **arguments_of_trainer,
@@ -311,62 +308,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "disable_tqdm": True,
         **zero_args(method, ctx),
     }
-
-
-def _parameters(trainer_class: type) -> set[str]:
-    """The named parameters of the constructor, and of the constructors that it passes its keywords to."""
-    found: set[str] = set()
-    for base in trainer_class.__mro__:
-        if "__init__" in base.__dict__:
-            each = inspect.signature(base.__dict__["__init__"]).parameters
-            found |= each.keys()
-            if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in each.values()):
-                break
-    return found - {"self", "model", "args", "kwargs"}
-
-
-def _require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
-    shared = sorted(own.keys() & _SHARED)
-    if shared:
-        raise ConfigError(
-            f"{shared[0]}: run.trl(...) sets it itself, from the method's reads, models and adapter; remove it from "
-            "run.trl(...)"
-        )
-    for name in sorted(own.keys() - known - parameters):
-        nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise ConfigError(
-            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
-        )
-
-
-def _reads_lines(trainer_class: type) -> bool:
-    """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
-    from trl import DPOTrainer, RewardTrainer, SFTTrainer
-
-    from tasks.train.pair_trainer import PairTrainer
-
-    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer))
-
-
-def _on_tokens(trainer_class: type[Trainer]) -> type[Trainer]:
-    """The trainer without TRL's preparation of data: the rows are tokens already."""
-    if not hasattr(trainer_class, "_prepare_dataset"):
-        return trainer_class
-
-    class OnTokens(trainer_class):
-        def _prepare_dataset(self, dataset: Dataset, *args: object, **kwargs: object) -> Dataset:
-            return dataset
-
-        def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
-            """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""
-            if hasattr(self, "ref_model"):
-                return autocast(self.args)
-            plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
-            return plain
-
-    OnTokens.__name__, OnTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
-    return OnTokens
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe") -> Dataset:

@@ -100,6 +100,10 @@ def test_the_plan_says_where_micro_batches_change_the_model(tmp_path):
         "micro_batch_size and num_workers change the model: dropout is drawn per micro batch (attn_pdrop=0.1)"
         in (plan.notes[0])
     )
+    heads = {"attention_dropout": 0.0, "classifier_dropout": 0.1, "summary_first_dropout": 0.1}
+    assert batch_notes(load_pipeline([f"model={write_model(tmp_path / 'neox', model_type='gpt_neox', **heads)}"])) == {}
+    prob = write_model(tmp_path / "biogpt", model_type="biogpt", max_position_embeddings=4096, hidden_dropout_prob=0.1)
+    assert list(batch_notes(load_pipeline([f"model={prob}"]))) == ["cpt", "sft"]
     mixture = write_model(tmp_path / "moe", model_type="mixtral", router_aux_loss_coef=0.02)
     assert set(batch_notes(load_pipeline([f"model={mixture}"]))) == {"cpt", "sft", "dpo"}
     notes = batch_notes(load_pipeline(["adapter=lora", "stages.dpo.method.adapter.dropout=0.1"]))

@@ -1,0 +1,102 @@
+"""Trainers of TRL and of users: the arguments that one takes, and how it reads tokens that exist already."""
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError
+from tasks.train.sharding import autocast
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import Trainer
+
+_SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
+_GENERATE = {"trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"}  # whose trainers tokenize prompts as they generate
+
+
+def parameters_of(trainer_class: type) -> set[str]:
+    """The named parameters of the constructor, and of the constructors that it passes its keywords to."""
+    found: set[str] = set()
+    for base in trainer_class.__mro__:
+        if "__init__" in base.__dict__:
+            each = inspect.signature(base.__dict__["__init__"]).parameters
+            found |= each.keys()
+            if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in each.values()):
+                break
+    return found - {"self", "model", "args", "kwargs"}
+
+
+def require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
+    """Requires that own arguments are known, and not set by ``run.trl`` itself.
+
+    Args:
+        known: fields of the config.
+        parameters: of the trainer.
+
+    Raises:
+        ConfigError: names the first that is not, and the nearest.
+    """
+    shared = sorted(own.keys() & _SHARED)
+    if shared:
+        raise ConfigError(
+            f"{shared[0]}: run.trl(...) sets it itself, from the method's reads, models and adapter; remove it from "
+            "run.trl(...)"
+        )
+    for name in sorted(own.keys() - known - parameters):
+        nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise ConfigError(
+            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
+        )
+
+
+def reads_lines(trainer_class: type) -> bool:
+    """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
+    from tasks.train.pair_trainer import PairTrainer
+
+    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer))
+
+
+def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
+    """The trainer without TRL's preparation of data: the rows are tokens already."""
+    if _GENERATE & {base.__module__ for base in trainer_class.__mro__}:
+        return _on_prompt_tokens(trainer_class)
+    if not hasattr(trainer_class, "_prepare_dataset"):
+        return trainer_class
+
+    class OnTokens(trainer_class):
+        def _prepare_dataset(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
+            return dataset
+
+        def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
+            """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""
+            if hasattr(self, "ref_model"):
+                return autocast(self.args)
+            plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
+            return plain
+
+    OnTokens.__name__, OnTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
+    return OnTokens
+
+
+def _on_prompt_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
+    """The trainer that generates from the tokens of prompts: TRL would render them again, uncut and without tools."""
+
+    class OnPromptTokens(trainer_class):
+        def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
+            self._prompt_tokens = [example["prompt_ids"] for example in inputs if "prompt_ids" in example]
+            return super()._generate_and_score_completions(inputs)
+
+        def _tokenize_prompts(self, prompts: Sequence[object]) -> tuple[object, object, dict[str, object]]:
+            if len(self._prompt_tokens) == len(prompts) and not getattr(self, "tools", None):
+                return self._prompt_tokens, None, {}
+            rendered: tuple[object, object, dict[str, object]] = super()._tokenize_prompts(prompts)
+            return rendered
+
+    OnPromptTokens.__name__, OnPromptTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
+    return OnPromptTokens
