@@ -8,12 +8,14 @@ READY := $(VENV)/ready
 # One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+# In the order of the folders: the long files of tests/integration begin, and the short ones of tests/unit fill the end.
+SUITE = $(PYTEST) --no-loadscope-reorder
 # uv compiles nothing. Where this is set, as in many containers, each process would compile whatever it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-.PHONY: demo demo-smollm2 test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
+.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -22,22 +24,32 @@ demo-smollm2: $(READY)  ## a real model of 135M parameters, from a wheel on PyPI
 	$(BIN)/posttrain run pipeline=smollm2-one-sentence model=smollm2
 
 test: $(READY)  ## what CI runs: every test that needs no GPU, but `slow` and `nightly`
-	$(PYTEST) -m "not slow and not nightly"
+	$(SUITE) -m "not slow and not nightly"
 
 test-all: $(READY)  ## `slow` too: before an issue is resolved
-	$(PYTEST) -m "not nightly"
+	$(SUITE) -m "not nightly"
 
 nightly: $(READY)  ## all tests, then the chaos
-	$(PYTEST) --hypothesis-profile nightly
+	$(SUITE) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
-check: $(READY)  ## what to run before a commit
+check: $(READY)  ## what to run before a commit: two of these at once, each prints its output when it ends
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
+	  check-tests check-types check-style check-imports
+
+check-tests:
+	$(PYTEST) -m "not slow and not nightly" tests/unit
+
+check-types:
+	$(BIN)/mypy
+
+check-style:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+
+check-imports:
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
-	$(PYTEST) -m "not slow and not nightly" tests/unit
 
 bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
 	$(BIN)/python bench/run.py

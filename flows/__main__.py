@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import gc
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130
 _EXIT_SECONDS = 1.5
+_GARBAGE = 100_000  # objects between two collections; Python has 700
 # Errors of the system that come of what the user stated, with what to do; others are of the machine.
 _OWN = "a path that this account may read and write is accepted; change its mode, or name another, such as store=DIR"
 _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
@@ -52,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped.
     """
+    if arguments is None:  # a process of its own, of whose imports the collection of garbage would take a fifth
+        gc.set_threshold(_GARBAGE)
     try:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)

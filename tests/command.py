@@ -22,9 +22,11 @@ import psutil
 
 from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
 from lineage.code import source_file
+from tasks.method import Training
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
+RUN_STAGES = ("run", "stage", "rehearse", "certify")
 TAKE_OVERRIDES = ("plan", "run", "rehearse", "certify")  # commands that take the overrides of a pipeline
 LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a busy machine
@@ -85,7 +87,17 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
     """Runs ``posttrain`` in this process, as if it were a fresh one in that folder and environment."""
     from flows.__main__ import main
 
+    if arguments[0] in RUN_STAGES:
+        warm_up()
     return call_main(main, arguments, folder, environment)
+
+
+def warm_up() -> None:
+    """Starts the fork server of this worker with what every method imports, also where the first run is of toys."""
+    from flows.stages.launch import StageProcesses
+    from flows.stages.shared_imports import modules_of
+
+    StageProcesses().warm_up(modules_of([Training]))
 
 
 def call_dvc(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
 
 import contextlib
+import gc
 import logging
 import math
 import multiprocessing
@@ -30,6 +31,8 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     Args:
         environment: of the run; a process that a fork server started has that of an earlier one.
     """
+    gc.freeze()  # a collection would look at, and so copy, all that the fork server imported
+    gc.enable()
     os.environ.clear()
     os.environ.update(environment)
     os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it

@@ -14,12 +14,13 @@ UNTRAINED = ("cpt", "sft")
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
+def command(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Command:
     """In a folder where cpt and sft have been trained once."""
     folder = tmp_path_factory.mktemp("own")
     own = miniature.write_own_rows(folder)[:2]  # corpus and instructions
     left = [word for word in miniature.STEPS if not word.startswith(("stages.reward", "stages.dpo", "stages.evaluate"))]
-    trained = Command(folder, *ONLY_SFT, *miniature.MODEL, *left, "stages.sft.method.max_length=256", *own)
+    words = (*ONLY_SFT, *miniature.MODEL, *left, "stages.sft.method.max_length=256", *own)
+    trained = Command(folder, *words, environment={"PREFECT_API_URL": prefect_url})
     trained.run()
     return trained
 

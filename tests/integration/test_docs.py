@@ -50,7 +50,10 @@ def test_the_page_needs_one_python_file_and_one_yaml() -> None:
     assert len(dict(FILE.findall(PAGE.read_text()))["our_methods/simpo.py"].splitlines()) <= 30
 
 
-def test_a_method_added_by_the_page_plans_trains_and_is_reused(folder: Path) -> None:
+def test_a_method_added_by_the_page_plans_trains_and_is_reused(
+    folder: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_url)
     setup, add, *rest = [line for block in SHELL.findall(PAGE.read_text()) for line in block.splitlines()]
     plan, run = rest
     added = shell(folder, setup, f"{add} --json")

@@ -1,6 +1,8 @@
-"""The default pipeline in miniature, through Prefect and Ray, as a user runs it."""
+"""The default pipeline in miniature, through Prefect and Ray, as a user runs it; its record as a reader finds it."""
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,12 @@ import pytest
 from tests.command import Command, family, wait_until, wait_until_gone
 from tests.miniature import MODEL, STEPS, write_own_rows
 
+PIPELINE = "cpt-sft-dpo"
+LICENCE = "sources.corpus.labels=[cc-by-sa-4.0]"
 STAGES = ["base", "corpus", "cpt", "dpo", "evaluate", "instructions", "preferences", "reward", "sft"]
 ONLY_SFT = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate")
+
+_looks = itertools.count()
 
 
 def output(row: dict) -> Path:
@@ -22,8 +28,10 @@ def losses(row: dict) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory) -> Command:
-    return Command(tmp_path_factory.mktemp("quickstart"), *MODEL, *STEPS)
+def quickstart(tmp_path_factory, prefect_url, migrated) -> Command:
+    folder = tmp_path_factory.mktemp("quickstart")
+    shutil.copy(migrated, folder / "mlflow.db")
+    return Command(folder, *MODEL, *STEPS, LICENCE, environment={"PREFECT_API_URL": prefect_url}, tracked=True)
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +40,19 @@ def stages(quickstart) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Command:
+def champion(quickstart, stages) -> dict:
+    """The aligned model, promoted by hand: in four steps no model passes an honest gate."""
+    result = quickstart("promote", f"{PIPELINE}/dpo", "--alias", "champion", "--force", "--why", "a test", "--json")
+    assert result.returncode == 0, result.stderr
+    return stages["dpo"]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory, prefect_url) -> Command:
     """A folder with a user's own rows in JSON Lines."""
     folder = tmp_path_factory.mktemp("own")
-    return Command(folder, *MODEL, *STEPS, *write_own_rows(folder))
+    words = (*MODEL, *STEPS, *write_own_rows(folder))
+    return Command(folder, *words, environment={"PREFECT_API_URL": prefect_url})
 
 
 def test_every_stage_leaves_an_output_with_a_manifest(stages):
@@ -95,6 +112,113 @@ def test_one_field_reruns_its_stage_and_evaluate(quickstart, stages):
     states = quickstart.states("stages.dpo.method.beta=0.2")
     assert sorted(name for name, state in states.items() if state == "run") == ["dpo", "evaluate"]
     assert set(quickstart.states("resources.num_workers=2", "resources.micro_batch_size=2").values()) == {"reuse"}
+
+
+def address(folder: Path) -> str:
+    """Of the database of now, spelled anew: MLflow keeps a connection by spelling, also to a file that is gone."""
+    return f"sqlite:///{folder}/{'./' * next(_looks)}mlflow.db"
+
+
+def registered_versions(folder: Path) -> dict[str, int]:
+    from mlflow import MlflowClient
+
+    versions = MlflowClient(address(folder)).search_model_versions(f"name = '{PIPELINE}'")
+    return {version.tags["posttrain.stage"]: int(version.version) for version in versions}
+
+
+def walk(folder: Path) -> dict:
+    """What MLflow's own client finds from the alias on: each run with its recipe, data and parent models."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(address(folder))
+
+    def visit(run_id: str) -> dict:
+        run = client.get_run(run_id)
+        models = [client.get_logged_model(given.model_id) for given in run.inputs.model_inputs]
+        assert run.info.status == "FINISHED"
+        return {
+            "stage": run.data.tags["posttrain.stage"],
+            "recipe": run.data.params,
+            "loss": [(point.step, point.value) for point in client.get_metric_history(run_id, "loss")],
+            "data": sorted((each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs),
+            "parents": [
+                visit(model.source_run_id) if model.source_run_id else model.name
+                for model in sorted(models, key=lambda model: model.name)
+            ],
+        }
+
+    version = client.get_model_version_by_alias(PIPELINE, "champion")
+    return {"source": version.source, "digest": version.tags["posttrain.digest"], "run": visit(version.run_id)}
+
+
+def test_from_the_alias_a_reader_reaches_the_base_model_and_all_data(quickstart, stages, champion):
+    found = walk(quickstart.folder)
+    assert found["source"] == Path(champion["output"]).as_uri()
+    run, seen = found["run"], []
+    while True:
+        seen.append((run["stage"], [name for name, _ in run["data"]]))
+        if not run["parents"]:
+            break
+        [run] = run["parents"]
+    assert [stage for stage, _ in seen] == ["dpo", "sft", "cpt", "base"]
+    assert all(names for _, names in seen)
+
+
+def test_losses_are_recorded_live_at_their_steps_once(quickstart, champion):
+    lines = (Path(champion["output"]).parent / "metrics.jsonl").read_text().splitlines()
+    reported = [(line["step"], line["metrics"]["loss"]) for line in map(json.loads, lines)]
+    assert walk(quickstart.folder)["run"]["loss"] == reported
+
+
+def test_weights_are_not_uploaded(quickstart, champion):
+    assert not list(quickstart.folder.glob("mlruns/**/*.safetensors"))
+    assert not list(quickstart.folder.glob("mlartifacts/**/*.safetensors"))
+
+
+def test_losing_mlflow_loses_no_lineage(quickstart, champion):
+    before = walk(quickstart.folder)
+    (quickstart.folder / "mlflow.db").rename(quickstart.folder / "lost.db")
+    result = quickstart("rebuild")
+    assert result.returncode == 0, result.stderr
+    assert walk(quickstart.folder) == before
+
+
+def test_a_label_is_found_upstream_and_downstream(quickstart, champion):
+    lineage = json.loads(quickstart("lineage", "alias:champion", "--json").stdout)
+    root = next(node for node in lineage["nodes"] if node["id"] == lineage["root"])
+    assert root["labels"] == ["cc-by-sa-4.0"]
+    assert root["aliases"] == ["champion"]
+    impact = quickstart("impact", "label:cc-by-sa-4.0")
+    assert impact.returncode == 0
+    assert "champion" in impact.stdout
+    artifacts = json.loads(quickstart("impact", "label:cc-by-sa-4.0", "--json").stdout)["artifacts"]
+    registered = {each["stage"]: each["registered_version"] for each in artifacts}
+    assert registered == {**dict.fromkeys(("corpus", "evaluate")), **registered_versions(quickstart.folder)}
+
+
+def test_the_whole_record_is_intact_until_a_byte_changes(quickstart, stages, champion):
+    result = quickstart("verify")
+    assert result.returncode == 0, result.stdout
+    weights = Path(champion["output"]) / "model.safetensors"
+    original = weights.read_bytes()
+    weights.chmod(0o644)
+    weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    try:
+        for verb in (["verify"], ["verify", "alias:champion"]):
+            result = quickstart(*verb)
+            assert result.returncode == 1
+            assert "model.safetensors has SHA-256" in result.stdout
+        assert quickstart("verify", f"{PIPELINE}/sft").returncode == 0  # not of its ancestry
+        result = quickstart("promote", f"{PIPELINE}/dpo", "--alias", "other", "--force")
+        assert result.returncode == 1
+        assert "model.safetensors has SHA-256" in result.stderr
+        result = quickstart("run", "stages.evaluate.method.num_rows=8")
+        assert result.returncode == 1
+        assert "stage evaluate failed" in result.stderr
+        assert "model.safetensors has SHA-256" in result.stderr
+    finally:
+        weights.write_bytes(original)
+    assert quickstart("verify").returncode == 0
 
 
 @pytest.mark.slow

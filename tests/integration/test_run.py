@@ -1,6 +1,7 @@
 """What is around a method: order, reuse, failure, stop. Toy stages, real processes, real Prefect, real Ray Train."""
 
 import json
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -39,6 +40,24 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
     third = toy.run("stages.left.method.learning_rate=0.2")
     assert {name for name, row in third.items() if row["seconds"]} == {"left"}
     assert set(toy.states("resources.micro_batch_size=4").values()) == {"reuse"}
+
+
+COLLECTS = """
+import gc
+from tests.toy_methods import ToyTraining
+
+class Collects(ToyTraining):
+    def run(self, inputs, ctx):
+        super().run(inputs, ctx)
+        return {"loss": 1.0, "enabled": float(gc.isenabled()), "frozen": float(gc.get_freeze_count())}
+"""
+
+
+def test_a_stage_collects_its_own_garbage_and_looks_at_nothing_that_the_fork_server_imported(toy):
+    (toy.folder / "own.py").write_text(COLLECTS)
+    left = toy.run("stages.left.method._target_=own.Collects", "~stages.right")["left"]["metrics"]
+    assert left["enabled"] == 1
+    assert left["frozen"] > 100_000
 
 
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
@@ -155,9 +174,10 @@ def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_works_without_a_server_and_leaves_none(tmp_path):
+def test_works_without_a_server_and_leaves_none(tmp_path, prefect_database):
     (tmp_path / "rows.txt").write_text("rows")
-    toy = Command(tmp_path, *TOY)
+    home = shutil.copytree(prefect_database, tmp_path / "home")
+    toy = Command(tmp_path, *TOY, environment={"PREFECT_HOME": str(home)})
     process = toy.start("run", *SLOW_LEFT)
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
     started = family(process)

@@ -1,0 +1,22 @@
+"""Unit tests import no library that takes seconds to import: ``make check`` would wait for it in each worker."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SLOW_TO_IMPORT = {"accelerate", "mlflow", "peft", "prefect", "ray", "torch", "transformers", "trl"}
+
+
+@pytest.fixture(scope="session")
+def _only_unit_tests(request: pytest.FixtureRequest) -> bool:
+    return all(Path(__file__).parent in item.path.parents for item in request.session.items)
+
+
+@pytest.fixture(autouse=True)
+def _no_slow_import(_only_unit_tests: bool) -> Iterator[None]:
+    yield
+    found = sorted(SLOW_TO_IMPORT.intersection(sys.modules)) if _only_unit_tests else []
+    SLOW_TO_IMPORT.difference_update(found)  # of the test that imports it alone
+    assert not found, f"imports {', '.join(found)}: move it to tests/libraries"
