@@ -24,6 +24,8 @@ def _no_slow_import(_only_unit_tests: bool) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting_for_the_disk() -> Iterator[None]:
     """Thousands of small files need not survive a power failure; that they are flushed is tested by replacing this."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    with pytest.MonkeyPatch.context() as patch:  # a test's own monkeypatch ends before the fixtures that it came after
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield

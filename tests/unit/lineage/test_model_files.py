@@ -14,7 +14,6 @@ from lineage.errors import ConfigError
 from lineage.model_files import require_own_files, require_sound
 from lineage.sources import pin
 from tasks.fetch_model import fetch_model
-from tasks.train.models import tokenizer_of
 
 
 @pytest.fixture
@@ -113,10 +112,3 @@ def test_json_without_end_is_named(model):
     assert read_json(model, "config.json") is None  # for who can do without it
     with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
         require_sound(model)
-
-
-def test_json_that_is_no_tokenizer_is_named(model):
-    (model / "tokenizer.json").write_text('{"version": "1.0"}')
-    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ConfigError, match=rf"{model}: its tokenizer cannot be loaded \(\w+: .*; files as save_"):
-        tokenizer_of(model)
