@@ -56,7 +56,8 @@ def _own_place(_empty_directory: None) -> Iterator[None]:
     """An empty working directory and a home for each test."""
     folder = _unused.pop() if _unused else OWN / f"test-{next(_numbers)}"
     for place in (folder / "home", folder / "work"):
-        place.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder / "home"))
         patch.setenv("PREFECT_HOME", str(folder / "home/.prefect"))

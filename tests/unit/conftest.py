@@ -1,5 +1,6 @@
-"""Unit tests import no library that takes seconds to import: ``make check`` would wait for it in each worker."""
+"""Unit tests do not import what takes seconds to import, for which each worker of ``make check`` would wait."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +21,9 @@ def _no_slow_import(_only_unit_tests: bool) -> Iterator[None]:
     found = sorted(SLOW_TO_IMPORT.intersection(sys.modules)) if _only_unit_tests else []
     SLOW_TO_IMPORT.difference_update(found)  # of the test that imports it alone
     assert not found, f"imports {', '.join(found)}: move it to tests/libraries"
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of small files need not survive a power failure; that they are flushed is tested by replacing this."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
