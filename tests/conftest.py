@@ -39,6 +39,7 @@ settings.register_profile("posttrain", deadline=None, derandomize=True, max_exam
 settings.register_profile("nightly", deadline=None, max_examples=300)
 settings.load_profile("posttrain")
 _numbers = itertools.count()
+_unused: list[Path] = []  # places that a test left empty: most do, and thousands of directories take long to remove
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,15 +54,19 @@ def _empty_directory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_place(_empty_directory: None) -> Iterator[None]:
     """An empty working directory and a home for each test."""
-    folder = OWN / f"test-{next(_numbers)}"
-    (folder / "home").mkdir(parents=True)
-    (folder / "work").mkdir()
+    folder = _unused.pop() if _unused else OWN / f"test-{next(_numbers)}"
+    for place in (folder / "home", folder / "work"):
+        if not place.exists():
+            place.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder / "home"))
         patch.setenv("PREFECT_HOME", str(folder / "home/.prefect"))
         patch.chdir(folder / "work")
         yield
-    shutil.rmtree(folder, ignore_errors=True)
+    if any(folder.glob("*/*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        _unused.append(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

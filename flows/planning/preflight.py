@@ -1,12 +1,11 @@
 """Checks of a pipeline's models that need no GPU and no torch: made with the plan, before anything is paid."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.champion import Champion
-from flows.planning.root_model import root_config
+from flows.planning.root_model import read_json, root_config
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
@@ -144,8 +143,5 @@ def _source_has_template(name: str, source: Source) -> bool:
 def _has_template(directory: Path) -> bool:
     if (directory / "chat_template.jinja").exists():
         return True
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the stage that loads it says what is wrong
-        return False
+    config = read_json(directory, "tokenizer_config.json")
     return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -37,5 +37,5 @@ def read_json(directory: Path | None, name: str) -> object:
     """A file of a model; None: it is not there, or is no valid JSON."""
     try:
         return json.loads((directory / name).read_text(encoding="utf-8")) if directory else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

@@ -18,7 +18,7 @@ def ask_cluster(seconds: float) -> tuple[float, float]:
     Raises:
         ConfigError: there is none; why, in one line.
     """
-    command = [sys.executable, "-m", "flows.stages.cluster_room"]
+    command = [sys.executable, "-P", "-m", "flows.stages.cluster_room"]
     environment = {**stage_environment(), **os.environ}
     try:
         answer = subprocess.run(

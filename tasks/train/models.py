@@ -78,9 +78,14 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading and saving weights: it only fills logs
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        directory, trust_remote_code=False, local_files_only=True
-    )
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever the libraries raise for JSON that is no tokenizer
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            f"{directory}: its tokenizer cannot be loaded ({said}); files as save_pretrained writes them are accepted"
+        ) from error
     if tokenizer.pad_token is None:
         rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest

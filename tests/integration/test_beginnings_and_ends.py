@@ -10,7 +10,7 @@ from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import LoRA
 from tests import tiny, training
-from tests.unit.tasks.data.tokens.tokens import rows_input
+from tests.libraries.tasks.data.tokens.tokens import rows_input
 
 # As Qwen 2.5 has it: a template of the model's own, and a newline behind the token that ends a turn.
 OWN = (

@@ -50,6 +50,18 @@ def test_one_that_is_killed_while_it_starts_is_started_again(start):
     assert start(-signal.SIGKILL, -signal.SIGKILL, None) == []
 
 
+def test_a_file_of_the_folder_is_no_module_of_the_server(tmp_path, monkeypatch):
+    (tmp_path / "wave.py").write_text("planted = True")
+    real, commands = subprocess.Popen, []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    server = EmbeddedServer(tmp_path / "log")
+    server.start()
+    server.stop()
+    monkeypatch.setattr(subprocess, "Popen", real)
+    python = commands[0][: commands[0].index("-m")]
+    subprocess.run([*python, "-c", "import wave; assert not hasattr(wave, 'planted')"], cwd=tmp_path, check=True)
+
+
 @pytest.mark.parametrize("code", [1, -signal.SIGSEGV])
 def test_one_that_ends_by_itself_would_do_so_again(start, code):
     with pytest.raises(PipelineError, match="did not start"):

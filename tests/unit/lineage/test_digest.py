@@ -247,7 +247,7 @@ def test_threads_may_digest_at_once():
     def let_others_in(*_: object) -> None:
         time.sleep(0)
 
-    code._imports_in.cache_clear()
+    code._digest_and_imports.cache_clear()
     threshold = gc.get_threshold()
     gc.callbacks.append(let_others_in)
     gc.set_threshold(50)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from flows.planning.root_model import read_json
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
@@ -104,3 +105,10 @@ def test_a_plan_reads_the_files_of_a_model(model):
     (model / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
         pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))
+
+
+def test_json_without_end_is_named(model):
+    (model / "config.json").write_text("[" * 100_000)
+    assert read_json(model, "config.json") is None  # for who can do without it
+    with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
+        require_sound(model)

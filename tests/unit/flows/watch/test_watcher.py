@@ -54,8 +54,8 @@ class Watched:
         self.rows = folder / "rows.txt"
         self.rows.write_text("first")
         self.words = [
-            "pipeline=toy", "model=none", f"sources.rows.path={self.rows}", f"store={folder}/store",
-            f"trigger={trigger}",
+            "pipeline=toy", "model=none", f"trigger={trigger}",  # composed once: what follows differs in values alone
+            f"sources.rows.path={self.rows}", f"store={folder}/store",
         ]  # fmt: skip
         self.runs = NotedRuns()
         self.now = 0.0

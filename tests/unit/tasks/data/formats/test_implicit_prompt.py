@@ -1,13 +1,10 @@
 """Pairs without a prompt: what both answers begin with, by TRL's rule."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lineage.errors import DataError
 from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.detect import detect
-from tasks.data.formats.implicit_preference import common_beginning
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -31,29 +28,6 @@ def test_what_two_texts_begin_with_is_the_prompt(chosen: str, rejected: str, pro
         "prompt": [turn("user", prompt)], "chosen": [turn("assistant", chosen[len(prompt) :])],
         "rejected": [turn("assistant", rejected[len(prompt) :])], "kind": None,
     }  # fmt: skip
-
-
-@given(
-    begin=st.text("ab ", max_size=4), chosen=st.text("ab ", min_size=1, max_size=4),
-    rejected=st.text("ab ", min_size=1, max_size=4),
-)  # fmt: skip
-def test_the_beginning_is_that_of_trl(begin: str, chosen: str, rejected: str) -> None:
-    data_utils = pytest.importorskip("trl.data_utils")
-    pair = {"chosen": begin + chosen, "rejected": begin + rejected}
-    end = common_beginning(pair["chosen"], pair["rejected"])
-    if end == 0 or chosen == rejected:
-        return  # refused by us; TRL counts from the end where nothing is common
-    assert data_utils.extract_prompt(pair) == {
-        "prompt": pair["chosen"][:end], "chosen": pair["chosen"][end:], "rejected": pair["rejected"][end:]
-    }  # fmt: skip
-
-
-def test_the_beginning_of_conversations_is_that_of_trl() -> None:
-    data_utils = pytest.importorskip("trl.data_utils")
-    asked = [turn("user", "q"), turn("assistant", "a"), turn("user", " ")]
-    pair = {"chosen": [*asked, turn("assistant", "x")], "rejected": [*asked, turn("assistant", "y")]}
-    end = common_beginning(pair["chosen"], pair["rejected"])
-    assert data_utils.extract_prompt(pair)["prompt"] == pair["chosen"][:end] == asked
 
 
 def test_a_row_without_a_prompt_among_rows_that_have_one_is_a_bad_row() -> None:

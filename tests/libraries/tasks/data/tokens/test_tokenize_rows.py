@@ -11,7 +11,7 @@ from tasks.data.tokens.row_outcome import TokenRow
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
+from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 
 CONVERSATION = [
     {"role": "system", "content": "be short"},

@@ -18,8 +18,8 @@ from tasks.data.tokens.template import Tools
 from tasks.data.tokens.thinking import Thinking, in_field
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer
-from tests.unit.tasks.data.tokens.families import FAMILIES, template_of, tokenizer_of
-from tests.unit.tasks.data.tokens.test_rendering import stored
+from tests.libraries.tasks.data.tokens.families import FAMILIES, template_of, tokenizer_of
+from tests.libraries.tasks.data.tokens.test_rendering import stored
 
 SYSTEM = {"role": "system", "content": "be short"}
 WEATHER = {

@@ -22,7 +22,7 @@ from tasks.data.tokens.tokenized_rows import show
 from tasks.method import Input, Inputs, Training
 from tasks.train.checkpointing import held_out_rows
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
+from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 
 ROWS = {
     Kind.TEXT: tiny.text_rows(12), Kind.CONVERSATIONS: tiny.conversation_rows(12),

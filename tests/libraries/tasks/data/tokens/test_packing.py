@@ -9,7 +9,7 @@ from tasks.method import LoRA
 from tasks.sft import SFT
 from tasks.train.padding_free import Example, rows_of
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import tokenized
+from tests.libraries.tasks.data.tokens.tokens import tokenized
 
 LENGTH = 160
 

@@ -16,7 +16,7 @@ from tasks.dpo import DPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import token_rows, tokenization, tokenized
+from tests.libraries.tasks.data.tokens.tokens import token_rows, tokenization, tokenized
 
 LONG = {
     "row_id": "long",

@@ -15,8 +15,8 @@ from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import DATE, Template
 from tasks.data.tokens.template_cache import CachedTemplate
 from tests import tiny
-from tests.unit.tasks.data.tokens.plain_labels import plain_labels
-from tests.unit.tasks.data.tokens.tokens import token_rows
+from tests.libraries.tasks.data.tokens.plain_labels import plain_labels
+from tests.libraries.tasks.data.tokens.tokens import token_rows
 
 # As Llama 3 has it: contents are stripped, the first turn has what begins every text.
 STRIPPING = (

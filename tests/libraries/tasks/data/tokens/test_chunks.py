@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import tokenized
+from tests.libraries.tasks.data.tokens.tokens import tokenized
 
 END = "<|endoftext|>"
 

@@ -8,7 +8,7 @@ from tasks.chat_template import CHATML, HERMES
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Tools
 from tests import tiny
-from tests.unit.tasks.data.tokens.test_rendering import (
+from tests.libraries.tasks.data.tokens.test_rendering import (
     CALL,
     FORGETTING,
     OWN_SYSTEM,

@@ -22,7 +22,7 @@ from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tests import tiny
-from tests.unit.tasks.data.tokens.tokens import rows_input
+from tests.libraries.tasks.data.tokens.tokens import rows_input
 
 SFT = Tokenization(kind=Kind.CONVERSATIONS, max_length=64)
 
