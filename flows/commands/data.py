@@ -80,10 +80,14 @@ def _log_only_reading() -> None:
     logging.getLogger("tasks.data.reading").addHandler(logging.lastResort)
 
 
+def _unwritable(html: Path) -> ConfigError:
+    return ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
+
+
 def _check_places(html: Path | None, out: Path | None) -> None:
     """Before anything is read, because that may take long."""
     if html and (html.is_dir() or not html.parent.is_dir()):
-        raise ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
+        raise _unwritable(html)
     try:
         if out:
             out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +150,10 @@ def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> 
         bad_rows = [row for row in found.bad_rows if row not in refused]  # stderr has the others
         print(data_text(report, bad_rows, found.num_bad_rows, kept))
     if options.html:
-        options.html.write_text(render(report, is_kept=kept is not None), encoding="ascii")
+        try:
+            options.html.write_text(render(report, is_kept=kept is not None), encoding="ascii")
+        except FileNotFoundError as error:  # a link that leads nowhere
+            raise _unwritable(options.html) from error
 
 
 def _refusal(found: "Examined", kept: Path | None) -> str:

@@ -107,9 +107,10 @@ def test_what_is_asked_for_is_kept(call, tmp_path):
 def test_a_page_that_cannot_be_written_costs_no_report(call, tmp_path):
     (tmp_path / "a.html").symlink_to("nowhere/a.html")
 
-    code, out, _ = call("a.jsonl", "--html", "a.html", a_jsonl=lines(texts(100)))
+    code, out, err = call("a.jsonl", "--html", "a.html", a_jsonl=lines(texts(100)))
 
-    assert code == 1 and "100 read, 100 used" in out
+    assert code == 2 and "100 read, 100 used" in out
+    assert "--html a.html: cannot be written; name a file in a folder that exists" in err
 
 
 def test_a_refusal_names_the_file_of_bad_rows_that_is_kept(call, tmp_path):
