@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from flows.wording import PrintableFormatter, printable_text
+from flows.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130
@@ -91,17 +91,16 @@ def _run(arguments: Sequence[str]) -> int:
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     if "data" not in arguments[:1]:  # which reads files that are called year=2024/rows.jsonl, and checks its keys
-        _refuse_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
+        _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 
 
-def _refuse_repeated(overrides: Sequence[str]) -> None:
-    """Refuses two overrides of a field, of which Hydra takes the last in silence."""
-    fields: dict[str, str] = {}
+def _warn_of_repeated(overrides: Sequence[str]) -> None:
+    """Says which of two overrides of a field counts: the last, as in Hydra, so that a script can restate one."""
+    last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
     for word in overrides:
-        first = fields.setdefault(word.lstrip("+").partition("=")[0], word)
-        if first is not word:
-            raise ConfigError(f"{first} and {word}: one value of a field is accepted; remove the other")
+        if (counts := last[word.lstrip("+").partition("=")[0]]) is not word:
+            print(printable(f"posttrain: {word} does not count, since {counts} follows it"), file=sys.stderr)
 
 
 @contextlib.contextmanager
