@@ -5,8 +5,8 @@ FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# One per CPU, four at most: more only slow each other down, and each takes about 2 GB.
-TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+# One more than CPUs, since tests of runs wait for processes; four at most, since each takes about 2 GB.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 3 ? n + 1 : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 # In the order of the folders: the long files of tests/integration begin, and the short ones of tests/unit fill the end.
 SUITE = $(PYTEST) --no-loadscope-reorder
