@@ -39,7 +39,7 @@ class DigestCache:
         status = file.stat()
         if status.st_size < _CACHED_BYTES:
             return digest_file(file, algorithm)
-        key = f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
+        key = _key(file, status)
         if algorithm != "sha256":
             key = f"{algorithm}:{key}"
         if key in self._known:
@@ -49,6 +49,10 @@ class DigestCache:
         if is_settled:
             self._remember(key, digest)
         return digest
+
+    def knows(self, file: Path) -> bool:
+        """Whether a large file was read before, and not written since."""
+        return _key(file, file.stat()) in self._known
 
     def _read(self) -> dict[str, str]:
         if self._path is None:
@@ -75,6 +79,10 @@ def digest_file(path: Path, algorithm: str = "sha256") -> str:
     """Digest of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def _key(file: Path, status: os.stat_result) -> str:
+    return f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
 def digest_all(files: Sequence[Path], cache: DigestCache | None = None) -> list[str]:

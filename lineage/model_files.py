@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lineage.errors import ConfigError
@@ -35,8 +36,11 @@ def require_own_files(directory: Path) -> None:
                 )
 
 
-def require_sound(directory: Path) -> None:
+def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None) -> None:
     """Refuses a model whose settings, tokenizer or headers of weights cannot be read, or with weights elsewhere.
+
+    Args:
+        passed: files that need not be read again.
 
     Raises:
         ConfigError: names the file.
@@ -44,6 +48,8 @@ def require_sound(directory: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     for path in sorted({path for name in _READ for path in directory.glob(name)}):
+        if passed and path.is_file() and passed(path):
+            continue
         try:
             if path.suffix == _WEIGHTS:
                 with safe_open(path, framework="numpy"):  # which reads the header, and compares it with the size

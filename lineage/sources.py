@@ -151,7 +151,7 @@ def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCac
     pinned = replace(source, revision=None, path=path)
     if source.kind != Kind.ROWS and matches[0].is_dir():
         require_own_files(matches[0])
-        require_sound(matches[0])
+        require_sound(matches[0], passed=cache.knows)  # what was digested has passed before
     paths = [file.absolute() for file in files_of(matches)]
     files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
     digest = digest_of(_by_place(matches, files))

@@ -112,3 +112,16 @@ def test_json_without_end_is_named(model):
     assert read_json(model, "config.json") is None  # for who can do without it
     with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
         require_sound(model)
+
+
+def test_a_plan_reads_no_large_file_that_has_passed_before(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("lineage.digest._CACHED_BYTES", 1)
+    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", -(10**18))
+    source, cache = Source(path=str(model), kind=Kind.CHECKPOINT), tmp_path / "digests.json"
+    first = pin("base", source, DigestCache(cache))
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("it was read again"))
+        assert pin("base", source, DigestCache(cache)).digest == first.digest
+    (model / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        pin("base", source, DigestCache(cache))
