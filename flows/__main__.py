@@ -22,7 +22,8 @@ _GARBAGE = 100_000  # objects between two collections; Python has 700
 _OWN = "a path that this account may read and write is accepted; change its mode, or name another, such as store=DIR"
 _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
     errno.ENAMETOOLONG: "names of at most 255 bytes are accepted; shorten the path",
-    **dict.fromkeys((errno.EINVAL, errno.ENOENT), "files that stay, and that can be read, are accepted; name those"),
+    errno.EINVAL: "a file that can be read to its end is accepted, and this one cannot; name another",
+    errno.ENOENT: "a file that stays there until the command ends is accepted; restore it, or name another",
     errno.ENOTDIR: "a part of this path is a file; name a directory",
     errno.EISDIR: "a file is accepted; name one in this directory",
 }
@@ -99,7 +100,7 @@ def _warn_of_repeated(overrides: Sequence[str]) -> None:
     """Says which of two overrides of a field counts: the last, as in Hydra, so that a script can restate one."""
     last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
     for word in overrides:
-        if (counts := last[word.lstrip("+").partition("=")[0]]) is not word:
+        if (counts := last[word.lstrip("+").partition("=")[0]]) != word:
             print(printable(f"posttrain: {word} does not count, since {counts} follows it"), file=sys.stderr)
 
 

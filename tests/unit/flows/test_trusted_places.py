@@ -336,8 +336,11 @@ def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path, toy):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("code", "text"), [(22, "Invalid argument"), (2, "No such file or directory")])
-def test_a_directory_that_cannot_be_listed_is_named(code, text, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("code", "text", "remedy"),
+    [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
+)
+def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
     from lineage import sources
 
     def refused(directory):
@@ -346,4 +349,4 @@ def test_a_directory_that_cannot_be_listed_is_named(code, text, tmp_path, monkey
     (tmp_path / "rows").mkdir()
     monkeypatch.setattr(sources, "file_names", refused)
     assert main(["data", str(tmp_path / "rows")]) == 2
-    assert f"{tmp_path}/rows/proc/1/net: {text}; files that stay" in capsys.readouterr().err
+    assert f"{tmp_path}/rows/proc/1/net: {text}; {remedy}" in capsys.readouterr().err
