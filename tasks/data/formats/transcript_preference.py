@@ -104,7 +104,7 @@ def _single(said: str, what: str) -> Message:
     turns = turns_of(said if re.match(r"\s*Assistant:", said) else f"\n\nAssistant:{said}", what)
     if len(turns) > 1:
         raise BadRowError(
-            f"{what} goes on with a turn of the {turns[1]['role']}", "one answer", "cut it there, or remove the row",
+            f"{what} is followed by a turn of the {turns[1]['role']}", "one answer", "cut it there, or remove the row",
             reason="wrong role order",
         )  # fmt: skip
     return turns[0]

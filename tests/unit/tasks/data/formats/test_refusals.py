@@ -453,7 +453,7 @@ CASES: dict[str, list[tuple[Row, str, str, str, str]]] = {  # row, found, accept
             "there is nothing to prefer: remove the row", "nothing to prefer",
         ),
         (
-            {"prompt": HH, "chosen": "a\n\nHuman: and?", "rejected": "b"}, "chosen goes on with a turn of the user",
+            {"prompt": HH, "chosen": "a\n\nHuman: and?", "rejected": "b"}, "chosen is followed by a turn of the user",
             "one answer", "cut it there, or remove the row", "wrong role order",
         ),
         (
