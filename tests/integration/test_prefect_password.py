@@ -50,6 +50,11 @@ def test_a_web_page_gets_no_answer_by_another_name_or_from_another_origin(prefec
             assert answer.headers["Access-Control-Allow-Origin"] == allowed
 
 
+def test_other_accounts_read_neither_the_database_nor_the_password_nor_the_lock(prefect_database, profile):
+    kept = [prefect_database / "prefect.db", profile, profile.with_name("posttrain-start.lock")]
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+
+
 def test_the_command_of_prefect_needs_no_password_typed_in_the_same_account(profile):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_API_")}
     prefect = [Path(sys.executable).with_name("prefect"), "api", "POST", "/flows/filter"]
