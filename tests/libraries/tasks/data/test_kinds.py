@@ -9,7 +9,7 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from lineage.artifact import DATA, Kind
@@ -29,16 +29,6 @@ ROWS = {
     Kind.PREFERENCES: tiny.preference_rows(12), Kind.UNPAIRED: tiny.unpaired_rows(12),
     Kind.PROMPTS: tiny.prompt_rows(12),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(directory)
 
 
 def test_every_kind_of_data_has_a_record_and_is_known_by_its_columns() -> None:

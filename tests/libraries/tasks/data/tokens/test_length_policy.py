@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
@@ -33,16 +33,6 @@ PAIR = {
     "chosen": [{"role": "assistant", "content": tiny.sentence(1, 6)}],
     "rejected": [{"role": "assistant", "content": tiny.sentence(2, 12)}],
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(directory)
 
 
 def test_the_prompt_is_cut_from_its_beginning_and_no_answer_loses_a_token(tokenizer: PreTrainedTokenizerBase) -> None:

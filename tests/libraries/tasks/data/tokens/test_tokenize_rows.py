@@ -22,16 +22,6 @@ CONVERSATION = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(directory)
-
-
 def trained_text(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> str:
     return tokenizer.decode([label for label in row.columns["labels"] if label != IGNORED])
 
