@@ -101,7 +101,7 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
     if secrets and url.startswith(_WEB):
         secrets = {"client_kwargs": {"headers": {"Authorization": _authorization(secrets)}}}
     if stated:
-        os.environ.setdefault("DVC_SITE_CACHE_DIR", dvc_state())
+        os.environ.setdefault("DVC_SITE_CACHE_DIR", dvc_state())  # DVC reads it when it opens the repository
     files, path = url_to_fs(url, **stated, **secrets)
     try:
         yield files, path
