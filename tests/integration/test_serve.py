@@ -108,13 +108,18 @@ def running(api: PrefectApi, served: subprocess.Popen, *overrides: str) -> tuple
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on(prefect_url) -> Iterator[None]:
-    """A test that fails midway leaves no run for which all others would wait."""
-    yield
+    """A test that fails midway leaves no run for which all others would wait; runs that other files killed stay."""
     api = PrefectApi(prefect_url)
-    active = {"state": {"type": {"any_": ["RUNNING", "PAUSED", "PENDING"]}}}
-    for run in api.post("/flow_runs/filter", {"flow_runs": active}):
-        api.set_state(run["id"], "CANCELLING")
-        api.end(run["id"])
+
+    def active() -> set[str]:
+        states = {"state": {"type": {"any_": ["RUNNING", "PAUSED", "PENDING"]}}}
+        return {run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": states})}
+
+    before = active()
+    yield
+    for run in active() - before:
+        api.set_state(run, "CANCELLING")
+        api.end(run)
 
 
 def posttrain(folder: Path, environment: dict[str, str], *words: str) -> str:
