@@ -16,7 +16,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 from tasks.best import HELD_OUT_LOSS, Best
-from tasks.context import Metrics, TrainContext
+from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 
@@ -186,7 +186,7 @@ class TrainingRecipe(Method):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     weight_decay: Annotated[float, Ge(0)] = 0.0
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     adapter: LoRA | None = None
     save: Literal["adapter"] | None = None  # the output: only the adapter; None: the whole model
     best: Best | None = None  # which models compete to be the best

@@ -16,8 +16,8 @@ from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
 from lineage.store import store_path
 from lineage.verdict import Approval
-from tasks.context import Resources
-from tasks.method import LoRA, Method
+from tasks.context import Precision, Resources
+from tasks.method import LOOP_FIELDS, LoRA, Method, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
     Args:
-        adapter, save, gate: what every method with such a field takes from here, unless its stage states it.
+        adapter, save, precision, gate: what every method with such a field takes from here, unless its stage states it.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -59,6 +59,7 @@ class Root:
     resources: Resources
     adapter: LoRA | None
     save: Literal["adapter"] | None
+    precision: Precision | None
     gate: GateDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
@@ -126,16 +127,27 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
     recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
     defaults = {"adapter": tree["adapter"], "save": root.save, "approval": root.gate.approval}
-    taken = {field.name for field in fields(cls)}
+    if root.precision:
+        defaults["precision"] = root.precision
+    taken = {field.name for field in fields(cls)} - _unapplied(cls)
     recipe = {**{key: value for key, value in defaults.items() if key in taken}, **recipe}
     shared = tree["resources"]
     assert isinstance(shared, dict)
+    # What a stage does not state about its resources, the root states for all.
+    resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
+    method_node, notes = recipe, list[str]()
+    if recipe.get("precision") == "auto" and "precision" in taken:
+        found = resources.resolved_precision("auto")
+        method_node = {**recipe, "precision": found}
+        notes = [f"{where}.method.precision=auto: {found}, because gpus_per_worker={resources.gpus_per_worker}"]
     return Stage(
-        method=typed(cls, recipe, f"{where}.method"),
-        inputs=parts.inputs,
-        # What a stage does not state about its resources, the root states for all.
-        resources=typed(Resources, {**shared, **parts.resources}, f"{where}.resources"),
+        method=typed(cls, method_node, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=tuple(notes)
     )
+
+
+def _unapplied(cls: type[Method]) -> frozenset[str]:
+    """Fields that a loop of a method's own does not apply: no default of the root can be meant for them."""
+    return LOOP_FIELDS - cls.applies if issubclass(cls, Training) and cls.has_own_loop else frozenset()
 
 
 def method_class(where: str, target: str) -> type[Method]:
