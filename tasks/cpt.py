@@ -21,8 +21,7 @@ class ContinuedPretraining(Training):
     version: ClassVar[int] = 2  # 1 put no BOS before documents where the tokenizer adds one
     reads: ClassVar = TEXT
 
-    learning_rate: Annotated[float, Gt(0)] = 2e-5
-    num_steps: Annotated[int, Gt(0)] = 1000
+    default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # chunks per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens per chunk
 

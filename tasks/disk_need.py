@@ -14,11 +14,13 @@ from lineage.errors import ConfigError
 from lineage.model_files import require_sound
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.recipe import ALL_LINEAR, LoRA, TrainingRecipe
+from tasks.recipe import TrainingRecipe
+from tasks.train.adapters import ALL_LINEAR, Adapter
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
 _ADAM_BYTES = 8  # the two moments of each weight, in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
+_UNKNOWN_STEPS = 10**9  # of num_epochs, until the rows are known: as many saves as can be
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, and no layer that an adapter is put on
 _HEADS = ("lm_head", "score")  # linear, and left out of all-linear
@@ -110,7 +112,7 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
 
 def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
     """How many checkpoints are surely made, and at the most: none of the last step; any step may be the last."""
-    before_last = method.num_steps - 1
+    before_last = (method.num_steps or _UNKNOWN_STEPS) - 1
     by_steps = before_last // resources.save_steps if resources.save_steps else 0
     if resources.save_minutes is not None:
         return by_steps, before_last
@@ -209,13 +211,13 @@ def model_shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def adapter_weights(adapter: LoRA, shapes: Shapes) -> int:
+def adapter_weights(adapter: Adapter, shapes: Shapes) -> int:
     """Two matrices beside each layer: rank x inputs and outputs x rank."""
     layers = [shape for name, shape in shapes.items() if len(shape) == 2 and _is_target(name, adapter)]
     return sum(adapter.rank * (rows + columns) for rows, columns in layers)
 
 
-def _is_target(weight: str, adapter: LoRA) -> bool:
+def _is_target(weight: str, adapter: Adapter) -> bool:
     layer = weight.removesuffix(".weight").rpartition(".")[2]
     if adapter.target_modules != ALL_LINEAR:
         return layer in adapter.target_names

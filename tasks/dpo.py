@@ -33,8 +33,7 @@ class DPO(Training):
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 
-    learning_rate: Annotated[float, Gt(0)] = 1e-6
-    num_steps: Annotated[int, Gt(0)] = 1000
+    default_learning_rate: ClassVar = 1e-6
     global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     beta: Annotated[float, Gt(0)] = 0.1

@@ -1,12 +1,11 @@
 """A method: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.recipe import (
-    ALL_LINEAR,
     FROZEN_POLICY,
     POLICY,
     REWARD_HEAD,
@@ -15,11 +14,14 @@ from tasks.recipe import (
     VALUE_MODEL,
     Input,
     Inputs,
-    LoRA,
     Method,
     Role,
     TrainingRecipe,
 )
+from tasks.train.adapters import Adapter
+from tasks.train.optimizers import Optimizer
+from tasks.train.quantization import Quantization
+from tasks.train.schedules import Schedule
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
 __all__ = [
-    "ALL_LINEAR",
     "FROZEN_POLICY",
     "LOOP_FIELDS",
     "POLICY",
@@ -35,17 +36,20 @@ __all__ = [
     "REWARD_MODEL",
     "TEACHER",
     "VALUE_MODEL",
+    "Adapter",
     "Input",
     "Inputs",
-    "LoRA",
     "Method",
+    "Optimizer",
+    "Quantization",
     "Role",
+    "Schedule",
     "Training",
 ]
 
 
 # The fields that transformers' trainer applies; in a loop of its own, ``tasks.train.own_loop.Optimization`` does.
-LOOP_FIELDS = frozenset({"precision", "weight_decay", "lr_schedule", "warmup_ratio", "max_grad_norm"})
+LOOP_FIELDS = frozenset({"precision", "optimizer", "schedule", "max_grad_norm"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +76,28 @@ class Training(TrainingRecipe):
 
     def recipe(self) -> dict[str, object]:
         """As of every training; without the fields that a loop of its own does not apply."""
-        ignored = LOOP_FIELDS - self.applies if self.has_own_loop else frozenset()
-        return {name: value for name, value in super().recipe().items() if name not in ignored}
+        recipe = super().recipe()
+        for field in LOOP_FIELDS - self.applies if self.has_own_loop else ():
+            setting = getattr(self, field)
+            for name in (field, *(setting.identity() if isinstance(setting, Optimizer | Schedule) else ())):
+                recipe.pop(name, None)
+        return recipe
 
     def _check_own_loop(self) -> None:
         """Refuses a value that the training would ignore."""
-        name = type(self).__name__
+        cls = type(self).__name__
         if self.best is not None:
             raise ConfigError(
-                f"method.best: {name} has a loop of its own, which measures no competing models; set best=null"
+                f"method.best: {cls} has a loop of its own, which measures no competing models; set best=null"
             )
         defaults = {each.name: each.default for each in fields(self)}
-        for field in sorted(LOOP_FIELDS - self.applies):
-            found, default = getattr(self, field), defaults[field]
-            if found != default:
+        for name in sorted(LOOP_FIELDS - self.applies):
+            difference = _difference(name, getattr(self, name), defaults[name])
+            if difference:
+                field, found, default = difference
                 raise ConfigError(
-                    f"{field}={found}: {name} has a loop of its own, which does not apply it; set {field}={default}, "
-                    f'or apply it in {name}.loop (Optimization does) and add "{field}" to {name}.applies'
+                    f"{field}={found}: {cls} has a loop of its own, which does not apply it; set {field}={default}, "
+                    f'or apply it in {cls}.loop (Optimization does) and add "{name}" to {cls}.applies'
                 )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -107,3 +116,14 @@ class Training(TrainingRecipe):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """The trainer of a method that transformers' loop trains: ``run.trl(Trainer, Config, **own)``."""
         raise NotImplementedError(f"{type(self).__qualname__} defines neither trainer(run) nor loop(run)")
+
+
+def _difference(name: str, found: object, default: object) -> tuple[str, object, object] | None:
+    """The field that differs from its default, found and default; of a setting the first of its own fields."""
+    if is_dataclass(found) and is_dataclass(default):
+        for field in fields(found):
+            values = getattr(found, field.name), getattr(default, field.name)
+            if values[0] != values[1]:
+                return f"{name}.{field.name}", *values
+        return None
+    return None if found == default else (name, found, default)

@@ -3,12 +3,13 @@
 ``tasks.method`` adds how a training runs; a method that trains nothing needs only what is here.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
 
@@ -19,6 +20,11 @@ from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.train.adapters import Adapter
+from tasks.train.optimizers import Optimizer
+from tasks.train.quantization import Quantization
+from tasks.train.schedules import Name as ScheduleName
+from tasks.train.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,6 @@ class Input:
 
 Inputs = Mapping[str, Input]
 
-ALL_LINEAR = "all-linear"  # every linear layer except the head
 # Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
     "torch", "tasks.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer",
@@ -96,36 +101,6 @@ class Method(ABC):
         return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoRA:
-    """Low-rank adaptation: Hu et al. 2021, arXiv:2106.09685. The output is the merged model.
-
-    Args:
-        target_modules: names of linear layers, separated by commas; ``all-linear``: all except the head.
-        quantization: of the base during training: ``nf4`` is QLoRA, Dettmers et al. 2023, arXiv:2305.14314; None: full
-            precision.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-
-    rank: Annotated[int, Gt(0)] = 16
-    alpha: Annotated[int, Gt(0)] = 32
-    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    target_modules: str = ALL_LINEAR
-    quantization: Literal["nf4"] | None = None
-
-    def __post_init__(self) -> None:
-        if not all(self.target_names):
-            raise ConfigError(
-                f"adapter.target_modules={self.target_modules!r}: a name is empty; names of linear layers separated by "
-                f"commas are accepted; set for example q_proj,v_proj, or {ALL_LINEAR}"
-            )
-
-    @property
-    def target_names(self) -> list[str]:
-        return [name.strip() for name in self.target_modules.split(",")]
-
-
 class Role(StrEnum):
     """The use of a model in a training, and its slot."""
 
@@ -153,6 +128,13 @@ REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.T
 
 # Fields that were added later with a default other than None: the default stays out of the fingerprint.
 _ADDED_LATER = {"output": "last", "on_divergence": "fail"}
+# Short form -> the setting and its field.
+SHORT_FORMS = {
+    "lr_schedule": ("schedule", "name"),
+    "warmup_ratio": ("schedule", "warmup"),
+    "weight_decay": ("optimizer", "weight_decay"),
+}
+ADAPTER_FACTOR = 10  # of the default learning rate: few weights that start at zero take larger steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +145,7 @@ class TrainingRecipe(Method):
         reads: the kind of rows that it trains on: an entry of ``tasks.data.kinds``.
         models: name -> role of every model that it uses; ``policy`` is trained, and becomes its output.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
+        default_learning_rate: where ``learning_rate`` is not set, for the training of every weight.
         option_versions: option -> (entry of the recipe, how much higher it is where the option is set), for options
             whose numbers changed while those of other recipes did not.
 
@@ -177,17 +160,23 @@ class TrainingRecipe(Method):
     trains: ClassVar[bool] = True
     uses_gpu: ClassVar[bool] = True
 
-    learning_rate: Annotated[float, Gt(0)]
-    num_steps: Annotated[int, Gt(0)]  # optimizer steps
+    default_learning_rate: ClassVar[float | None] = None
+
+    learning_rate: Annotated[float, Gt(0)] = cast("float", None)  # default_learning_rate, ten times that of an adapter
+    num_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps
+    num_epochs: Annotated[float, Gt(0)] | None = None  # passes over the rows; without num_steps, one
     global_batch_size: Annotated[int, Gt(0)]  # rows per optimizer step, over all workers
     max_length: Annotated[int, Gt(0)]  # tokens per row, prompt + completion
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
-    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.05  # of num_steps
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     precision: Precision = "fp32"
-    adapter: LoRA | None = None
+    adapter: Adapter | None = None
+    quantization: Quantization | None = None  # of the base under an adapter
+    lr_schedule: ScheduleName | None = None  # short for schedule.name
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # short for schedule.warmup
+    weight_decay: Annotated[float, Ge(0)] | None = None  # short for optimizer.weight_decay
     save: Literal["adapter"] | None = None  # the output: only the adapter; None: the whole model
     best: Best | None = None  # which models compete to be the best
     output: Literal["best", "last"] = "last"
@@ -214,6 +203,8 @@ class TrainingRecipe(Method):
                 setattr(cls, name, value)
 
     def __post_init__(self) -> None:
+        self._apply_short_forms()
+        self._apply_defaults()
         self.tokenization()  # refuses options that cannot work together
         if self.save == "adapter" and self.adapter is None:
             raise ConfigError(
@@ -222,15 +213,76 @@ class TrainingRecipe(Method):
             )
         self._check_best()
 
+    def steps(self, num_rows: Callable[[], int]) -> int:
+        """Optimizer steps: as set, or those of ``num_epochs`` passes over the rows, the last one filled from the next.
+
+        Args:
+            num_rows: counts the examples, where that decides.
+        """
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.num_epochs
+        return max(1, math.ceil(self.num_epochs * num_rows() / self.global_batch_size))
+
     def recipe(self) -> dict[str, object]:
-        """As of every method; fields that were added later stay out at their defaults."""
+        """As of every method; settings as they were before they had names of their own, so that old outputs stay."""
         recipe = {name: value for name, value in super().recipe().items() if _ADDED_LATER.get(name) != value}
+        for name in ("optimizer", "schedule", "adapter", "quantization"):
+            recipe.pop(name, None)
+        recipe |= {**self.optimizer.identity(), **self.schedule.identity()}
+        recipe |= self.adapter.identity() if self.adapter else {}
+        recipe |= self.quantization.identity(recipe) if self.quantization else {}
         for option, (entry, raised) in self.option_versions.items():
             if _is_set(recipe, option):
                 version = recipe.get(entry, 1)
                 assert isinstance(version, int)
                 recipe[entry] = version + raised
         return recipe
+
+    def _apply_short_forms(self) -> None:
+        """Moves the value of each short form to its setting, so that one place holds it.
+
+        Raises:
+            ConfigError: both are set, and differ.
+        """
+        for short, (setting, field) in SHORT_FORMS.items():
+            self._move(short, getattr(self, short), setting, field)
+            object.__setattr__(self, short, None)
+        if self.adapter and self.adapter.quantization:
+            found = Quantization(format=self.adapter.quantization)
+            if self.quantization and self.quantization.format != found.format:
+                raise ConfigError(
+                    f"adapter.quantization={found.format} and quantization.format={self.quantization.format}: the "
+                    "first is short for the second; set one of them"
+                )
+            object.__setattr__(self, "quantization", self.quantization or found)
+            object.__setattr__(self, "adapter", replace(self.adapter, quantization=None))
+
+    def _move(self, short: str, value: object, setting: str, field: str) -> None:
+        if value is None:
+            return
+        before = getattr(self, setting)
+        found, default = getattr(before, field), getattr(type(before)(), field)
+        if found not in (value, default):
+            raise ConfigError(
+                f"{short}={value} and {setting}.{field}={found}: the first is short for the second; set one of them"
+            )
+        object.__setattr__(self, setting, replace(before, **{field: value}))
+
+    def _apply_defaults(self) -> None:
+        """Sets the learning rate and the length of the training where the configuration does not."""
+        if self.num_steps is not None and self.num_epochs is not None:
+            raise ConfigError(
+                f"num_steps={self.num_steps} and num_epochs={self.num_epochs:g}: one of them is the length of the "
+                "training; set the other to null"
+            )
+        if self.num_steps is None and self.num_epochs is None:
+            object.__setattr__(self, "num_epochs", 1.0)
+        if self.learning_rate is None:
+            if self.default_learning_rate is None:
+                raise ConfigError(f"learning_rate: {type(self).__name__} has no default; set learning_rate=...")
+            factor = ADAPTER_FACTOR if self.adapter else 1
+            object.__setattr__(self, "learning_rate", float(f"{self.default_learning_rate * factor:g}"))
 
     def _check_best(self) -> None:
         needs_best = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]

@@ -34,8 +34,7 @@ class RewardModel(Training):
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": REWARD_HEAD}
 
-    learning_rate: Annotated[float, Gt(0)] = 1e-5
-    num_steps: Annotated[int, Gt(0)] = 1000
+    default_learning_rate: ClassVar = 1e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     too_long: TooLong | None = None

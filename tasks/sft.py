@@ -36,8 +36,7 @@ class SFT(Training):
     option_versions: ClassVar = {**Training.option_versions, "packing": ("version", 1)}
     reads: ClassVar = CONVERSATIONS
 
-    learning_rate: Annotated[float, Gt(0)] = 2e-5
-    num_steps: Annotated[int, Gt(0)] = 1000
+    default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step; a conversation is one, or several
     max_length: Annotated[int, Gt(0)] = 2048
     chat_template: Literal["chatml", "hermes"] | None = None  # hermes: with tools

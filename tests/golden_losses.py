@@ -9,7 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import training
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 def losses(case: str, root: Path, output: Path) -> list[float]:
     """The losses of a case, trained now."""
-    adapter = LoRA(rank=4, alpha=8) if case.endswith("-lora") else None
+    adapter = Adapter(rank=4, alpha=8) if case.endswith("-lora") else None
     stage = training.method(CASES[case], num_steps=NUM_STEPS, adapter=adapter)
     return training.train(stage, root, output).losses
 

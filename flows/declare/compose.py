@@ -212,6 +212,8 @@ def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[
 
 def _group(word: str, override: Override, options: list[str]) -> list[str]:
     group, value = override.key_or_group, override.value()
+    if group == "schedule" and (value is None or isinstance(value, dict)):  # of the pipeline, not of learning rates
+        return ["~schedule"] if value is None else ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:
         return [word]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):

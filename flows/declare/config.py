@@ -17,7 +17,8 @@ from lineage.errors import ConfigError
 from lineage.store import store_path
 from lineage.verdict import Approval
 from tasks.context import Precision, Resources
-from tasks.method import LOOP_FIELDS, LoRA, Method, Training
+from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
+from tasks.method import Schedule as LearningRate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
     Args:
-        adapter, save, precision, gate: what every method with such a field takes from here, unless its stage states it.
+        adapter, quantization, optimizer, lr_schedule, save, precision, gate: what every method with such a field takes
+            from here, unless its stage states it.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -57,7 +59,10 @@ class Root:
     sources: dict[str, dict[str, object]]
     stages: dict[str, dict[str, object]]
     resources: Resources
-    adapter: LoRA | None
+    adapter: Adapter | None
+    quantization: Quantization | None
+    optimizer: Optimizer | None
+    lr_schedule: LearningRate | None
     save: Literal["adapter"] | None
     precision: Precision | None
     gate: GateDefaults
@@ -66,7 +71,7 @@ class Root:
     accept_label_drop: tuple[str, ...]
     restart: tuple[str, ...]
     tags: tuple[str, ...]
-    schedule: Schedule | None
+    schedule: Schedule | None = None
     trigger: Trigger | None
     retrain: Retrain | None
     notify: str | None
@@ -126,28 +131,41 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
     recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
-    defaults = {"adapter": tree["adapter"], "save": root.save, "approval": root.gate.approval}
-    if root.precision:
-        defaults["precision"] = root.precision
-    taken = {field.name for field in fields(cls)} - _unapplied(cls)
-    recipe = {**{key: value for key, value in defaults.items() if key in taken}, **recipe}
+    defaults = {
+        "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
+        "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,
+        "precision": root.precision if _applies_precision(cls) else None,
+    }  # fmt: skip
+    taken = {field.name for field in fields(cls)}
+    for key in defaults.keys() & taken:
+        if defaults[key] is not None:
+            recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
+    if recipe.get("adapter", False) is None and recipe.get("quantization") == tree["quantization"]:
+        recipe.pop("quantization", None)  # of all stages; this one has no adapter
     shared = tree["resources"]
     assert isinstance(shared, dict)
     # What a stage does not state about its resources, the root states for all.
     resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
-    method_node, notes = recipe, list[str]()
+    notes: tuple[str, ...] = ()
     if recipe.get("precision") == "auto" and "precision" in taken:
-        found = resources.resolved_precision("auto")
-        method_node = {**recipe, "precision": found}
-        notes = [f"{where}.method.precision=auto: {found}, because gpus_per_worker={resources.gpus_per_worker}"]
-    return Stage(
-        method=typed(cls, method_node, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=tuple(notes)
-    )
+        recipe["precision"] = resources.resolved_precision("auto")
+        because = f"gpus_per_worker={resources.gpus_per_worker}"
+        notes = (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
+    return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
 
 
-def _unapplied(cls: type[Method]) -> frozenset[str]:
-    """Fields that a loop of a method's own does not apply: no default of the root can be meant for them."""
-    return LOOP_FIELDS - cls.applies if issubclass(cls, Training) and cls.has_own_loop else frozenset()
+def _applies_precision(cls: type[Method]) -> bool:
+    """False for a method whose own loop computes in fp32, whatever the precision of the other stages is."""
+    return not (issubclass(cls, Training) and cls.has_own_loop and "precision" in LOOP_FIELDS - cls.applies)
+
+
+def _merged(shared: object, own: object) -> object:
+    """A setting of one stage, completed by that of all stages, unless it names another optimizer, adapter ..."""
+    if not isinstance(shared, Mapping) or not isinstance(own, Mapping):
+        return own
+    if any(own.get(key, shared.get(key)) != shared.get(key) for key in ("name", "type", "format")):
+        return own
+    return {**shared, **own}
 
 
 def method_class(where: str, target: str) -> type[Method]:

@@ -17,7 +17,7 @@ from tasks.context import Metrics, Report, TrainContext
 from tasks.disk_need import require_room
 from tasks.heartbeat import Alive, Doing
 from tasks.method import Training
-from tasks.train.adapters import base_and_adapters
+from tasks.train.adapter_files import base_and_adapters
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.recipe import Input, TrainingRecipe
-from tasks.train.adapters import Base, base_and_adapters, plain_config, save_adapter
+from tasks.train.adapter_files import Base, base_and_adapters, plain_config, save_adapter
 from tasks.train.quantization import FourBit, detect_quantized_layers, is_quantized, keep_layout, quantize_experts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> P
 
     Under QLoRA its linear layers, which are frozen, are in 4 bits.
     """
-    model = whole_model(Kind.CHECKPOINT, policy.path, four_bit=FourBit.of(method, ctx))
+    model = whole_model(Kind.CHECKPOINT, policy.path, four_bit=FourBit.of(method.quantization, method.precision, ctx))
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
@@ -108,7 +108,9 @@ def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
     tokenizer = load_tokenizer(policy)
     config = AutoConfig.from_pretrained(policy.path, num_labels=1, trust_remote_code=False, local_files_only=True)
     set_seed(method.seed)
-    model = whole_model(Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method, ctx))
+    model = whole_model(
+        Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method.quantization, method.precision, ctx)
+    )
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 

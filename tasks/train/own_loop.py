@@ -68,9 +68,11 @@ class Optimization:
 
     def __init__(self, run: "TrainingRun", model: torch.nn.Module, updates_per_step: int = 1) -> None:
         known = {each.name for each in fields(TrainingArguments) if each.init}
-        shared = {name: value for name, value in trainer_args(run.method, run.ctx).items() if name in known}
+        shared = {
+            name: value for name, value in trainer_args(run.method, run.ctx, run.num_steps).items() if name in known
+        }
         self._trainer = Trainer(model=model, args=TrainingArguments(**shared))
-        self._trainer.create_optimizer_and_scheduler(run.method.num_steps * updates_per_step)
+        self._trainer.create_optimizer_and_scheduler(run.num_steps * updates_per_step)
         self.world_size = run.ctx.world_size
 
     @property
@@ -136,7 +138,7 @@ class OwnLoop:
             StoppedError: the stage was asked to end; a checkpoint is committed.
             PipelineError: an operation has no deterministic kernel, which ``deterministic`` forbids.
         """
-        num_steps = self.run.method.num_steps
+        num_steps = self.run.num_steps
         self._resume()
         self._saver.begin(self.step)
         self._start = time.perf_counter()
@@ -185,7 +187,7 @@ class OwnLoop:
             self.ctx.mark(self.step, Doing.BETWEEN)
             self._saver.saved()
         if stop:
-            raise StoppedError(f"stopped at step {self.step} of {self.run.method.num_steps}")
+            raise StoppedError(f"stopped at step {self.step} of {self.run.num_steps}")
 
     def _save(self) -> None:
         draft = self.ctx.work_dir / f"own-loop-{self.step}"

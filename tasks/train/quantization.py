@@ -2,17 +2,43 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import dtype
     from transformers import PreTrainedModel
 
     from tasks.context import TrainContext
-    from tasks.recipe import TrainingRecipe
 
+
+Format = Literal["nf4"]
 
 _EXPERT_DIMENSIONS = 3  # experts x outputs x inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the frozen base is held while an adapter is trained on it.
+
+    Args:
+        format: ``nf4``: QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    format: Format
+
+    def identity(self, recipe: dict[str, object]) -> dict[str, object]:
+        """Its part of a recipe whose other parts are known: of the adapter, as before it was a setting of its own."""
+        adapter = recipe.get("adapter")
+        if not isinstance(adapter, dict):
+            raise ConfigError(
+                f"quantization.format={self.format}: a base in few bits is frozen, so that only an adapter can be "
+                "trained on it; set adapter=lora, or quantization=none for this stage"
+            )
+        return {"adapter": {**adapter, "quantization": self.format}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +50,16 @@ class FourBit:
     name: str = "nf4"
 
     @staticmethod
-    def of(method: "TrainingRecipe", ctx: "TrainContext") -> "FourBit | None":
-        """From a training's adapter; None: full precision."""
-        if method.adapter is None or method.adapter.quantization is None:
+    def of(quantization: Quantization | None, precision: str, ctx: "TrainContext") -> "FourBit | None":
+        """From a training's settings; None: full precision."""
+        if quantization is None:
             return None
         import torch
         from accelerate import PartialState
 
         device = str(PartialState().device) if ctx.resources.gpus_per_worker else "cpu"
-        compute_dtype = torch.bfloat16 if method.precision == "bf16" else torch.float32
-        return FourBit(compute_dtype=compute_dtype, device=device, name=method.adapter.quantization)
+        compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return FourBit(compute_dtype=compute_dtype, device=device, name=quantization.format)
 
     def options(self) -> dict[str, object]:
         """Arguments of ``from_pretrained``."""
@@ -53,7 +79,7 @@ class FourBit:
         return rounded
 
 
-# Name in tasks.recipe.LoRA -> arguments of BitsAndBytesConfig.
+# Format -> arguments of BitsAndBytesConfig.
 QUANTIZATIONS: Mapping[str, Mapping[str, object]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }

@@ -87,7 +87,7 @@ class TrainingRun:
         start = self._start
         if not self.method.has_own_loop:
             return start
-        adapter = peft_config(self.method.adapter, start.model)
+        adapter = peft_config(self.method.adapter, self.method.quantization, start.model)
         model = self._with_adapter(start.model, adapter) if adapter else start.model
         step_in_fp32(model)
         if self._is_reward_model:
@@ -121,6 +121,14 @@ class TrainingRun:
         if self._start.model.can_generate():
             stop_at(self._start.model.generation_config, rows.account.stop_tokens)
         return rows
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Optimizer steps; of a method that sets ``num_epochs``, those that the rows make."""
+        steps = self.method.steps(lambda: len(self.rows))
+        if self.method.num_steps is None:
+            logger.info("num_epochs=%g rows=%d num_steps=%d", self.method.num_epochs, len(self.rows), steps)
+        return steps
 
     def model(self, name: str) -> "PreTrainedModel | None":
         """Loads a model that the method names beside its policy, by its role.
@@ -172,7 +180,7 @@ class TrainingRun:
         if off and own.get("disable_dropout", True):
             for model in filter(None, (policy.model, reference)):
                 models.disable_dropout(model)
-        arguments = {**trainer_args(self.method, self.ctx), **own, **off}
+        arguments = {**trainer_args(self.method, self.ctx, self.num_steps), **own, **off}
         is_line = reads_lines(trainer_class)
         shared = {
             "train_dataset": self._ordered_rows,
@@ -180,7 +188,8 @@ class TrainingRun:
             "processing_class": policy.tokenizer,
             "ref_model": reference,
         }
-        adapter, model = peft_config(self.method.adapter, policy.model), policy.model
+        model = policy.model
+        adapter = peft_config(self.method.adapter, self.method.quantization, model)
         if "peft_config" in parameters:
             shared["peft_config"] = adapter
         elif adapter:
@@ -228,7 +237,7 @@ class TrainingRun:
 
     @cached_property
     def _ordered_rows(self) -> Dataset:
-        return ordered(self.rows, self.method)
+        return ordered(self.rows, self.method, self.num_steps)
 
     @property
     def _chat_template(self) -> str | None:
@@ -273,7 +282,7 @@ class TrainingRun:
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
-def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
+def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) -> dict[str, object]:
     """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
 
     Raises:
@@ -290,9 +299,9 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
         "output_dir": str(ctx.work_dir),
         "per_device_train_batch_size": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
-        "max_steps": method.num_steps,
-        **optimizer_args(method),
-        **schedule_args(method),
+        "max_steps": num_steps,
+        **optimizer_args(method.optimizer),
+        **schedule_args(method.schedule, method.learning_rate, num_steps),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         **kernel_args(method, resources),
@@ -312,9 +321,9 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, obj
     }
 
 
-def ordered(rows: "TokenizedRows", method: "TrainingRecipe") -> Dataset:
+def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), method.num_steps * method.global_batch_size, method.seed))
+    return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
 
 
 def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from lineage.artifact import Kind
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import tiny, training
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 
@@ -42,7 +42,7 @@ def with_bos(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("name", "fields"), [("sft", {}), ("dpo", {}), ("sft", {"adapter": LoRA(rank=2, alpha=4)})])
+@pytest.mark.parametrize(("name", "fields"), [("sft", {}), ("dpo", {}), ("sft", {"adapter": Adapter(rank=2, alpha=4)})])
 def test_generation_of_the_output_stops_where_the_answers_end(
     tmp_path: Path, name: str, fields: dict[str, object]
 ) -> None:

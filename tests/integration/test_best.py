@@ -16,13 +16,13 @@ from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
 from tasks.heartbeat import Doing
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tasks.train.models import load_tokenizer
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights
 
-LORA = LoRA(rank=4, alpha=8, dropout=0.1)
+LORA = Adapter(rank=4, alpha=8, dropout=0.1)
 # The loss falls: its largest value is that of the first model that competes.
 WORST = Best(metric="held_out_loss", mode="max", every_steps=2)
 

@@ -14,14 +14,14 @@ from trl import DPOConfig, DPOTrainer
 
 from lineage.errors import ConfigError, PipelineError
 from tasks.dpo import DPO
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tasks.train import models
 from tests import training
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lora_policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that SFT made with LoRA: what a preference stage is then given."""
+    """A policy that SFT made with Adapter: what a preference stage is then given."""
     return training.train(training.method("sft", adapter=LORA), root, tmp_path_factory.mktemp("sft") / "output").output
 
 
@@ -41,7 +41,7 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
     root: Path,
     lora_policy: Path,
     tmp_path: Path,
-    adapter: LoRA | None,
+    adapter: Adapter | None,
     from_lora: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import training
 from tests.training import same, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
@@ -20,7 +20,7 @@ from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 RESOURCES = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 # fp32 without dropout: other micro batches are other orders of additions, and each step hands its error on.
 TOLERANCE = 1e-5
-DROPOUT = LoRA(rank=4, alpha=8, dropout=0.1)
+DROPOUT = Adapter(rank=4, alpha=8, dropout=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from torch.nn.functional import logsigmoid
 
 from lineage.errors import ConfigError, PipelineError
 from tasks.dpo import DPO
-from tasks.method import FROZEN_POLICY, POLICY, LoRA, Training
+from tasks.method import FROZEN_POLICY, POLICY, Adapter, Training
 from tasks.train.pair_loss import Logps, PairLoss
 from tests import training
 from tests.tiny_models import write_model
 
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def stage(cls: type[Training], **fields: object) -> Training:
 @pytest.mark.parametrize(
     ("policy", "adapter"), [("policy", None), ("policy", LORA), ("gpt2", None), ("qwen3_moe", None)]
 )
-def test_dpo_as_a_pair_loss_is_trls(root: Path, tmp_path: Path, policy: str, adapter: LoRA | None) -> None:
+def test_dpo_as_a_pair_loss_is_trls(root: Path, tmp_path: Path, policy: str, adapter: Adapter | None) -> None:
     runs = [
         training.train(stage(cls, adapter=adapter), root, tmp_path / cls.__name__, policy=root / policy)
         for cls in (DPO, OwnDPO)

@@ -16,7 +16,7 @@ from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.method import LoRA, Training
+from tasks.method import Adapter, Training
 from tasks.train.models import whole_model
 from tasks.train.quantization import FourBit
 from tests import training
@@ -25,7 +25,7 @@ from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QLORA = LoRA(rank=4, alpha=8, dropout=0.1, quantization="nf4")
+QLORA = Adapter(rank=4, alpha=8, dropout=0.1, quantization="nf4")
 ATTENTION = replace(QLORA, target_modules="q_proj,v_proj")
 
 
@@ -139,7 +139,7 @@ UNUSED = """
 import sys
 from importlib import import_module
 from pathlib import Path
-from tasks.method import LoRA, Method
+from tasks.method import Adapter, Method
 
 for module in Method.preload:
     import_module(module)
@@ -147,9 +147,10 @@ from tests import training
 from tests.tiny_models import MIXTURES, write_model
 
 root = Path(sys.argv[1])
-training.train(training.method("sft", num_steps=1, adapter=LoRA(rank=4)), root, Path(sys.argv[2]) / "output")
+training.train(training.method("sft", num_steps=1, adapter=Adapter(rank=4)), root, Path(sys.argv[2]) / "output")
 assert "bitsandbytes" not in sys.modules
-training.train(training.method("sft", num_steps=1, adapter=LoRA(rank=4, quantization="nf4")), root, Path(sys.argv[3]))
+qlora = Adapter(rank=4, quantization="nf4")
+training.train(training.method("sft", num_steps=1, adapter=qlora), root, Path(sys.argv[3]))
 assert "bitsandbytes" in sys.modules
 """
 

@@ -13,13 +13,13 @@ import pytest
 from lineage.checkpoints import Checkpoints
 from lineage.errors import StoppedError
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.method import LoRA, Training
+from tasks.method import Adapter, Training
 from tests import training
 from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LORA = LoRA(rank=4, alpha=8, dropout=0.1)
+LORA = Adapter(rank=4, alpha=8, dropout=0.1)
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
 
 

@@ -20,9 +20,9 @@ from lineage.manifest import InputRecord
 from lineage.sources import pin
 from lineage.store import Store
 from tasks.context import Resources, TrainContext
-from tasks.method import Input, LoRA, Training
-from tasks.train import adapters as adapter_base
-from tasks.train.adapters import Base
+from tasks.method import Adapter, Input, Training
+from tasks.train import adapter_files as adapter_base
+from tasks.train.adapter_files import Base
 from tasks.train.models import load_model
 from tests import tiny, training
 from tests.training import weights
@@ -30,7 +30,7 @@ from tests.written_store import WrittenStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 QLORA = replace(LORA, quantization="nf4")
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from tasks.fetch_model import fetch_model
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import tiny, training
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ def tokenizer(smollm2: Path) -> "PreTrainedTokenizerBase":
 
 @pytest.fixture(scope="module")
 def trained(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of two steps of SFT with LoRA."""
+    """The output of two steps of SFT with Adapter."""
     root = tmp_path_factory.mktemp("trained")
     tiny.write_rows(root / "conversations", tiny.conversation_rows(8))
-    stage = training.method("sft", adapter=LoRA(), num_steps=2, global_batch_size=4, max_length=64, learning_rate=1e-3)
+    stage = training.method(
+        "sft", adapter=Adapter(), num_steps=2, global_batch_size=4, max_length=64, learning_rate=1e-3
+    )
     return training.train(stage, root, root / "output", policy=smollm2).output
 
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Resources
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import tiny, training
 from tests.training import same, weights
 
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def test_micro_batches_and_workers_keep_the_trajectory(
 
 @pytest.mark.parametrize("name", training.METHODS)
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-def test_outputs_load_alone_and_repeat_to_the_bit(root: Path, tmp_path: Path, name: str, adapter: LoRA | None) -> None:
+def test_outputs_load_alone_and_repeat_to_the_bit(
+    root: Path, tmp_path: Path, name: str, adapter: Adapter | None
+) -> None:
     stage = training.method(name, adapter=adapter)
     first, second = (training.train(stage, root, tmp_path / run).output for run in ("first", "second"))
     assert same(weights(first), weights(second))

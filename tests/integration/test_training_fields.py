@@ -8,11 +8,11 @@ import torch
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.method import LoRA
+from tasks.method import Adapter, Optimizer, Schedule
 from tests import tiny, training
 from tests.training import same, weights
 
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHANGES: dict[str, object] = {
     "learning_rate": 6e-3,
     "num_steps": 4,
+    "num_epochs": 2.0,
     "global_batch_size": 4,
     "seed": 1,
     "warmup_ratio": 0.5,
     "lr_schedule": "constant",  # at three steps, linear is cosine
     "weight_decay": 0.5,
+    "optimizer": Optimizer(betas=(0.5, 0.6)),
+    "schedule": Schedule(warmup=2),
     "max_grad_norm": 0.01,
     "precision": "bf16",
     "adapter": LORA,
@@ -42,7 +45,7 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
-ELSEWHERE = {"best", "output", "on_divergence"}  # test_best.py and test_divergence.py
+ELSEWHERE = {"best", "output", "on_divergence", "quantization"}  # test_best.py, test_divergence.py, test_qlora.py
 FIELDS = [
     (name, field.name)
     for name, cls in training.METHODS.items()
@@ -66,7 +69,7 @@ def write_thinking(directory: Path, root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
-    """Weights of each method before any field is changed, in full and with LoRA."""
+    """Weights of each method before any field is changed, in full and with Adapter."""
     found = {}
     for name in training.METHODS:
         for adapter in (None, LORA):
@@ -107,7 +110,8 @@ def test_every_field_changes_the_run(
         run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")
         assert (run.output / "base.json").exists() and not (run.output / "model.safetensors").exists()
         return
-    run = training.train(training.method(name, **{field: value}), root, tmp_path / "output")
+    length = {"num_steps": None} if field == "num_epochs" else {}
+    run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")
     assert not same(weights(run.output), baselines[name, False])
 
 
@@ -115,16 +119,16 @@ def test_every_field_changes_the_run(
 @pytest.mark.parametrize(
     "adapter",
     [
-        LoRA(rank=2, alpha=8),
-        LoRA(rank=4, alpha=32),
-        LoRA(rank=4, alpha=8, dropout=0.5),
-        LoRA(rank=4, alpha=8, target_modules="q_proj, v_proj"),
-        LoRA(rank=4, alpha=8, quantization="nf4"),
+        Adapter(rank=2, alpha=8),
+        Adapter(rank=4, alpha=32),
+        Adapter(rank=4, alpha=8, dropout=0.5),
+        Adapter(rank=4, alpha=8, target_modules="q_proj, v_proj"),
+        Adapter(rank=4, alpha=8, quantization="nf4"),
     ],
     ids=["rank", "alpha", "dropout", "target_modules", "quantization"],
 )
 def test_every_field_of_an_adapter_changes_the_run(
-    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, adapter: LoRA
+    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, adapter: Adapter
 ) -> None:
     run = training.train(training.method(name, adapter=adapter), root, tmp_path / "output")
     assert not same(weights(run.output), baselines[name, True])

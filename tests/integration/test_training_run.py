@@ -14,7 +14,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import CONVERSATIONS, PREFERENCES
-from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, TEACHER, VALUE_MODEL, Input, Inputs, LoRA, Training
+from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, TEACHER, VALUE_MODEL, Adapter, Input, Inputs, Training
 from tasks.train.rewards import sequence_scores
 from tasks.train.run import TrainingRun
 from tests import tiny, training
@@ -91,8 +91,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("adapter", [None, LoRA(rank=4, alpha=8)], ids=["full", "lora"])
-def test_a_trainer_that_logs_its_loss_alone_is_counted_by_us(root: Path, tmp_path: Path, adapter: LoRA | None) -> None:
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["full", "lora"])
+def test_a_trainer_that_logs_its_loss_alone_is_counted_by_us(
+    root: Path, tmp_path: Path, adapter: Adapter | None
+) -> None:
     ours = training.train(stage(Plain, adapter=adapter), root, tmp_path / "plain")
     sft = training.train(training.method("sft", adapter=adapter), root, tmp_path / "sft")
     for (_, found), (_, expected) in zip(ours.reports, sft.reports, strict=True):
@@ -114,7 +116,7 @@ def test_an_argument_that_is_set_for_all_trainings_is_refused(root: Path, tmp_pa
 
 def test_a_loop_that_would_put_its_adapter_on_twice_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Twice.loop reads run.policy, whose model already has its adapter"):
-        training.train(stage(Twice, adapter=LoRA(rank=2, alpha=4)), root, tmp_path / "output")
+        training.train(stage(Twice, adapter=Adapter(rank=2, alpha=4)), root, tmp_path / "output")
 
 
 def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_an_adapters_dropout_stays_where_the_bases_is_switched_off(root: Path, t
     policy = write_model(tmp_path / "gpt2", "gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     losses = {
         dropout: training.train(
-            training.method(name, adapter=LoRA(rank=4, alpha=8, dropout=dropout)), root, tmp_path / f"{dropout}",
+            training.method(name, adapter=Adapter(rank=4, alpha=8, dropout=dropout)), root, tmp_path / f"{dropout}",
             policy=policy,
         ).losses
         for dropout in (0.0, 0.5)

@@ -19,7 +19,7 @@ from lineage.digest import digest_files
 from lineage.errors import ArtifactError, ConfigError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
@@ -31,7 +31,7 @@ from tests.worker_group import Asked, WorkerGroup, rows_of_steps
 pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
-LORA = LoRA(rank=4, alpha=8)
+LORA = Adapter(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_losses_are_those_of_plain_data_parallelism(
     ("name", "adapter"), [("sft", None), ("dpo", None), ("dpo", replace(LORA, dropout=0.1))], ids=["sft", "dpo", "lora"]
 )
 def test_stopped_and_resumed_is_unbroken_to_the_bit(
-    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name: str, adapter: LoRA | None
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name: str, adapter: Adapter | None
 ) -> None:
     stage = training.method(name, num_steps=5, adapter=adapter, lr_schedule="cosine")
     whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=ZERO)

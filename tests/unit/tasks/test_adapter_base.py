@@ -8,7 +8,7 @@ import pytest
 from lineage.errors import ArtifactError
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.store import Entry, Store
-from tasks.train.adapters import Base, base_and_adapters
+from tasks.train.adapter_files import Base, base_and_adapters
 from tests.written_store import WrittenStore
 
 CHAMPION = "source:champion"

@@ -15,7 +15,7 @@ from lineage.store import Entry
 from tasks.best import Best, KeepBest
 from tasks.context import Resources
 from tasks.disk_need import disk_need, model_shapes, require_room
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tasks.sft import SFT
 
 SHAPES = {
@@ -25,7 +25,7 @@ SHAPES = {
 WEIGHTS = 1000 + 100 + 200 + 10 + 1000
 
 
-def need(num_steps: int = 100, adapter: LoRA | None = None, *, best: Best | None = None, save=None, **resources):
+def need(num_steps: int = 100, adapter: Adapter | None = None, *, best: Best | None = None, save=None, **resources):
     method = SFT(num_steps=num_steps, adapter=adapter, best=best, save=save)
     return disk_need(method, Resources(**{"save_minutes": None, **resources}), SHAPES)
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_weights_and_two_moments_and_the_output_weights() -> Non
 
 
 def test_the_output_counts_beside_the_checkpoints_that_are_left_when_it_is_written() -> None:
-    found = need(adapter=LoRA(rank=1), save_steps=10)
+    found = need(adapter=Adapter(rank=1), save_steps=10)
     assert found.output > found.checkpoint
     assert found.least.bytes == 2 * found.checkpoint + found.output
     assert str(found.least) == f"at one time 2 checkpoints of {gigabytes(found.checkpoint)} and its output of 9.4 kB"
@@ -56,7 +56,7 @@ def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
     ],
 )
 def test_of_an_adapter_only_it_is_trained(target_modules, save, adapter, output) -> None:
-    found = need(adapter=LoRA(rank=4, target_modules=target_modules), save=save, save_steps=10)
+    found = need(adapter=Adapter(rank=4, target_modules=target_modules), save=save, save_steps=10)
     assert (found.checkpoint, found.output) == (12 * adapter, 4 * (adapter + output))
 
 

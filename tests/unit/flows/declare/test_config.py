@@ -60,8 +60,8 @@ def test_one_stage_may_have_its_own_adapter():
 
 @pytest.mark.parametrize(("adapter", "quantization"), [("lora", None), ("qlora", "nf4")])
 def test_an_adapter_says_what_its_base_is_rounded_to(adapter, quantization):
-    adapters = [load_pipeline([f"adapter={adapter}"]).stages[name].method.adapter for name in ("sft", "dpo")]
-    assert [each.quantization for each in adapters] == [quantization] * 2
+    methods = [load_pipeline([f"adapter={adapter}"]).stages[name].method for name in ("sft", "dpo")]
+    assert [each.quantization and each.quantization.format for each in methods] == [quantization] * 2
 
 
 def test_what_is_written_is_said_for_all_stages_or_for_one():

@@ -15,7 +15,7 @@ from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.check_rows import POLICY
 from tasks.context import Resources
-from tasks.train.adapters import Base
+from tasks.train.adapter_files import Base
 from tests.toy_methods import ToyTraining
 from tests.written_store import WrittenStore
 

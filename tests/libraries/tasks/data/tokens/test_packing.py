@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tasks.dpo import DPO
-from tasks.method import LoRA
+from tasks.method import Adapter
 from tasks.sft import SFT
 from tasks.train.padding_free import Example, rows_of
 from tests import tiny
@@ -48,11 +48,11 @@ def test_packs_have_a_version_of_their_own() -> None:
 
 def test_an_option_whose_numbers_changed_raises_a_version_in_the_recipes_that_set_it() -> None:
     """Fingerprints of stores hang on these numbers."""
-    quantized = LoRA(quantization="nf4")
+    quantized = Adapter(quantization="nf4")
     found = {
         name: (recipe["version"], recipe.get("quantization_version"))
         for name, recipe in {
-            "plain": SFT(adapter=LoRA()).recipe(),
+            "plain": SFT(adapter=Adapter()).recipe(),
             "quantized": SFT(adapter=quantized).recipe(),
             "both": SFT(adapter=quantized, packing="best_fit").recipe(),
             "dpo": DPO(adapter=quantized).recipe(),
