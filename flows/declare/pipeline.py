@@ -30,11 +30,13 @@ class Stage:
     Args:
         inputs: slot -> name of a stage, or of a source where no stage has that name; ``source:NAME``
             always names a source.
+        notes: what was decided for its method where it says ``auto``, a line each.
     """
 
     method: Method
     inputs: Mapping[str, str]
     resources: Resources
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
 from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
+from flows.planning.kernels import check_kernels
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
 from flows.planning.staleness import State, judge, restarts, resumed, reused
@@ -138,8 +139,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, ``code_drift=refuse`` and a reused stage's code changed, or a stage cannot go on from its
-            checkpoints.
+            no slot, a training cannot run on its resources, ``code_drift=refuse`` and a reused stage's code changed, or
+            a stage cannot go on from its checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -148,6 +149,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_models(pipeline)
     check_positions(pipeline)
     check_evaluations(pipeline)
+    check_kernels(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)
@@ -169,7 +171,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         stages.append(planned)
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
-    notes = list(dict.fromkeys([*champions.notes, *notes]))  # one note may be of several stages
+    resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
+    notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # one note may be of several stages
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes)
 
 

@@ -36,6 +36,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
+from tasks.train.kernels import kernel_args, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -70,6 +71,8 @@ class TrainingRun:
     """
 
     def __init__(self, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> None:
+        if method.precision == "auto":  # a plan resolves it before
+            method = replace(method, precision=ctx.resources.resolved_precision("auto"))
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
@@ -301,8 +304,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         **schedule_args(method.schedule, method.learning_rate, num_steps),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
-        "bf16": method.precision == "bf16",
-        "use_cpu": not on_gpu,
+        **kernel_args(method, resources),
         # Trades time for memory and changes no number: worth it only where models fill a GPU.
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
@@ -383,7 +385,10 @@ def _train(
     checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
     # The order matters: measure, then report, then save.
-    for callback in (NewRandomState(ctx), StepCounts(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
+    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+        trainer.add_callback(callback)
+    start_scaler(trainer)
+    for callback in (*watching, Recorder(ctx), StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
