@@ -36,7 +36,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.kernels import kernel_args, start_scaler
+from tasks.train.kernels import fast_products, kernel_args, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -349,7 +349,8 @@ def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "Trai
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            with deterministic_kernels(ctx.resources.deterministic):
+            on_gpu = ctx.resources.gpus_per_worker > 0
+            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
                 _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
         except Exception:
             if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft

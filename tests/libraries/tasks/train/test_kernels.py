@@ -7,7 +7,15 @@ import torch
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Resources
 from tasks.sft import SFT
-from tasks.train.kernels import FIRST_SCALE, LossScale, kernel_args, require_precision, start_scaler
+from tasks.train import kernels
+from tasks.train.kernels import (
+    FIRST_SCALE,
+    LossScale,
+    fast_products,
+    kernel_args,
+    require_precision,
+    start_scaler,
+)
 
 ON_GPU = Resources(gpus_per_worker=1)
 
@@ -85,3 +93,40 @@ def test_a_step_that_the_scaler_skipped_is_no_divergence_and_says_so(caplog):
         PipelineError, match=r"at step 3 gradients overflow fp16 at a loss scale of 0\.5; lower learning"
     ):
         logged(LossScale(scaled(0.5).accelerator.scaler), 2.0, math.nan)
+
+
+def test_products_of_a_cpu_keep_the_precision_of_fp32():
+    left, right = torch.randn(200, 300, generator=torch.manual_seed(0)), torch.randn(300, 100)
+    exact = left.double() @ right.double()
+    with fast_products(on_gpu=False):
+        found = left @ right
+    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6  # of bf16 it is 1e-3
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN replaces MKL with AVX-512")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN rounds to bf16 with AMX")
+def test_products_of_a_cpu_are_those_of_onednn(capfd):
+    square = torch.ones(64, 64)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        square @ square
+        assert "matmul" not in capfd.readouterr().out
+        with fast_products(on_gpu=False):
+            square @ square
+    assert "matmul" in capfd.readouterr().out
+
+
+def test_products_that_would_be_rounded_keep_the_default(monkeypatch):
+    monkeypatch.setattr(kernels, "is_exact", lambda: False)
+    with fast_products(on_gpu=False):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_of_a_gpu_keep_the_default():
+    with fast_products(on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_default_comes_back_after_a_failure():
+    with pytest.raises(InterruptedError), fast_products(on_gpu=False):
+        raise InterruptedError
+    assert torch.get_float32_matmul_precision() == "highest"
