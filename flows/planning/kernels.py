@@ -1,40 +1,14 @@
-"""What a training takes from its machine (precision, attention, compilation): what is missing, and what would help."""
+"""What a training takes from its machine (precision, attention, compilation): what would help."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.declare.pipeline import Pipeline, Stage
-from lineage.errors import ConfigError
+from flows.declare.pipeline import Stage
 from tasks.method import Training
 
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
-
-
-def check_kernels(pipeline: Pipeline) -> None:
-    """Requires that each training can run on its resources as set.
-
-    Raises:
-        ConfigError: names the field, what it needs, and the nearest that works.
-    """
-    for name, stage in pipeline.stages.items():
-        if isinstance(stage.method, Training):
-            _check_precision(f"stages.{name}", stage.method, stage)
-
-
-def _check_precision(where: str, method: Training, stage: Stage) -> None:
-    if method.precision != "fp16":
-        return
-    asked = f"{where}.method.precision=fp16"
-    if not stage.resources.gpus_per_worker:
-        raise ConfigError(
-            f"{asked}: gpus_per_worker=0, and without a GPU the trainer would compute in fp32 without a word; set "
-            "precision=bf16 or fp32, or gpus_per_worker=1"
-        )
-    if method.has_own_loop or stage.resources.zero_stage:
-        why = "a loop of its own" if method.has_own_loop else f"zero_stage={stage.resources.zero_stage}"
-        raise ConfigError(f"{asked}: {why} does not scale the loss, which fp16 needs; set precision=bf16")
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:

@@ -137,11 +137,8 @@ def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | No
 
 def outcome(*chosen: Choice) -> Outcome:
     """Whether choices work together: on CPUs, else on a GPU, and what else must be set then."""
-    first = _judged(chosen, {})
-    if first.works != "no":
-        return first
-    on_gpu = _judged(chosen, _GPU)
-    return on_gpu if on_gpu.works != "no" else first
+    on_cpu = _judged(chosen, {})
+    return on_cpu if on_cpu.works != "no" else _judged(chosen, _GPU)
 
 
 def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:

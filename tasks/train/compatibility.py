@@ -188,6 +188,37 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.adapter.type": "lora"},
         example={"method.quantization.format": "nf4", "method.adapter": None},
     ),
+    # Precision.
+    Rule(
+        id="fp16-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp16" and not case.on_gpu,
+        reason="without a GPU the trainer computes in fp32 and says nothing",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16"},
+    ),
+    Rule(
+        id="fp16-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp16" and case.resources.zero_stage,
+        reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp16",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="fp16-own-loop",
+        fields=("method.precision", "method"),
+        refuses=lambda case: case.method.precision == "fp16" and case.method.has_own_loop,
+        reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
+        stage="own_loop",
+    ),
     # Rows.
     Rule(
         id="packing-position-ids",

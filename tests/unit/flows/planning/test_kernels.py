@@ -44,10 +44,13 @@ def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["precision=fp16"], r"stages\.cpt\.method\.precision=fp16: gpus_per_worker=0, .* set precision=bf16 or fp32"),
+        (
+            ["precision=fp16"],
+            r"stages.cpt: method.precision=fp16, resources.gpus_per_worker=0: .* set stages.cpt.method.precision=bf16",
+        ),
         (
             ["precision=fp16", "resources.gpus_per_worker=1", "resources=zero2"],
-            r"precision=fp16: zero_stage=2 does not scale the loss, which fp16 needs; set precision=bf16",
+            r"precision=fp16, resources.zero_stage=2: .* set stages.cpt.method.precision=bf16",
         ),
         (["precision=half"], r'precision="half": input should be .*fp16'),
     ],
