@@ -36,7 +36,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.kernels import fast_products, kernel_args, start_scaler
+from tasks.train.kernels import fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -92,6 +92,7 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
+        prepare_layers(model, self.ctx.resources, own_loop=True)
         return replace(start, model=model.to(self.device).train())
 
     @cached_property
@@ -148,7 +149,9 @@ class TrainingRun:
             return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
-            return models.load_value_model(self.method, self.inputs[start], self.ctx)
+            model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            prepare_layers(model, self.ctx.resources, own_loop=True)
+            return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
@@ -277,6 +280,7 @@ class TrainingRun:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
             install(model, packs=self._packs)
+        prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -294,7 +298,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
             f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
             "the global batch is derived from the latter, so the two must agree"
         )
-    on_gpu = resources.gpus_per_worker > 0
     return {
         "output_dir": str(ctx.work_dir),
         "per_device_train_batch_size": resources.micro_batch_size,
@@ -305,9 +308,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         **kernel_args(method, resources),
-        # Trades time for memory and changes no number: worth it only where models fill a GPU.
-        "gradient_checkpointing": on_gpu,
-        "dataloader_pin_memory": on_gpu,
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
@@ -350,7 +350,7 @@ def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "Trai
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
-            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
+            with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
                 _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
         except Exception:
             if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
