@@ -15,62 +15,25 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
 
 def check_kernels(pipeline: Pipeline) -> None:
-    """Requires that each training can run on its resources as set.
+    """Requires that this machine has what the resources of its trainings need.
 
     Raises:
         ConfigError: names the field, what it needs, and the nearest that works.
     """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # they run on other machines
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
-            _check_precision(f"stages.{name}", stage.method, stage)
-            _check_resources(f"stages.{name}.resources", stage.method, stage.resources)
+            _check_compiler(f"stages.{name}.resources", stage.resources)
 
 
-def _check_precision(where: str, method: Training, stage: Stage) -> None:
-    if method.precision != "fp16":
-        return
-    asked = f"{where}.method.precision=fp16"
-    if not stage.resources.gpus_per_worker:
+def _check_compiler(where: str, resources: Resources) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if resources.compile and not resources.gpus_per_worker and not shutil.which(compiler):
         raise ConfigError(
-            f"{asked}: gpus_per_worker=0, and without a GPU the trainer would compute in fp32 without a word; set "
-            "precision=bf16 or fp32, or gpus_per_worker=1"
+            f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
+            "it (apt-get install g++), or set compile=false"
         )
-    if method.has_own_loop or stage.resources.zero_stage:
-        why = "a loop of its own" if method.has_own_loop else f"zero_stage={stage.resources.zero_stage}"
-        raise ConfigError(f"{asked}: {why} does not scale the loss, which fp16 needs; set precision=bf16")
-
-
-def _check_resources(where: str, method: Training, resources: Resources) -> None:
-    if resources.empty_cache_steps and not resources.gpus_per_worker:
-        raise ConfigError(
-            f"{where}: empty_cache_steps={resources.empty_cache_steps} returns unused GPU memory, and "
-            "gpus_per_worker=0; set empty_cache_steps=null"
-        )
-    if resources.dataloader_workers and method.has_own_loop:
-        raise ConfigError(
-            f"{where}: dataloader_workers={resources.dataloader_workers} needs transformers' trainer, and "
-            f"{type(method).__name__} has a loop of its own, which collates in its process; set dataloader_workers=0"
-        )
-    if resources.compile:
-        _check_compile(where, resources)
-
-
-def _check_compile(where: str, resources: Resources) -> None:
-    if resources.zero_stage:
-        raise ConfigError(
-            f"{where}: compile=true with zero_stage={resources.zero_stage} is not supported: DeepSpeed calls the model "
-            "through its own engine; set compile=false, or zero_stage=0"
-        )
-    if not resources.gpus_per_worker and runs_here() and not shutil.which(os.environ.get("CXX", "g++")):
-        raise ConfigError(
-            f"{where}: compile=true compiles C++ where there is no GPU, and there is no "
-            f"{os.environ.get('CXX', 'g++')} on this machine; install it (apt-get install g++), or set compile=false"
-        )
-
-
-def runs_here() -> bool:
-    """Whether trainings run on this machine, so that what is missing on it can be refused."""
-    return not os.environ.get("RAY_ADDRESS")
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
@@ -80,7 +43,7 @@ def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
         for name, stage in stages.items()
         if isinstance(stage.method, Training) and _could_use_bf16(stage.method, stage)
     ]
-    found = bf16_instructions() if slow and runs_here() else None
+    found = bf16_instructions() if slow and not os.environ.get("RAY_ADDRESS") else None
     if not found:
         return []
     return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
