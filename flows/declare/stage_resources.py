@@ -40,8 +40,9 @@ def check_resources(name: str, method: Method, resources: Resources) -> None:
             f"use launcher={Launcher.CLUSTER} (or {Launcher.AUTO}), or num_workers=1"
         )
     keep_best = resources.keep_best
-    if keep_best and keep_best.metric == HELD_OUT_LOSS and not (method.best and method.best.metric == HELD_OUT_LOSS):
+    measures = method.validation or (method.best and method.best.metric == HELD_OUT_LOSS)
+    if keep_best and keep_best.metric == HELD_OUT_LOSS and not measures:
         raise ConfigError(
             f"{where}: keep_best.metric={HELD_OUT_LOSS} is measured only where models compete by it; state "
-            f"stages.{name}.method.best.every_steps=N, or another metric, such as loss"
+            f"stages.{name}.method.best.every_steps=N or validation.every_steps=N, or another metric, such as loss"
         )
