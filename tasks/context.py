@@ -14,6 +14,7 @@ from tasks.best import KeepBest
 from tasks.heartbeat import Doing
 
 Metrics = Mapping[str, float]
+Precision = Literal["fp32", "bf16", "fp16", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
 
 
@@ -52,6 +53,12 @@ class Resources:
     @property
     def on_cluster(self) -> bool:
         return self.launcher == Launcher.CLUSTER or (self.launcher == Launcher.AUTO and self.num_workers > 1)
+
+    def resolved_precision(self, precision: Precision) -> Precision:
+        """The precision that ``auto`` selects: bf16 on a GPU, else fp32."""
+        if precision != "auto":
+            return precision
+        return "bf16" if self.gpus_per_worker else "fp32"
 
     def accumulation_steps(self, global_batch_size: int) -> int:
         """Micro batches per optimizer step, derived so that the global batch stays what the recipe says.

@@ -16,7 +16,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 from tasks.best import HELD_OUT_LOSS, Best
-from tasks.context import Metrics, TrainContext
+from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.train.adapters import Adapter
@@ -171,7 +171,7 @@ class TrainingRecipe(Method):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
     lr_schedule: ScheduleName | None = None  # short for schedule.name

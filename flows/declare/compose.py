@@ -26,6 +26,8 @@ CONF = Path(__file__).parents[2] / "conf"
 
 _VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that can be no group's
 
+_NO_SCHEDULE = "schedule=null"  # of the pipeline, whose key is also the name of a group
+
 _CHOICE = re.compile(r"\w+=[^{\[]*")  # of a group, or a value at the root
 
 
@@ -49,8 +51,8 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
 
 def _sets_value(word: str, config_dir: Path | None) -> bool:
     """Whether an override sets a value, written plainly: it is no choice of a group, and deletes nothing."""
-    if not _CHOICE.fullmatch(word):
-        return bool(_VALUE.match(word))
+    if not _CHOICE.fullmatch(word) or word == _NO_SCHEDULE:
+        return word == _NO_SCHEDULE or bool(_VALUE.match(word))
     return not any((folder / field_of(word)).is_dir() for folder in (CONF, config_dir) if folder)
 
 
@@ -212,8 +214,8 @@ def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[
 
 def _group(word: str, override: Override, options: list[str]) -> list[str]:
     group, value = override.key_or_group, override.value()
-    if group == "schedule" and (value is None or isinstance(value, dict)):  # of the pipeline, not of learning rates
-        return ["~schedule"] if value is None else ["++" + word.lstrip("+")]
+    if group == "schedule" and isinstance(value, dict):  # of the pipeline, not of learning rates
+        return ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:
         return [word]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):

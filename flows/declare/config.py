@@ -16,8 +16,8 @@ from lineage.artifact import SOURCE, Source
 from lineage.errors import ConfigError
 from lineage.store import store_path
 from lineage.verdict import Approval
-from tasks.context import Resources
-from tasks.method import Adapter, Method, Optimizer, Quantization
+from tasks.context import Precision, Resources
+from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
 from tasks.method import Schedule as LearningRate
 
 
@@ -46,8 +46,8 @@ class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
     Args:
-        adapter, quantization, optimizer, lr_schedule, save, gate: what every method with such a field takes from here,
-            unless its stage states it.
+        adapter, quantization, optimizer, lr_schedule, save, precision, gate: what every method with such a field takes
+            from here, unless its stage states it.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -64,6 +64,7 @@ class Root:
     optimizer: Optimizer | None
     lr_schedule: LearningRate | None
     save: Literal["adapter"] | None
+    precision: Precision | None
     gate: GateDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
@@ -118,6 +119,16 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     return pipeline
 
 
+def stages_of(tree: Node) -> dict[str, Stage]:
+    """The stages of a configuration, each with its own keys and types checked, and nothing between them.
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
+    root = typed(Root, tree, "", groups())
+    return {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+
+
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     where = f"stages.{name}"
     method = node.get("method")
@@ -133,6 +144,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     defaults = {
         "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,
+        "precision": root.precision if _applies_precision(cls) else None,
     }  # fmt: skip
     taken = {field.name for field in fields(cls)}
     for key in defaults.keys() & taken:
@@ -142,12 +154,19 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
         recipe.pop("quantization", None)  # of all stages; this one has no adapter
     shared = tree["resources"]
     assert isinstance(shared, dict)
-    return Stage(
-        method=typed(cls, recipe, f"{where}.method"),
-        inputs=parts.inputs,
-        # What a stage does not state about its resources, the root states for all.
-        resources=typed(Resources, {**shared, **parts.resources}, f"{where}.resources"),
-    )
+    # What a stage does not state about its resources, the root states for all.
+    resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
+    notes: tuple[str, ...] = ()
+    if recipe.get("precision") == "auto" and "precision" in taken:
+        recipe["precision"] = resources.resolved_precision("auto")
+        because = f"gpus_per_worker={resources.gpus_per_worker}"
+        notes = (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
+    return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
+
+
+def _applies_precision(cls: type[Method]) -> bool:
+    """False for a method whose own loop computes in fp32, whatever the precision of the other stages is."""
+    return not (issubclass(cls, Training) and cls.has_own_loop and "precision" in LOOP_FIELDS - cls.applies)
 
 
 def _merged(shared: object, own: object) -> object:

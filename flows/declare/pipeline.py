@@ -9,7 +9,6 @@ from typing import Literal
 
 from flows.declare.operation import Alias, Operation, Tracking
 from flows.declare.order import before, execution_order
-from flows.declare.stage_resources import check_resources
 from lineage.artifact import ALIAS, DATA, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import never_changes
@@ -17,6 +16,7 @@ from lineage.store import RESERVED
 from tasks.context import Resources
 from tasks.gate.rule import CANDIDATE
 from tasks.method import Method
+from tasks.train.compatibility import check_compatible
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
 
@@ -30,11 +30,13 @@ class Stage:
     Args:
         inputs: slot -> name of a stage, or of a source where no stage has that name; ``source:NAME``
             always names a source.
+        notes: what was decided for its method where it says ``auto``, a line each.
     """
 
     method: Method
     inputs: Mapping[str, str]
     resources: Resources
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Pipeline:
             raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")
         for name, stage in self.stages.items():
             self._check_slots(name, stage)
-            check_resources(name, stage.method, stage.resources)
+            check_compatible(f"stages.{name}", stage.method, stage.resources)
         self._check_operation()
         self.order()
 

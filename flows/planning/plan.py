@@ -138,8 +138,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, ``code_drift=refuse`` and a reused stage's code changed, or a stage cannot go on from its
-            checkpoints.
+            no slot, a training cannot run on its resources, ``code_drift=refuse`` and a reused stage's code changed, or
+            a stage cannot go on from its checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -169,7 +169,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         stages.append(planned)
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
-    notes = list(dict.fromkeys([*champions.notes, *notes]))  # one note may be of several stages
+    resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
+    notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # one note may be of several stages
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes)
 
 

@@ -10,15 +10,15 @@ from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import local_paths
 from lineage.store import Entry
-from tasks.data.tokens.packing import why_not_packable
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
+from tasks.train.compatibility import check_compatible
 
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
 
 
 def check_models(pipeline: Pipeline) -> None:
-    """Follows each model through the graph: is it one, will it have a chat template where one is needed, and can it
-    train on packs where it shall?
+    """Follows each model through the graph: is it one, will it have a chat template where one is needed, and does each
+    training work on it?
 
     Raises:
         ConfigError: names the source or stage, and what to do.
@@ -37,8 +37,8 @@ def check_models(pipeline: Pipeline) -> None:
     for name in pipeline.order():
         stage = pipeline.stages[name]
         recipe = stage.method.recipe()
-        if recipe.get("packing"):
-            _check_packing(name, pipeline)
+        if config := root_config(pipeline, name):
+            check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
             raise ConfigError(
@@ -48,14 +48,6 @@ def check_models(pipeline: Pipeline) -> None:
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
         has_template[name] = policy_has or bool(recipe.get("chat_template"))
-
-
-def _check_packing(name: str, pipeline: Pipeline) -> None:
-    """Reads the config of the model that the policy comes from, where that is here; the stage checks again."""
-    config = root_config(pipeline, name)
-    reason = why_not_packable(config) if config else None
-    if reason is not None:
-        raise ConfigError(f"stages.{name}.method.{reason}")
 
 
 def check_replay(pipeline: Pipeline) -> None:

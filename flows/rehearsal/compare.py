@@ -13,7 +13,11 @@ from lineage.store import Entry
 
 # What another order of the same sums may come to, with room for larger models than bench/resume_differences.py has, and
 # far from what lost steps, other rows or lost moments of Adam come to there.
-TOLERANCES = {"fp32": Tolerance(losses=1e-4, weights=1e-2), "bf16": Tolerance(losses=2e-2, weights=0.1)}
+TOLERANCES = {
+    "fp32": Tolerance(losses=1e-4, weights=1e-2),
+    "bf16": Tolerance(losses=2e-2, weights=0.1),
+    "fp16": Tolerance(losses=2e-2, weights=0.1),
+}
 _JUDGED = ("loss", "num_tokens")  # the rest may be the small difference of large numbers: it is told, and not judged
 WEIGHTS = ".safetensors"
 

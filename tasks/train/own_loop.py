@@ -30,6 +30,7 @@ from lineage.errors import PipelineError, StoppedError
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
+from tasks.train.kernels import fast_products
 from tasks.train.run import deterministic_kernels, seconds_before, trainer_args
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ class OwnLoop:
         self._saver.begin(self.step)
         self._start = time.perf_counter()
         self._recorder.window.append((self._start, float(self.num_tokens)))
-        with deterministic_kernels(self.ctx.resources.deterministic):
+        on_gpu = self.ctx.resources.gpus_per_worker > 0
+        with deterministic_kernels(self.ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
             while self.step < num_steps:
                 self.ctx.mark(self.step, Doing.STEPPING)
                 yield self.step

@@ -394,6 +394,6 @@ def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = F
     if packs:
         reason = why_not_packable(model.config.to_dict())
         if reason is not None:
-            raise ConfigError(reason)
+            raise ConfigError(f"packing=best_fit: {reason}; set packing=null: each row is then one of a batch")
         return FlattenedPacks()
     return LineCollator(collate, pairs=pairs) if is_padding_free(model) else collate

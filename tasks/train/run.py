@@ -36,6 +36,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.kernels import fast_products, kernel_args, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -72,6 +73,8 @@ class TrainingRun:
     """
 
     def __init__(self, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> None:
+        if method.precision == "auto":  # a plan resolves it before
+            method = replace(method, precision=ctx.resources.resolved_precision("auto"))
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
@@ -303,8 +306,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         **schedule_args(method.schedule, method.learning_rate, num_steps),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
-        "bf16": method.precision == "bf16",
-        "use_cpu": not on_gpu,
+        **kernel_args(method, resources),
         # Trades time for memory and changes no number: worth it only where models fill a GPU.
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
@@ -356,10 +358,10 @@ def fit(
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            with deterministic_kernels(ctx.resources.deterministic):
-                watching = [*filter(None, (validation, best)), divergence]
-                checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
-                _train(trainer, ctx, watching, checkpointing)
+            on_gpu = ctx.resources.gpus_per_worker > 0
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
+                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -389,7 +391,10 @@ def _train(
 ) -> None:
     trainer.remove_callback(PrinterCallback)
     # The order matters: measure, then report, then save.
-    for callback in (NewRandomState(ctx), StepCounts(trainer), *watching, Recorder(ctx), StepMarks(ctx), checkpointing):
+    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+        trainer.add_callback(callback)
+    start_scaler(trainer)
+    for callback in (*watching, Recorder(ctx), StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flows.declare.stage_resources import check_resources
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import Best
@@ -18,6 +17,7 @@ from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.method import LOOP_FIELDS, Adapter, Training, Validation
+from tasks.train.compatibility import check_compatible
 from tasks.train.run import TrainingRun
 from tests import training
 
@@ -286,8 +286,10 @@ def test_a_loop_finds_its_models_and_rows_on_its_device(root: Path, tmp_path: Pa
 
 def test_zero_is_refused_with_the_plan() -> None:
     resources = Resources(num_workers=2, zero_stage=2, micro_batch_size=4)
-    with pytest.raises(ConfigError, match=r"zero_stage=2 needs transformers' trainer.*PlainLoop.*set zero_stage=0"):
-        check_resources("plain", method(), resources)
+    with pytest.raises(
+        ConfigError, match=r"zero_stage=2, method=PlainLoop: ZeRO needs.*set stages.plain.resources.zero_stage=0"
+    ):
+        check_compatible("stages.plain", method(), resources)
 
 
 def test_its_fields_are_its_identity_and_its_slots_those_of_its_rows() -> None:

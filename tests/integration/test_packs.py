@@ -163,9 +163,9 @@ def test_bf16_packs_train(checkpointing: bool) -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "not causal"),
     ],
 )
-def test_a_model_that_would_mix_rows_is_refused_with_the_remedy(config: dict[str, object], said: str) -> None:
+def test_a_model_that_would_mix_rows_is_refused(config: dict[str, object], said: str) -> None:
     reason = why_not_packable(config)
-    assert reason is not None and said in reason and "packing=null" in reason and str(config["model_type"]) in reason
+    assert reason is not None and said in reason and str(config["model_type"]) in reason
 
 
 def test_a_window_that_is_switched_off_refuses_nothing() -> None:
@@ -174,5 +174,5 @@ def test_a_window_that_is_switched_off_refuses_nothing() -> None:
 
 
 def test_a_model_from_the_hub_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match=r"packing=best_fit on a model of type bloom: .*packing=null"):
+    with pytest.raises(ConfigError, match=r"packing=best_fit: on a model of type bloom, .*packing=null"):
         collator_for(model_of("bloom"), lambda _: {}, packs=True)

@@ -101,7 +101,7 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     kept: list[int] = []
     original = trainer_module.ordered
     monkeypatch.setattr(
-        trainer_module, "ordered", lambda rows, method: kept.append(len(rows)) or original(rows, method)
+        trainer_module, "ordered", lambda rows, *others: kept.append(len(rows)) or original(rows, *others)
     )
     question = [{"role": "user", "content": tiny.sentence(3, 60)}]
     answer = [{"role": "assistant", "content": "sum"}]

@@ -138,7 +138,7 @@ def test_shared_arguments_are_those_that_a_config_has() -> None:
     from tasks.train.run import trainer_args
 
     ctx = TrainContext(output_dir=Path(), work_dir=Path())
-    shared = trainer_args(stage(Plain), ctx)
+    shared = trainer_args(stage(Plain), ctx, 3)
     assert "max_length" in shared and "max_length" not in {each.name for each in fields(GRPOConfig)}
 
 

@@ -11,17 +11,26 @@ from safetensors.torch import load_file
 from lineage.errors import DataError, StoppedError
 from tasks.best import Best
 from tasks.method import Adapter, Validation
+from tasks.train import validating
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights
 
-# Steps so large that the loss on held-out rows rises from the first measurement on, to step 6.
-WORSE = {"learning_rate": 1.0, "num_steps": 9, "lr_schedule": "constant", "warmup_ratio": 0.0}
+STEADY = {"num_steps": 9, "lr_schedule": "constant", "warmup_ratio": 0.0}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def rising(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss on held-out rows rises by 10 a step, whatever is trained."""
+    measure = validating.held_out_loss
+    monkeypatch.setattr(
+        validating, "held_out_loss", lambda trainer, *given: measure(trainer, *given) + 10 * trainer.state.global_step
+    )
 
 
 def measured(ran: StageFolder) -> dict[int, float]:
@@ -59,11 +68,11 @@ def test_by_epochs_and_on_fewer_rows(root: Path, tmp_path: Path, caplog: pytest.
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("rising")
 def test_patience_ends_a_training_that_no_longer_improves_whatever_interrupts_it(root: Path, tmp_path: Path) -> None:
-    stage = training.method("sft", **WORSE, validation=Validation(every_steps=2, patience=2))
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=2))
     whole = StageFolder(tmp_path / "whole", root)
     metrics = whole(stage)
-    assert min(measured(whole).values()) == measured(whole)[2]
     assert metrics["ended_early_at_step"] == metrics["steps"] == 6.0  # two after that of step 2
     assert list(measured(whole)) == [2, 4, 6]
     assert not whole.store.steps()
@@ -78,17 +87,19 @@ def test_patience_ends_a_training_that_no_longer_improves_whatever_interrupts_it
     assert same(weights(broken.output), weights(whole.output))
 
 
+@pytest.mark.usefixtures("rising")
 def test_a_stop_at_the_step_that_patience_ends_finishes_the_stage(root: Path, tmp_path: Path) -> None:
     ran = StageFolder(tmp_path, root)
-    stage = training.method("sft", **WORSE, validation=Validation(every_steps=2, patience=1))
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=1))
     metrics = ran(stage, should_stop=lambda: len(ran.reports) == 3)
     assert metrics["ended_early_at_step"] == 4.0
     assert not ran.store.steps() and (ran.output / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("rising")
 def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(root: Path, tmp_path: Path) -> None:
     ran = StageFolder(tmp_path, root)
-    stage = training.method("sft", **WORSE, validation=Validation(every_steps=2, patience=2), output="best")
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=2), output="best")
     metrics = ran(stage)
     assert (metrics["best_step"], metrics["ended_early_at_step"]) == (2.0, 6.0)
     assert metrics["val/loss"] == metrics["held_out_loss"] == measured(ran)[2]
@@ -97,8 +108,6 @@ def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(r
 
 
 def test_best_and_validation_share_a_measurement(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.train import validating
-
     steps, measure = [], validating.held_out_loss
 
     def counting(trainer, rows, ctx) -> float:
@@ -128,6 +137,7 @@ def test_without_held_out_rows_it_is_refused_before_the_first_step(root: Path, t
     assert not ran.reports
 
 
+@pytest.mark.usefixtures("rising")
 def test_a_plateau_of_the_loss_cuts_the_learning_rate(root: Path, tmp_path: Path) -> None:
     from transformers import Trainer
 
@@ -138,6 +148,6 @@ def test_a_plateau_of_the_loss_cuts_the_learning_rate(root: Path, tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "create_scheduler", scheduler)
         ran = StageFolder(tmp_path, root)
-        ran(training.method("sft", **{**WORSE, "num_steps": 6}, validation=Validation(every_steps=2)))
+        ran(training.method("sft", **{**STEADY, "num_steps": 6}, validation=Validation(every_steps=2)))
     rates = [metrics["learning_rate"] for _, metrics in ran.reports]
-    assert rates == [1.0, 1.0, 1.0, 1.0, 0.25, 0.25]
+    assert rates == [0.003, 0.003, 0.003, 0.003, 0.00075, 0.00075]

@@ -33,7 +33,7 @@ def pack(tokens: Path, max_length: int) -> int:
 
 
 def why_not_packable(config: Mapping[str, object]) -> str | None:
-    """Why a model cannot keep the rows of a pack apart, and what to do; None: it can.
+    """Why a model cannot keep the rows of a pack apart; None: it can.
 
     Args:
         config: of the model, as its ``config.json`` has it.
@@ -50,4 +50,4 @@ def why_not_packable(config: Mapping[str, object]) -> str | None:
         why = f"no test shows that it keeps the rows of a pack apart; known to: {', '.join(sorted(PACKABLE))}"
     else:
         return None
-    return f"packing=best_fit on a model of type {found}: {why}; set packing=null: each row is then one of a batch"
+    return f"on a model of type {found}, {why}"

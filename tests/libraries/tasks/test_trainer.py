@@ -7,6 +7,7 @@ import torch
 import tasks as methods
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train import kernels
 from tasks.train import run as module
 
 
@@ -28,10 +29,12 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, monkeypatch, deterministic):
-    found = []
+    found, products = [], []
+    monkeypatch.setattr(kernels, "is_exact", lambda: True)
 
     def train(*_):
         found.append(torch.are_deterministic_algorithms_enabled())
+        products.append(torch.get_float32_matmul_precision())
         raise InterruptedError
 
     monkeypatch.setattr(module, "_train", train)
@@ -42,6 +45,7 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
     with pytest.raises(InterruptedError):
         module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context, 40)
     assert found == [deterministic]
+    assert products == ["medium"]
 
 
 @pytest.mark.parametrize("name", ["cpt", "sft", "dpo", "reward_model"])

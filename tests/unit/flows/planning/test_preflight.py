@@ -93,7 +93,9 @@ def test_packing_on_a_model_that_would_mix_rows_is_refused_by_the_plan(tmp_path,
     if not is_refused:
         check_models(packed)
         return
-    with pytest.raises(ConfigError, match=r"stages\.sft\.method\.packing=best_fit .*bloom: .*set packing=null"):
+    with pytest.raises(
+        ConfigError, match=r"stages\.sft: method\.packing=best_fit.*bloom, .*set stages\.sft\.method\.packing=null"
+    ):
         make_plan(packed)
 
 

@@ -15,8 +15,8 @@ from flows.rehearsal.scratch import free_left, scratch, scratch_plan
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lease import Lease
 from tasks.context import Launcher, Resources
+from tasks.cpt import ContinuedPretraining
 from tasks.method import Validation
-from tasks.sft import SFT
 from tests.finished import finish
 
 Toy = Callable[..., Plan]
@@ -49,7 +49,7 @@ def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> 
 
 def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> None:
     plan = toy()
-    method = SFT(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
+    method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
     stages = {**plan.pipeline.stages, "left": replace(plan.pipeline.stages["left"], method=method)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -1,0 +1,38 @@
+"""What a training takes from its machine (precision, attention, compilation): what would help."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.declare.pipeline import Stage
+from tasks.method import Training
+
+_CPU_FLAGS = Path("/proc/cpuinfo")
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
+
+
+def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
+    """A suggestion for trainings that will run in fp32 on this machine's CPU, where it has instructions for bf16."""
+    slow = [
+        name
+        for name, stage in stages.items()
+        if isinstance(stage.method, Training) and _could_use_bf16(stage.method, stage)
+    ]
+    found = bf16_instructions() if slow and not os.environ.get("RAY_ADDRESS") else None
+    if not found:
+        return []
+    return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
+
+
+def _could_use_bf16(method: Training, stage: Stage) -> bool:
+    applies = not method.has_own_loop or "precision" in method.applies
+    return applies and method.precision == "fp32" and not stage.resources.gpus_per_worker
+
+
+def bf16_instructions() -> str | None:
+    """The CPU's instructions for bf16; None: it has none, or does not say."""
+    try:
+        flags = set(_CPU_FLAGS.read_text().split())
+    except OSError:
+        return None
+    return next((flag for flag in _BF16_FLAGS if flag in flags), None)

@@ -1,0 +1,289 @@
+"""What works with what: the rules that join settings of a training with each other, its model and its resources.
+
+A rule of one setting alone is in its dataclass; one that joins several is an entry of ``RULES``. The plan refuses what
+a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` is rendered from it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lineage.errors import ConfigError
+from tasks.best import HELD_OUT_LOSS
+from tasks.context import Launcher, Resources
+from tasks.data.tokens.packing import why_not_packable
+from tasks.method import Method, Training
+
+Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
+_NONE: Fields = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training and what it runs on.
+
+    Args:
+        config: of its model, as ``config.json`` has it; empty: not known yet, so no rule that reads it applies.
+    """
+
+    method: Training
+    resources: Resources
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def get(self, path: str) -> object:
+        """The value of a field, such as ``method.adapter.type``; None: it, or the setting that it is of, is not set."""
+        return self.found(path)[1]
+
+    def found(self, path: str) -> tuple[str, object]:
+        """The same, with the field that holds it: ``method.adapter`` where there is no adapter."""
+        if path == "method":
+            return path, type(self.method).__name__
+        if path.startswith("config."):
+            return path, self.config.get(path.removeprefix("config."))
+        value: object = self
+        names = path.split(".")
+        for depth, name in enumerate(names, start=1):
+            value = getattr(value, name, None)
+            if value is None:
+                return ".".join(names[:depth]), None
+        return path, value
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step adds up several micro batches."""
+        return self.method.global_batch_size > self.resources.num_workers * self.resources.micro_batch_size
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.resources.gpus_per_worker > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Settings that do not work together.
+
+    Args:
+        id: its name in ``posttrain compat``.
+        fields: the fields that it joins; a refusal shows their values.
+        refuses: whether it refuses a training.
+        reason: why, as half a sentence after the values of the fields.
+        detail: what to say in place of ``reason`` of the training that is refused.
+        nearest: the values that make it work with the fewest changes; they pass every rule.
+        example: values that it refuses, of a stage of ``stage``: the tests try both.
+        stage: a file of ``conf/stage``, or ``own_loop`` for a method with a loop of its own.
+        config: of the example's model.
+    """
+
+    id: str
+    fields: tuple[str, ...]
+    refuses: Callable[[Case], object]
+    reason: str
+    nearest: Fields | Callable[[Case], Fields]
+    example: Fields
+    stage: str = "sft"
+    config: Mapping[str, object] = field(default_factory=dict)
+    detail: Callable[[Case], str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A rule that refuses a training, and what to do.
+
+    Args:
+        found: the fields that do not work together -> their values.
+        nearest: the fields to set.
+    """
+
+    rule: str
+    found: Fields
+    reason: str
+    nearest: Fields
+
+    def text(self, where: str) -> str:
+        """A message about the stage at ``where``, such as ``stages.sft``, that ends in overrides to paste."""
+        return (
+            f"{where}: {', '.join(assigned(self.found))}: {self.reason}; set {' '.join(assigned(self.nearest, where))}"
+        )
+
+
+def refusals(case: Case) -> Iterator[Refusal]:
+    """What every rule that refuses a training says."""
+    for rule in RULES:
+        if rule.refuses(case):
+            yield Refusal(
+                rule=rule.id,
+                found=dict(case.found(path) for path in rule.fields),
+                reason=rule.detail(case) if rule.detail else rule.reason,
+                nearest=rule.nearest(case) if callable(rule.nearest) else rule.nearest,
+            )
+
+
+def check_compatible(where: str, method: Method, resources: Resources, config: Mapping[str, object] = _NONE) -> None:
+    """Requires that the settings of a stage work together, where it is a training.
+
+    Args:
+        where: ``stages.NAME``.
+        config: of its model, where that is known.
+
+    Raises:
+        ConfigError: names the fields, the reason, and the overrides that make it work.
+    """
+    if isinstance(method, Training):
+        for refusal in refusals(Case(method=method, resources=resources, config=config)):
+            raise ConfigError(refusal.text(where))
+
+
+def assigned(values: Fields, where: str = "") -> list[str]:
+    """Fields and values in the form of overrides."""
+    prefix = f"{where}." if where else ""
+    return [f"{prefix}{path}={_written(value)}" for path, value in values.items()]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
+
+
+def _fitting_batches(case: Case) -> Fields:
+    """Fewer rows per worker, and fewer workers where theirs do not divide the global batch."""
+    batch, resources = case.method.global_batch_size, case.resources
+    workers = _divisor(batch, resources.num_workers)
+    fitting = {
+        "num_workers": workers,
+        "num_nodes": _divisor(workers, resources.num_nodes),
+        "micro_batch_size": _divisor(batch // workers, resources.micro_batch_size),
+    }
+    return {f"resources.{name}": value for name, value in fitting.items() if value != getattr(resources, name)}
+
+
+def _batch_does_not_divide(case: Case) -> bool:
+    return case.method.global_batch_size % (case.resources.num_workers * case.resources.micro_batch_size) != 0
+
+
+def _keep_best_unmeasured(case: Case) -> bool:
+    kept, best = case.resources.keep_best, case.method.best
+    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
+
+
+def _unpackable(case: Case) -> str | None:
+    return why_not_packable(case.config) if case.config and case.get("method.packing") else None
+
+
+RULES: tuple[Rule, ...] = (
+    # Adapters and quantized bases.
+    Rule(
+        id="quantization-full-training",
+        fields=("method.quantization.format", "method.adapter"),
+        refuses=lambda case: case.method.quantization and case.method.adapter is None,
+        reason="a base in few bits is frozen, so only an adapter can be trained on it",
+        nearest={"method.adapter.type": "lora"},
+        example={"method.quantization.format": "nf4", "method.adapter": None},
+    ),
+    # Precision.
+    Rule(
+        id="fp16-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp16" and not case.on_gpu,
+        reason="without a GPU the trainer computes in fp32 and says nothing",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16"},
+    ),
+    Rule(
+        id="fp16-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp16" and case.resources.zero_stage,
+        reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp16",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="fp16-own-loop",
+        fields=("method.precision", "method"),
+        refuses=lambda case: case.method.precision == "fp16" and case.method.has_own_loop,
+        reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
+        stage="own_loop",
+    ),
+    # Rows.
+    Rule(
+        id="packing-position-ids",
+        fields=("method.packing", "config.model_type"),
+        refuses=lambda case: _unpackable(case) is not None,
+        reason="position ids alone keep the rows of a pack apart, and not every part of this model reads them",
+        detail=lambda case: _unpackable(case) or "",
+        nearest={"method.packing": None},
+        example={"method.packing": "best_fit"},
+        config={"model_type": "bloom"},
+    ),
+    # Batches, workers, sharding.
+    Rule(
+        id="batch-workers",
+        fields=("method.global_batch_size", "resources.num_workers", "resources.micro_batch_size"),
+        refuses=_batch_does_not_divide,
+        reason="the global batch is not a multiple of num_workers x micro_batch_size, which change no model",
+        detail=lambda case: (
+            f"global_batch_size={case.method.global_batch_size} is not a multiple of "
+            f"{case.resources.num_workers * case.resources.micro_batch_size} (num_workers x micro_batch_size), which "
+            "change no model"
+        ),
+        nearest=_fitting_batches,
+        example={"method.global_batch_size": 10, "resources.micro_batch_size": 4},
+    ),
+    Rule(
+        id="workers-nodes",
+        fields=("resources.num_workers", "resources.num_nodes"),
+        refuses=lambda case: case.resources.num_workers % case.resources.num_nodes,
+        reason="num_workers counts the workers of all nodes, and does not divide over num_nodes",
+        nearest=lambda case: {"resources.num_nodes": _divisor(case.resources.num_workers, case.resources.num_nodes)},
+        example={"resources.num_workers": 2, "resources.num_nodes": 4, "resources.launcher": "cluster"},
+    ),
+    Rule(
+        id="workers-launcher",
+        fields=("resources.num_workers", "resources.launcher"),
+        refuses=lambda case: case.resources.num_workers > 1 and not case.resources.on_cluster,
+        reason="this launcher runs one worker",
+        nearest={"resources.launcher": Launcher.AUTO},
+        example={"resources.num_workers": 2, "resources.launcher": "process"},
+    ),
+    Rule(
+        id="zero-one-worker",
+        fields=("resources.zero_stage", "resources.num_workers"),
+        refuses=lambda case: case.resources.zero_stage and case.resources.num_workers == 1,
+        reason="ZeRO divides gradients and optimizer state over the workers, and there is one",
+        nearest={"resources.zero_stage": 0},
+        example={"resources.zero_stage": 2},
+    ),
+    Rule(
+        id="zero-own-loop",
+        fields=("resources.zero_stage", "method"),
+        refuses=lambda case: case.resources.zero_stage and case.method.has_own_loop,
+        reason="ZeRO needs transformers' trainer, and this method has a loop of its own",
+        nearest={"resources.zero_stage": 0},
+        example={"resources.zero_stage": 2, "resources.num_workers": 2},
+        stage="own_loop",
+    ),
+    Rule(
+        id="keep-best-unmeasured",
+        fields=("resources.keep_best.metric", "method.best", "method.validation"),
+        refuses=_keep_best_unmeasured,
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
+        nearest={"resources.keep_best.metric": "loss"},
+        example={"resources.keep_best.metric": HELD_OUT_LOSS},
+    ),
+)

@@ -1,0 +1,132 @@
+"""What a training takes from its machine: precision, loss scale and the library of matrix products."""
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import TrainerCallback
+
+from lineage.errors import ConfigError, PipelineError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
+
+    from tasks.context import Resources
+    from tasks.recipe import TrainingRecipe
+
+    Logs = dict[str, float]
+
+logger = logging.getLogger(__name__)
+
+FIRST_SCALE = 1024.0  # torch's own 65536 overflows at the first steps of most language models
+_AMPERE = (8, 0)
+_SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
+
+
+def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, object]:
+    """The trainer's arguments for precision and kernels.
+
+    Raises:
+        ConfigError: the hardware lacks the precision.
+    """
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # it would replace precision=fp32
+    precision, on_gpu = resources.resolved_precision(method.precision), resources.gpus_per_worker > 0
+    require_precision(precision, on_gpu=on_gpu)
+    return {
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        # fp32 means fp32: TF32 has 10 bits of mantissa.
+        "tf32": precision != "fp32" and torch.cuda.get_device_capability() >= _AMPERE if on_gpu else None,
+        "use_cpu": not on_gpu,
+    }
+
+
+def require_precision(precision: str, *, on_gpu: bool) -> None:
+    """Requires hardware for a precision.
+
+    Raises:
+        ConfigError: it lacks it.
+    """
+    if precision == "fp16" and not on_gpu:
+        raise ConfigError(
+            "precision=fp16: this training has no GPU, and would compute in fp32; set precision=bf16 or fp32, or "
+            "resources.gpus_per_worker=1"
+        )
+    if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"precision=bf16: {torch.cuda.get_device_name()} computes no bf16; GPUs from Ampere on do; set "
+            "precision=fp16 or fp32"
+        )
+
+
+@contextmanager
+def fast_products(*, on_gpu: bool) -> Iterator[None]:
+    """Computes a CPU's matrix products in fp32 with oneDNN, which uses AVX-512 on CPUs of every vendor.
+
+    torch's default, MKL, does so on Intel's alone: on an AMD CPU oneDNN is twice as fast. The precision ``medium``
+    selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there torch's default stays. The numbers
+    are those of MKL up to the order of additions.
+    """
+    before = torch.get_float32_matmul_precision()
+    if not on_gpu:
+        torch.set_float32_matmul_precision("medium")
+        if not is_exact():
+            torch.set_float32_matmul_precision(before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def is_exact() -> bool:
+    """Whether a product of matrices keeps the last bits of fp32: one of numbers that bf16 and TF32 would round."""
+    fine = torch.full((_SIDE, _SIDE), 1 + 2**-20)
+    return torch.equal(fine @ torch.eye(_SIDE), fine)
+
+
+def start_scaler(trainer: "Trainer") -> None:
+    """Starts the loss scale of fp16 at ``FIRST_SCALE``; a checkpoint that is resumed has its own."""
+    scaler = trainer.accelerator.scaler
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": FIRST_SCALE})
+        trainer.add_callback(LossScale(scaler))
+
+
+class LossScale(TrainerCallback):
+    """Logs the loss scale, and steps that the scaler skipped because their gradients overflowed.
+
+    A skipped step changes no weight. It runs before the callbacks that stop a training whose gradients are non-finite.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        """Replaces the norm of gradients that were skipped by 0.
+
+        Raises:
+            PipelineError: gradients overflow however small the scale is.
+        """
+        if "loss" not in logs:
+            return
+        found = {"loss_scale": float(self.scaler.get_scale())}
+        if math.isfinite(logs["loss"]) and not math.isfinite(logs["grad_norm"]):
+            if found["loss_scale"] < 1:
+                raise PipelineError(
+                    f"training diverged: at step {state.global_step} gradients overflow fp16 at a loss scale of "
+                    f"{found['loss_scale']:g}; lower learning_rate, or train in precision=bf16 or fp32"
+                )
+            logger.warning(
+                "step=%d state=skipped grad_norm=%s loss_scale=%g", state.global_step, logs["grad_norm"],
+                found["loss_scale"],
+            )  # fmt: skip
+            found["grad_norm"] = 0.0
+        logs |= found
+        state.log_history[-1] |= found

@@ -1,0 +1,132 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lineage.errors import ConfigError, PipelineError
+from tasks.context import Resources
+from tasks.sft import SFT
+from tasks.train import kernels
+from tasks.train.kernels import (
+    FIRST_SCALE,
+    LossScale,
+    fast_products,
+    kernel_args,
+    require_precision,
+    start_scaler,
+)
+
+ON_GPU = Resources(gpus_per_worker=1)
+
+
+def fake_gpu(monkeypatch, *, capability=(8, 0), bf16=True):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "expected"),
+    [
+        ("fp32", (9, 0), {"bf16": False, "fp16": False, "tf32": False}),
+        ("bf16", (9, 0), {"bf16": True, "fp16": False, "tf32": True}),
+        ("auto", (8, 0), {"bf16": True, "fp16": False, "tf32": True}),
+        ("fp16", (7, 5), {"bf16": False, "fp16": True, "tf32": False}),
+    ],
+)
+def test_precision_on_a_gpu_is_the_trainers(monkeypatch, precision, capability, expected):
+    fake_gpu(monkeypatch, capability=capability)
+    found = kernel_args(SFT(precision=precision), ON_GPU)
+    assert found == {**found, **expected, "use_cpu": False}
+
+
+@pytest.mark.parametrize(("precision", "bf16"), [("fp32", False), ("bf16", True), ("auto", False)])
+def test_precision_on_a_cpu_is_the_trainers(precision, bf16):
+    found = kernel_args(SFT(precision=precision), Resources())
+    assert found == {**found, "bf16": bf16, "fp16": False, "tf32": None, "use_cpu": True}
+
+
+def test_hardware_that_lacks_a_precision_is_refused(monkeypatch):
+    fake_gpu(monkeypatch, bf16=False)
+    with pytest.raises(ConfigError, match=r"precision=bf16: Tesla T4 computes no bf16; .* set precision=fp16 or fp32"):
+        require_precision("bf16", on_gpu=True)
+    with pytest.raises(ConfigError, match="precision=fp16: this training has no GPU, and would compute in fp32"):
+        kernel_args(SFT(precision="fp16"), Resources())
+
+
+def scaled(scale=None):
+    """A trainer whose accelerator scales losses, as for fp16 on a GPU."""
+    callbacks = []
+    scaler = torch.amp.GradScaler("cpu") if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    accelerator = SimpleNamespace(scaler=scaler)
+    return SimpleNamespace(accelerator=accelerator, add_callback=callbacks.append, callbacks=callbacks)
+
+
+def test_the_loss_scale_starts_at_1024_and_a_checkpoint_has_its_own():
+    trainer = scaled()
+    start_scaler(trainer)
+    assert trainer.accelerator.scaler.get_scale() == FIRST_SCALE == 1024
+    assert isinstance(trainer.callbacks[0], LossScale)
+    trainer.accelerator.scaler.load_state_dict({**trainer.accelerator.scaler.state_dict(), "scale": 32.0})
+    assert trainer.accelerator.scaler.get_scale() == 32
+    trainer.accelerator.scaler = None
+    start_scaler(trainer)
+    assert len(trainer.callbacks) == 1
+
+
+def logged(callback, loss, grad_norm):
+    logs = {"loss": loss, "grad_norm": grad_norm}
+    state = SimpleNamespace(global_step=3, log_history=[dict(logs)])
+    callback.on_log(None, state, None, logs)
+    assert state.log_history == [logs] or math.isnan(loss)
+    return logs
+
+
+def test_a_step_that_the_scaler_skipped_is_no_divergence_and_says_so(caplog):
+    callback = LossScale(scaled(512.0).accelerator.scaler)
+    assert logged(callback, 2.0, 0.5) == {"loss": 2.0, "grad_norm": 0.5, "loss_scale": 512.0}
+    assert logged(callback, 2.0, math.inf) == {"loss": 2.0, "grad_norm": 0.0, "loss_scale": 512.0}
+    assert "step=3 state=skipped grad_norm=inf loss_scale=512" in caplog.text
+    assert math.isnan(logged(callback, math.nan, math.nan)["grad_norm"])
+    with pytest.raises(
+        PipelineError, match=r"at step 3 gradients overflow fp16 at a loss scale of 0\.5; lower learning"
+    ):
+        logged(LossScale(scaled(0.5).accelerator.scaler), 2.0, math.nan)
+
+
+def test_products_of_a_cpu_keep_the_precision_of_fp32():
+    left, right = torch.randn(200, 300, generator=torch.manual_seed(0)), torch.randn(300, 100)
+    exact = left.double() @ right.double()
+    with fast_products(on_gpu=False):
+        found = left @ right
+    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6  # of bf16 it is 1e-3
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN replaces MKL with AVX-512")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN rounds to bf16 with AMX")
+def test_products_of_a_cpu_are_those_of_onednn(capfd):
+    square = torch.ones(64, 64)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        square @ square
+        assert "matmul" not in capfd.readouterr().out
+        with fast_products(on_gpu=False):
+            square @ square
+    assert "matmul" in capfd.readouterr().out
+
+
+def test_products_that_would_be_rounded_keep_the_default(monkeypatch):
+    monkeypatch.setattr(kernels, "is_exact", lambda: False)
+    with fast_products(on_gpu=False):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_of_a_gpu_keep_the_default():
+    with fast_products(on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_default_comes_back_after_a_failure():
+    with pytest.raises(InterruptedError), fast_products(on_gpu=False):
+        raise InterruptedError
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,82 @@
+"""The table of what works with what: every rule refuses its example, and what it says to set passes every rule."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.declare.typed import typed
+from lineage.errors import ConfigError
+from tasks.context import Resources
+from tasks.cpt import ContinuedPretraining
+from tasks.data.kinds import TEXT
+from tasks.dpo import DPO
+from tasks.method import Training
+from tasks.reward_model import RewardModel
+from tasks.sft import SFT
+from tasks.train.compatibility import RULES, Case, Fields, Rule, assigned, refusals
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoop(Training):
+    """A method with a loop of its own, as a user may add one."""
+
+    reads: ClassVar = TEXT
+    applies: ClassVar = frozenset({"precision"})
+
+    def loop(self, run):
+        raise NotImplementedError
+
+
+STAGES = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "own_loop": OwnLoop}
+BASE = {
+    "method.learning_rate": 1e-3, "method.num_steps": 3, "method.global_batch_size": 16, "method.max_length": 64,
+    "resources.micro_batch_size": 4,
+}  # fmt: skip
+BY_ID = {rule.id: rule for rule in RULES}
+
+
+def case(rule: Rule, *changes: Fields) -> Case:
+    """The example of a rule with changes, built as YAML is."""
+    tree: dict[str, dict] = {"method": {}, "resources": {}}
+    for path, value in {key: value for fields in (BASE, *changes) for key, value in fields.items()}.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            if not isinstance(node.get(parent), dict):
+                node[parent] = {}
+            node = node[parent]
+        node[name] = value
+    return Case(
+        method=typed(STAGES[rule.stage], tree["method"], "stages.x.method"),
+        resources=typed(Resources, tree["resources"], "stages.x.resources"),
+        config=rule.config,
+    )
+
+
+@pytest.mark.parametrize("name", BY_ID)
+def test_a_rule_refuses_its_example_and_what_it_says_to_set_passes_every_rule(name):
+    rule = BY_ID[name]
+    refused = {refusal.rule: refusal for refusal in refusals(case(rule, rule.example))}
+    assert name in refused
+    assert len(refused) == 1, "an example of one rule alone: its setting to change is then the nearest"
+    assert list(refusals(case(rule, rule.example, refused[name].nearest))) == []
+    assert list(refusals(case(rule))) == [], "the base of the examples works, so that the example is what is refused"
+
+
+def test_names_are_unique_and_a_rule_joins_settings():
+    assert len(BY_ID) == len(RULES)
+    assert all(len(rule.fields) > 1 for rule in RULES)
+
+
+@pytest.mark.parametrize("name", [rule.id for rule in RULES if rule.stage != "own_loop" and not rule.config])
+def test_the_plan_refuses_an_example_and_accepts_what_its_message_says_to_paste(name):
+    rule = BY_ID[name]
+    where = f"stages.{rule.stage}"
+    stated = [*assigned(BASE, where), *assigned(rule.example, where), "tracking=none"]
+    with pytest.raises(ConfigError) as refused:
+        load_pipeline(stated)
+    found, pasted = str(refused.value).rsplit("; set ", 1)
+    assert found.startswith(f"{where}: ")
+    load_pipeline([*stated, *pasted.split()])

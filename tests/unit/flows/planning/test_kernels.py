@@ -1,0 +1,86 @@
+"""What the plan decides and refuses about precision and kernels."""
+
+import json
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning import kernels
+from flows.planning.plan import make_plan
+from lineage.errors import ConfigError
+from tests.command import Command
+
+TRAINED = ("cpt", "sft", "reward", "dpo")
+
+
+def precisions(*overrides: str) -> list[str]:
+    stages = load_pipeline(list(overrides)).stages
+    return [stages[name].method.precision for name in TRAINED]
+
+
+def test_precision_of_the_root_is_that_of_every_stage_that_sets_none():
+    assert precisions() == ["fp32"] * 4
+    assert precisions("precision=bf16", "stages.dpo.method.precision=fp32") == ["bf16"] * 3 + ["fp32"]
+    assert load_pipeline([]).stages == load_pipeline(["precision=fp32"]).stages
+
+
+def test_on_a_gpu_trainings_are_in_bf16_unless_the_root_or_the_stage_says_otherwise():
+    assert precisions("resources=gpu") == ["bf16"] * 4
+    assert precisions("resources=gpu", "precision=fp32") == ["fp32"] * 4
+    assert precisions("resources=gpu", "stages.sft.method.precision=fp16") == ["bf16", "fp16", "bf16", "bf16"]
+
+
+def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
+    overrides = ["precision=auto", "stages.dpo.resources.gpus_per_worker=1"]
+    assert precisions(*overrides) == ["fp32"] * 3 + ["bf16"]
+    plan = make_plan(load_pipeline(overrides))
+    assert "stages.cpt.method.precision=auto: fp32, because gpus_per_worker=0" in plan.notes
+    assert "stages.dpo.method.precision=auto: bf16, because gpus_per_worker=1" in plan.notes
+    stated = make_plan(load_pipeline(["stages.dpo.resources.gpus_per_worker=1", "stages.dpo.method.precision=bf16"]))
+    assert [each.fingerprint for each in plan.stages] == [each.fingerprint for each in stated.stages]
+    assert plan.stage("dpo").stage.method.recipe()["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["precision=fp16"],
+            r"stages.cpt: method.precision=fp16, resources.gpus_per_worker=0: .* set stages.cpt.method.precision=bf16",
+        ),
+        (
+            ["precision=fp16", "resources.gpus_per_worker=1", "resources=zero2"],
+            r"precision=fp16, resources.zero_stage=2: .* set stages.cpt.method.precision=bf16",
+        ),
+        (["precision=half"], r'precision="half": input should be .*fp16'),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load_pipeline(overrides))
+
+
+def test_fp16_on_a_gpu_is_planned():
+    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [("fpu avx512_bf16 sse", "avx512_bf16"), ("avx512_bf16 amx_bf16", "amx_bf16"), ("fpu avx512f", None)],
+)
+def test_bf16_is_suggested_where_the_cpu_has_instructions_for_it(tmp_path, monkeypatch, flags, found):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
+    stages = load_pipeline(["stages.sft.method.precision=bf16", "stages.dpo.resources.gpus_per_worker=1"]).stages
+    expected = [f"precision=bf16 would train cpt, reward faster: this CPU has {found} (docs/performance.md)"]
+    assert kernels.bf16_notes(stages) == (expected if found else [])
+    assert kernels.bf16_notes({"sft": stages["sft"], "evaluate": stages["evaluate"]}) == []
+    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "nothing")
+    assert kernels.bf16_notes(stages) == []
+
+
+def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
+    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
+    document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
+    assert any("this CPU has amx_bf16" in note for note in document["notes"])
