@@ -220,6 +220,32 @@ RULES: tuple[Rule, ...] = (
         example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
         stage="own_loop",
     ),
+    # Memory and kernels.
+    Rule(
+        id="empty-cache-cpu",
+        fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.empty_cache_steps and not case.on_gpu,
+        reason="it returns unused GPU memory, and there is no GPU",
+        nearest={"resources.empty_cache_steps": None},
+        example={"resources.empty_cache_steps": 10},
+    ),
+    Rule(
+        id="compile-zero",
+        fields=("resources.compile", "resources.zero_stage"),
+        refuses=lambda case: case.resources.compile and case.resources.zero_stage,
+        reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
+        nearest={"resources.compile": False},
+        example={"resources.compile": True, "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="loader-own-loop",
+        fields=("resources.dataloader_workers", "method"),
+        refuses=lambda case: case.resources.dataloader_workers and case.method.has_own_loop,
+        reason="a loop of a method's own collates in its own process",
+        nearest={"resources.dataloader_workers": 0},
+        example={"resources.dataloader_workers": 2},
+        stage="own_loop",
+    ),
     # Rows.
     Rule(
         id="packing-position-ids",

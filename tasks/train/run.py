@@ -36,7 +36,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
-from tasks.train.kernels import fast_products, kernel_args, start_scaler
+from tasks.train.kernels import fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -94,6 +94,7 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
+        prepare_layers(model, self.ctx.resources, own_loop=True)
         return replace(start, model=model.to(self.device).train())
 
     @cached_property
@@ -150,7 +151,9 @@ class TrainingRun:
             return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
-            return models.load_value_model(self.method, self.inputs[start], self.ctx)
+            model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            prepare_layers(model, self.ctx.resources, own_loop=True)
+            return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
@@ -279,6 +282,7 @@ class TrainingRun:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
             install(model, packs=self._packs)
+        prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -296,7 +300,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
             f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
             "the global batch is derived from the latter, so the two must agree"
         )
-    on_gpu = resources.gpus_per_worker > 0
     return {
         "output_dir": str(ctx.work_dir),
         "per_device_train_batch_size": resources.micro_batch_size,
@@ -307,9 +310,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         **kernel_args(method, resources),
-        # Trades time for memory and changes no number: worth it only where models fill a GPU.
-        "gradient_checkpointing": on_gpu,
-        "dataloader_pin_memory": on_gpu,
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
@@ -360,7 +360,7 @@ def fit(
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
-            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
+            with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
                 _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
