@@ -1,14 +1,39 @@
-"""What a training takes from its machine (precision, attention, compilation): what would help."""
+"""What a training takes from its machine (precision, attention, compilation): what is missing, and what would help."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.declare.pipeline import Stage
+from flows.declare.pipeline import Pipeline, Stage
+from lineage.errors import ConfigError
+from tasks.context import Resources
 from tasks.method import Training
 
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
+
+
+def check_kernels(pipeline: Pipeline) -> None:
+    """Requires that this machine has what the resources of its trainings need.
+
+    Raises:
+        ConfigError: names the field, what it needs, and the nearest that works.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # they run on other machines
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Training):
+            _check_compiler(f"stages.{name}.resources", stage.resources)
+
+
+def _check_compiler(where: str, resources: Resources) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if resources.compile and not resources.gpus_per_worker and not shutil.which(compiler):
+        raise ConfigError(
+            f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
+            "it (apt-get install g++), or set compile=false"
+        )
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:

@@ -11,6 +11,7 @@ from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
 from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
+from flows.planning.kernels import check_kernels
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
 from flows.planning.staleness import State, judge, restarts, resumed, reused
@@ -148,6 +149,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_models(pipeline)
     check_positions(pipeline)
     check_evaluations(pipeline)
+    check_kernels(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)

@@ -171,7 +171,8 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 def _keep_best_unmeasured(case: Case) -> bool:
     kept, best = case.resources.keep_best, case.method.best
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not (best and best.metric == HELD_OUT_LOSS)
+    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
 
 
 def _unpackable(case: Case) -> str | None:
@@ -217,6 +218,32 @@ RULES: tuple[Rule, ...] = (
         reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
         nearest={"method.precision": "bf16"},
         example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
+        stage="own_loop",
+    ),
+    # Memory and kernels.
+    Rule(
+        id="empty-cache-cpu",
+        fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.empty_cache_steps and not case.on_gpu,
+        reason="it returns unused GPU memory, and there is no GPU",
+        nearest={"resources.empty_cache_steps": None},
+        example={"resources.empty_cache_steps": 10},
+    ),
+    Rule(
+        id="compile-zero",
+        fields=("resources.compile", "resources.zero_stage"),
+        refuses=lambda case: case.resources.compile and case.resources.zero_stage,
+        reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
+        nearest={"resources.compile": False},
+        example={"resources.compile": True, "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="loader-own-loop",
+        fields=("resources.dataloader_workers", "method"),
+        refuses=lambda case: case.resources.dataloader_workers and case.method.has_own_loop,
+        reason="a loop of a method's own collates in its own process",
+        nearest={"resources.dataloader_workers": 0},
+        example={"resources.dataloader_workers": 2},
         stage="own_loop",
     ),
     # Rows.
@@ -279,9 +306,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="keep-best-unmeasured",
-        fields=("resources.keep_best.metric", "method.best"),
+        fields=("resources.keep_best.metric", "method.best", "method.validation"),
         refuses=_keep_best_unmeasured,
-        reason=f"{HELD_OUT_LOSS} is measured only where models compete by it, every method.best.every_steps steps",
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
         nearest={"resources.keep_best.metric": "loss"},
         example={"resources.keep_best.metric": HELD_OUT_LOSS},
     ),
