@@ -43,7 +43,8 @@ class Resources:
     zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are divided over the workers
     gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps from one checkpoint to the next
-    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; both may be stated
+    save_epochs: Annotated[float, Gt(0)] | None = None  # the same in passes over the rows
+    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; all may be set
     keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between

@@ -26,7 +26,6 @@ _BATCH: Fields = {"method.global_batch_size": 8, "resources.micro_batch_size": 4
 _BASE: Fields = {
     "method.learning_rate": 1e-3, "method.num_steps": 100, "method.max_length": 64, "method.global_batch_size": 8,
 }  # fmt: skip
-_MOST_CHANGES = 8  # rules that are met one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,7 @@ class Outcome:
         }
 
 
+@cache
 def trainings() -> dict[str, type[Method]]:
     """The methods of ``conf/stage`` that train, by the name of their file."""
     targets = {path.stem: str(yaml.safe_load(path.read_text())["_target_"]) for path in (CONF / "stage").glob("*.yaml")}
@@ -148,7 +148,7 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
     for each in chosen:
         pinned = {path: value for path, value in pinned.items() if not _overlap(path, each.fields)} | dict(each.fields)
     condition: dict[str, object] = {}
-    for _ in range(_MOST_CHANGES):
+    while True:
         try:
             case = case_of(cls, {**_BASE, **_BATCH, **machine, **condition, **pinned})
         except ConfigError as error:
@@ -156,10 +156,9 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
         refusal = next(refusals(case), None)
         if refusal is None:
             return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition)
-        if any(_overlap(path, {**pinned, **machine}) for path in refusal.nearest):
-            break
+        if any(_overlap(path, {**pinned, **machine, **condition}) for path in refusal.nearest):
+            return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
         condition |= refusal.nearest
-    return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
 
 
 def _overlap(path: str, fields: Fields) -> bool:
@@ -261,7 +260,7 @@ def _condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, ...]]:
 def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, ...]]:
     """A choice, the values of another setting that it does not work with, and the rule that says why."""
     refused = [each for each in pairs if each.works == "no"]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for key, group in groupby(refused, key=lambda each: (str(each.choices[0]), each.choices[1].setting, each.rule)):
         left, setting, rule = key
         values = ", ".join(each.choices[1].value for each in group)

@@ -171,7 +171,8 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 def _keep_best_unmeasured(case: Case) -> bool:
     kept, best = case.resources.keep_best, case.method.best
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not (best and best.metric == HELD_OUT_LOSS)
+    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
 
 
 def _unpackable(case: Case) -> str | None:
@@ -323,9 +324,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="keep-best-unmeasured",
-        fields=("resources.keep_best.metric", "method.best"),
+        fields=("resources.keep_best.metric", "method.best", "method.validation"),
         refuses=_keep_best_unmeasured,
-        reason=f"{HELD_OUT_LOSS} is measured only where models compete by it, every method.best.every_steps steps",
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
         nearest={"resources.keep_best.metric": "loss"},
         example={"resources.keep_best.metric": HELD_OUT_LOSS},
     ),

@@ -129,7 +129,7 @@ class OwnLoop:
         self._recorder = Recorder(run.ctx)
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
         self._seconds_before = seconds_before(run.ctx)
-        self._saver = Saver(run.ctx, None, self._seconds_before)
+        self._saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
         self._start = time.perf_counter()
 
     def steps(self) -> Iterator[int]:

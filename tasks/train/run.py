@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Trainer, set_seed
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
-from tasks.best import HELD_OUT_LOSS, Best
+from tasks.best import HELD_OUT_LOSS
 from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.stop_tokens import stop_at
@@ -36,7 +36,7 @@ from tasks.train.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
 from tasks.train.kernels import attention_of, fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
@@ -45,6 +45,8 @@ from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
+from tasks.train.validating import validating
+from tasks.train.validation import VAL_LOSS
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -237,7 +239,7 @@ class TrainingRun:
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
-        return fit(self.method, trainer, self.inputs, self.ctx)
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
 
     def save(self) -> None:
         """Writes the trained model with its tokenizer and chat template; rank 0 only."""
@@ -343,32 +345,42 @@ def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> 
     return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
 
 
-def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
+def fit(
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int
+) -> dict[str, float]:
     """Trains to the last step and reports each; a trainer that is already there takes no step.
 
     The trainer then holds the weights of the stage's output: those of the last step, or of the best.
 
+    Args:
+        num_rows: that are trained on in a pass.
+
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
         ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
-        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``.
+        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
+        ``validation.patience`` ended it, ``ended_early_at_step``.
 
     Raises:
         StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
         PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: the best model is chosen on held-out rows, and there are none.
+        DataError: models are measured on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
     name_accumulation(trainer)
     before = seconds_before(ctx)
     start = time.perf_counter()
-    best = _best_model(method, trainer, inputs, ctx)
+    validation = validating(method, trainer, inputs, ctx, num_rows)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
+                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
             if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
                 discard_drafts(ctx.work_dir)
@@ -379,28 +391,21 @@ def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "Trai
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if validation and validation.ended_at:
+        notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:
         notes["diverged_at_step"] = float(divergence.step)
     seconds = before + time.perf_counter() - start
     log = trainer.state.log_history
-    return {**summary(log, seconds, num_steps=num_steps, output_step=step), **notes}
-
-
-def _best_model(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
-    if method.best is None:
-        return None
-    rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None
-    return BestModel(trainer, method.best, ctx, rows)
+    metrics = summary(log, seconds, num_steps=num_steps, output_step=step)
+    if method.validation and HELD_OUT_LOSS in metrics:
+        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
+    return {**metrics, **notes}
 
 
 def _train(
-    trainer: Trainer,
-    ctx: "TrainContext",
-    watching: Sequence["TrainerCallback"],
-    best: Best | None,
-    seconds_before: float,
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence["TrainerCallback"], checkpointing: Checkpointing
 ) -> None:
-    checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
     # The order matters: measure, then report, then save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
@@ -411,8 +416,6 @@ def _train(
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
-    if checkpointing.stopped_at is not None:
-        raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
 
 
 def seconds_before(ctx: "TrainContext") -> float:
