@@ -18,7 +18,7 @@ _TEMPLATE_SUFFIX = ".jinja"
 _TRAINING = "_training"  # TRL's templates that only mark what is trained
 # What a template's special tokens look like: none of these is text that a user writes.
 _BAR = "[|\uff5c]"  # DeepSeek's tokens have the full-width one
-_SPECIAL_TOKEN = re.compile(rf"<{_BAR}[^<>|\s{{}}']+{_BAR}>|<(?:start|end)_of_turn>|<(?:\||/)?turn\|?>")
+SPECIAL_TOKEN = re.compile(rf"<{_BAR}[^<>|\s{{}}']+{_BAR}>|<(?:start|end)_of_turn>|<(?:\||/)?turn\|?>")
 _COMMIT = re.compile("[0-9a-f]{40}")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _SHARE = "a number from 0 to less than 1"
@@ -222,9 +222,9 @@ def check_template(name: str, value: str, text: str, vocabulary: Mapping[str, in
     Raises:
         ConfigError: one would be cut into pieces.
     """
-    missing = [token for token in dict.fromkeys(_SPECIAL_TOKEN.findall(text)) if token not in (vocabulary or {token})]
+    missing = [token for token in dict.fromkeys(SPECIAL_TOKEN.findall(text)) if token not in (vocabulary or {token})]
     # Families name tokens for images and tools, which a text model lacks; without the ends of turns none works.
-    present = len(set(_SPECIAL_TOKEN.findall(text))) - len(missing)
+    present = len(set(SPECIAL_TOKEN.findall(text))) - len(missing)
     if missing and not present:
         raise ConfigError(
             f"sources.{name}.chat_template={value}: it writes {', '.join(missing[:4])}, and the tokenizer has no such "

@@ -29,7 +29,7 @@ from lineage.peft_adapter import base_reference, check_base, is_peft, not_an_ada
 from lineage.source_checks import is_hub_id
 from lineage.sources import local_paths
 from lineage.store import MODELS
-from tasks.chat_template import CHAT_TEMPLATES
+from tasks.chat_template import template_text
 from tasks.remote_code import trust
 from tasks.wheel_model import wheel_entry, wheel_model
 
@@ -129,6 +129,11 @@ def _assembled(source: Source, directory: Path, cache: Path) -> Path:
 def _parts(source: Source, directory: Path, cache: Path) -> _Parts:
     adapter, weights, config, tokenizer = None, directory, directory, directory
     if is_peft(directory):
+        if source.base_model is None and not local_paths(source.path):
+            raise ConfigError(
+                f"sources.{_BASE}.path={source.path}: is an adapter on the hub, and the plan did not pin its base; set "
+                f"sources.{_BASE}.base_model={base_reference(_BASE, source, directory)}"
+            )
         base = base_source(source, directory)
         adapter, weights = directory, fetch_model(base, cache)
         config = weights
@@ -170,7 +175,7 @@ def _template(source: Source) -> str | None:
     if source.chat_template is None:
         return None
     file = template_file(_BASE, source.chat_template)
-    return file.read_text(encoding="utf-8") if file else CHAT_TEMPLATES[source.chat_template]
+    return file.read_text(encoding="utf-8") if file else template_text(source.chat_template)
 
 
 def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
