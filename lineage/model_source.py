@@ -63,6 +63,7 @@ ROPE: Mapping[str, tuple[frozenset[str], frozenset[str]]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+_LISTS = ("short_factor", "long_factor")
 _KEEPS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 
@@ -136,9 +137,14 @@ def _check_rope(where: str, value: object) -> None:
         raise ConfigError(
             f"{where}.{unknown[0]}: {rope_type} does not read it; accepted: {', '.join(sorted(needs | may))}; remove it"
         )
-    factor = value.get("factor", 1)
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-        raise ConfigError(f"{where}.factor={factor}: a number from 1 is accepted; correct it")
+    for key in given:
+        least, found = (1 if key == "factor" else 0), value[key]
+        numbers = found if key in _LISTS and isinstance(found, list) and found else [found]
+        fits = all(isinstance(each, int | float) and not isinstance(each, bool) and each >= least for each in numbers)
+        if not (isinstance(found, bool) if key == "truncate" else fits and isinstance(found, list) == (key in _LISTS)):
+            accepted = "true or false" if key == "truncate" else f"a number from {least}"
+            accepted = f"a list, each {accepted}" if key in _LISTS else accepted
+            raise ConfigError(f"{where}.{key}={found}: {accepted} is accepted; correct it")
 
 
 def with_kwargs(config: Mapping[str, object], kwargs: Mapping[str, object]) -> dict[str, object]:

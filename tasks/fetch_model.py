@@ -182,10 +182,16 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
     config = read_json(parts.config, CONFIG)
     assert isinstance(config, dict)
     config = checked_config(_BASE, config, source.model_kwargs)
-    known = vocabulary(parts.tokenizer)
-    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
-    copy_tokenizer_files(parts.tokenizer, draft)
     generation = read_json(parts.config, _GENERATION)
+    copy_tokenizer_files(parts.tokenizer, draft)
+    if parts.code:
+        check_code(_BASE, source.path, config)
+        config = _own_code(config)
+        for path in sorted(parts.code.glob(_CODE)):
+            shutil.copyfile(path, draft / path.name)
+        trust(draft)
+    known = vocabulary(draft) or _loaded_vocabulary(source, draft)
+    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
     if source.pad_token is not None:
         _set_pad_token(draft, source.pad_token)
         pad = {"pad_token_id": known[source.pad_token]} if known else {}
@@ -193,16 +199,21 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
         generation = {**generation, **pad} if isinstance(generation, dict) else generation
     if (template := _template(source)) is not None:
         _set_template(draft, template)
-    if parts.code:
-        check_code(_BASE, source.path, config)
-        config = _own_code(config)
-        for path in sorted(parts.code.glob(_CODE)):
-            shutil.copyfile(path, draft / path.name)
     _write(draft / CONFIG, config)
     if isinstance(generation, dict):
         _write(draft / _GENERATION, generation)
     adapter = str(parts.adapter.absolute()) if parts.adapter else None
     _write(draft / PARTS_FILE, {"weights": str(parts.weights.absolute()), "adapter": adapter})
+
+
+def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None:
+    """Token -> index of a tokenizer without a ``tokenizer.json``, where the source sets what has to fit it."""
+    if source.tokenizer is None and source.pad_token is None:
+        return None
+    from tasks.train.models import tokenizer_of
+
+    found: dict[str, int] = tokenizer_of(directory).get_vocab()
+    return found
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

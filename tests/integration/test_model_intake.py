@@ -13,12 +13,15 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages.given import job_inputs
 from lineage.artifact import Kind, Source
+from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, StoppedError
 from lineage.model_source import template_families, text_digest
 from lineage.sources import pin
 from tasks import remote_code
+from tasks.context import Resources, TrainContext
 from tasks.fetch_model import fetch_model
+from tasks.method import Adapter
 from tasks.train.models import tokenizer_of, whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
@@ -66,6 +69,30 @@ def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, a
     assert same(weights(found.output), weights(expected.output))
     unadapted = training.train(stage, root, tmp_path / "c" / "output", policy=base)
     assert not same(weights(found.output), weights(unadapted.output))
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)])
+def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
+    source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
+    directory = fetch_model(source, tmp_path / "cache")
+    stage = training.method("sft", num_steps=4, adapter=adapter)
+    reports: list[int] = []
+
+    def run(name: str, **fields: object) -> Path:
+        ctx = TrainContext(
+            output_dir=tmp_path / name, work_dir=tmp_path / "work", checkpoint_dir=tmp_path / f"{name}-checkpoints",
+            resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
+            report=lambda step, _: reports.append(step),
+        )  # fmt: skip
+        stage.run(training.inputs(root, stage, policy=directory), replace(ctx, **fields))
+        return tmp_path / name
+
+    unbroken = run("whole")
+    reports.clear()
+    with pytest.raises(StoppedError):
+        run("broken", should_stop=lambda: len(reports) == 1)
+    broken = run("broken", resume_from=Checkpoints(tmp_path / "broken-checkpoints").path(2))
+    assert reports == [1, 2, 3, 4] and same(weights(unbroken), weights(broken))
 
 
 def test_a_stage_installs_the_template_of_a_family(root, tmp_path):
