@@ -26,7 +26,6 @@ _BATCH: Fields = {"method.global_batch_size": 8, "resources.micro_batch_size": 4
 _BASE: Fields = {
     "method.learning_rate": 1e-3, "method.num_steps": 100, "method.max_length": 64, "method.global_batch_size": 8,
 }  # fmt: skip
-_MOST_CHANGES = 8  # rules that are met one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,7 @@ class Outcome:
         }
 
 
+@cache
 def trainings() -> dict[str, type[Method]]:
     """The methods of ``conf/stage`` that train, by the name of their file."""
     targets = {path.stem: str(yaml.safe_load(path.read_text())["_target_"]) for path in (CONF / "stage").glob("*.yaml")}
@@ -148,7 +148,7 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
     for each in chosen:
         pinned = {path: value for path, value in pinned.items() if not _overlap(path, each.fields)} | dict(each.fields)
     condition: dict[str, object] = {}
-    for _ in range(_MOST_CHANGES):
+    while True:
         try:
             case = case_of(cls, {**_BASE, **_BATCH, **machine, **condition, **pinned})
         except ConfigError as error:
@@ -156,10 +156,9 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
         refusal = next(refusals(case), None)
         if refusal is None:
             return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition)
-        if any(_overlap(path, {**pinned, **machine}) for path in refusal.nearest):
-            break
+        if any(_overlap(path, {**pinned, **machine, **condition}) for path in refusal.nearest):
+            return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
         condition |= refusal.nearest
-    return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
 
 
 def _overlap(path: str, fields: Fields) -> bool:
@@ -231,17 +230,13 @@ def compat_text() -> str:
     """The tables of ``compat``: settings on a condition, what does not work together, and the rules."""
     alone, pairs = all_outcomes()
     parts = [f"Settings: {_values_text()}"]
-    if conditions := _condition_rows(alone):
+    if conditions := condition_rows(alone):
         parts.append(_table(("SETTING", "WORKS", "WHY, OR WITH WHAT"), conditions))
     if refused := refused_rows(pairs):
         parts.append(_table(("SETTING", "NOT WITH", "RULE"), refused))
     else:
         parts.append("Every setting of these works with every other.")
-    rows = [
-        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
-        for rule in RULES
-    ]
-    parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rows))
+    parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rule_rows()))
     return "\n\n".join(parts)
 
 
@@ -249,7 +244,15 @@ def _values_text() -> str:
     return "; ".join(f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
 
 
-def _condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def rule_rows() -> list[tuple[str, str, str, str]]:
+    """Every rule with its example, its reason, and what to set instead."""
+    return [
+        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
+        for rule in RULES
+    ]
+
+
+def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """The choices that do not work alone, or only on a condition."""
     return [
         (str(each.choices[0]), each.works, each.reason or " ".join(assigned(each.condition)))
@@ -258,10 +261,10 @@ def _condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, ...]]:
     ]
 
 
-def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """A choice, the values of another setting that it does not work with, and the rule that says why."""
     refused = [each for each in pairs if each.works == "no"]
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for key, group in groupby(refused, key=lambda each: (str(each.choices[0]), each.choices[1].setting, each.rule)):
         left, setting, rule = key
         values = ", ".join(each.choices[1].value for each in group)
