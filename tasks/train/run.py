@@ -19,7 +19,7 @@ from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS
-from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
+from tasks.chat_template import install_chat_template, template_text
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.stop_tokens import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
@@ -246,7 +246,7 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
         if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self._chat_template])
+            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
 
     @cached_property
     def _ordered_rows(self) -> Dataset:
