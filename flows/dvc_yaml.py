@@ -28,6 +28,12 @@ from tasks.method import Training
 _CALL = "posttrain stage "
 _STAGE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # DVC's
 
+# Key of the configuration that sets a field in every stage -> the field.
+_SHARED = {
+    "adapter": "adapter", "quantization": "quantization", "optimizer": "optimizer", "lr_schedule": "schedule",
+    "save": "save",
+}  # fmt: skip
+
 Rendered = dict[str, object]
 Composed = Sequence[tuple[Path, str]]  # YAML files and the keys that they fill
 
@@ -118,7 +124,7 @@ def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
     keys = [f"stages.{name}.method", f"stages.{name}.inputs"]
     keys += [f"sources.{source}" for source in _sources(pipeline, name)]
     taken = {field.name for field in fields(method)}
-    return keys + [key for key in ("adapter", "save") if key in taken]
+    return keys + [key for key, field in _SHARED.items() if field in taken]
 
 
 def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[Rendered]:

@@ -13,7 +13,7 @@ from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
-from tasks.method import Method, Training
+from tasks.method import FROZEN_POLICY, Method, Training
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 _NONE: Fields = {}
@@ -179,6 +179,11 @@ def _unpackable(case: Case) -> str | None:
     return why_not_packable(case.config) if case.config and case.get("method.packing") else None
 
 
+def _computes_below_precision(case: Case) -> bool:
+    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
+    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
 RULES: tuple[Rule, ...] = (
     # Adapters and quantized bases.
     Rule(
@@ -263,6 +268,14 @@ RULES: tuple[Rule, ...] = (
         reason="FlashAttention computes in bf16 and fp16 alone",
         nearest={"resources.attention": "auto"},
         example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="weights-precision",
+        fields=("resources.weights", "method.precision"),
+        refuses=_computes_below_precision,
+        reason="a base or a reference in bf16 computes in bf16",
+        nearest={"method.precision": "bf16"},
+        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
     ),
     # Rows.
     Rule(
