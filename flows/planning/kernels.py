@@ -7,6 +7,7 @@ from pathlib import Path
 from flows.declare.pipeline import Pipeline, Stage
 from lineage.errors import ConfigError
 from tasks.method import Training
+from tasks.train.optimizers import OPTIMIZERS
 
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
@@ -21,6 +22,7 @@ def check_kernels(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
             _check_precision(f"stages.{name}", stage.method, stage)
+            _check_optimizer(f"stages.{name}", stage.method)
 
 
 def _check_precision(where: str, method: Training, stage: Stage) -> None:
@@ -35,6 +37,16 @@ def _check_precision(where: str, method: Training, stage: Stage) -> None:
     if method.has_own_loop or stage.resources.zero_stage:
         why = "a loop of its own" if method.has_own_loop else f"zero_stage={stage.resources.zero_stage}"
         raise ConfigError(f"{asked}: {why} does not scale the loss, which fp16 needs; set precision=bf16")
+
+
+def _check_optimizer(where: str, method: Training) -> None:
+    """Requires the package of an optimizer that is in none of the lock's."""
+    package = OPTIMIZERS[method.optimizer.name].package
+    if package and package.is_missing:
+        raise ConfigError(
+            f"{where}.method.optimizer.name={method.optimizer.name}: it needs the package {package.name}, which is not "
+            f"installed: {package.install}; or set optimizer=adamw_torch_fused"
+        )
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:

@@ -24,6 +24,7 @@ from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import has_diverged, step_metrics
+from tasks.train.own_optimizers import averaged, count_measured
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class Checkpointing(TrainerCallback):
         self.saver = Saver(ctx, best, seconds_before)
         self.stopped_at: int | None = None
         self.metrics_known = False
+        self._save = trainer._save_checkpoint
+        trainer._save_checkpoint = self._save_averaged
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.saver.begin(state.global_step)
@@ -135,6 +138,11 @@ class Checkpointing(TrainerCallback):
         if keep_best and keep_best.metric not in found:
             logger.warning("%s.metric=%s: %s; no checkpoint is kept for it", keep_best.key, keep_best.metric, known)
         self.metrics_known = True
+
+    def _save_averaged(self, *args: object, **kwargs: object) -> None:
+        """Replaces the trainer's ``_save_checkpoint``: its model is the one that would be the output now."""
+        with averaged(self.trainer.optimizer):
+            self._save(*args, **kwargs)
 
     def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.trainer.accelerator.wait_for_everyone()
@@ -245,6 +253,7 @@ class BestModel(TrainerCallback):
             # For the report of this step, and for the log that a resume loads.
             logs[HELD_OUT_LOSS] = held_out_loss(self.trainer, self.held_out, self.ctx)
             state.log_history[-1][HELD_OUT_LOSS] = logs[HELD_OUT_LOSS]
+            count_measured(self.trainer, logs[HELD_OUT_LOSS])
         value = self._agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan))
         if not self.best.is_better(value, self.value):
             return
@@ -352,7 +361,7 @@ def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
 @contextmanager
 def _evaluating(trainer: "Trainer") -> Iterator[None]:
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), averaged(trainer.optimizer):
         trainer.model.eval()
         try:
             yield
