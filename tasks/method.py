@@ -22,6 +22,7 @@ from tasks.train.adapters import Adapter
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Schedule
+from tasks.train.validation import Validation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -45,6 +46,7 @@ __all__ = [
     "Role",
     "Schedule",
     "Training",
+    "Validation",
 ]
 
 
@@ -89,6 +91,10 @@ class Training(TrainingRecipe):
         if self.best is not None:
             raise ConfigError(
                 f"method.best: {cls} has a loop of its own, which measures no competing models; set best=null"
+            )
+        if self.validation is not None:
+            raise ConfigError(
+                f"method.validation: {cls} has a loop of its own, which measures no held-out rows; set validation=null"
             )
         defaults = {each.name: each.default for each in fields(self)}
         for name in sorted(LOOP_FIELDS - self.applies):

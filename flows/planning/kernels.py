@@ -1,11 +1,13 @@
 """What a training takes from its machine (precision, attention, compilation): what is missing, and what would help."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
 from lineage.errors import ConfigError
+from tasks.context import Resources
 from tasks.method import Training
 from tasks.train.optimizers import OPTIMIZERS
 
@@ -14,29 +16,26 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
 
 def check_kernels(pipeline: Pipeline) -> None:
-    """Requires that each training can run on its resources as set.
+    """Requires that this machine has what the resources of its trainings need.
 
     Raises:
         ConfigError: names the field, what it needs, and the nearest that works.
     """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # they run on other machines
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
-            _check_precision(f"stages.{name}", stage.method, stage)
+            _check_compiler(f"stages.{name}.resources", stage.resources)
             _check_optimizer(f"stages.{name}", stage.method)
 
 
-def _check_precision(where: str, method: Training, stage: Stage) -> None:
-    if method.precision != "fp16":
-        return
-    asked = f"{where}.method.precision=fp16"
-    if not stage.resources.gpus_per_worker:
+def _check_compiler(where: str, resources: Resources) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if resources.compile and not resources.gpus_per_worker and not shutil.which(compiler):
         raise ConfigError(
-            f"{asked}: gpus_per_worker=0, and without a GPU the trainer would compute in fp32 without a word; set "
-            "precision=bf16 or fp32, or gpus_per_worker=1"
+            f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
+            "it (apt-get install g++), or set compile=false"
         )
-    if method.has_own_loop or stage.resources.zero_stage:
-        why = "a loop of its own" if method.has_own_loop else f"zero_stage={stage.resources.zero_stage}"
-        raise ConfigError(f"{asked}: {why} does not scale the loss, which fp16 needs; set precision=bf16")
 
 
 def _check_optimizer(where: str, method: Training) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lineage.errors import ConfigError, DataError
-from lineage.model_files import require_own_files, require_sound
+from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
@@ -23,8 +23,6 @@ def fetch_tokenizer(model: str) -> Path:
         require_sound(Path(model))
         return Path(model)
     from huggingface_hub import snapshot_download
-
-    from tasks.train.models import TOKENIZER_FILES
 
     try:
         return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))

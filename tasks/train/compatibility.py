@@ -181,7 +181,8 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 def _keep_best_unmeasured(case: Case) -> bool:
     kept, best = case.resources.keep_best, case.method.best
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not (best and best.metric == HELD_OUT_LOSS)
+    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
 
 
 def _unpackable(case: Case) -> str | None:
@@ -202,10 +203,6 @@ def _too_much_decay(case: Case) -> bool:
     return warmup + setting.decay_steps(num_steps) > num_steps
 
 
-def _is_measured(method: Training) -> bool:
-    return method.best is not None and method.best.metric == HELD_OUT_LOSS
-
-
 RULES: tuple[Rule, ...] = (
     # Adapters and quantized bases.
     Rule(
@@ -215,6 +212,63 @@ RULES: tuple[Rule, ...] = (
         reason="a base in few bits is frozen, so only an adapter can be trained on it",
         nearest={"method.adapter.type": "lora"},
         example={"method.quantization.format": "nf4", "method.adapter": None},
+    ),
+    # Precision.
+    Rule(
+        id="fp16-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp16" and not case.on_gpu,
+        reason="without a GPU the trainer computes in fp32 and says nothing",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16"},
+    ),
+    Rule(
+        id="fp16-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp16" and case.resources.zero_stage,
+        reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp16",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="fp16-own-loop",
+        fields=("method.precision", "method"),
+        refuses=lambda case: case.method.precision == "fp16" and case.method.has_own_loop,
+        reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
+        stage="own_loop",
+    ),
+    # Memory and kernels.
+    Rule(
+        id="empty-cache-cpu",
+        fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.empty_cache_steps and not case.on_gpu,
+        reason="it returns unused GPU memory, and there is no GPU",
+        nearest={"resources.empty_cache_steps": None},
+        example={"resources.empty_cache_steps": 10},
+    ),
+    Rule(
+        id="compile-zero",
+        fields=("resources.compile", "resources.zero_stage"),
+        refuses=lambda case: case.resources.compile and case.resources.zero_stage,
+        reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
+        nearest={"resources.compile": False},
+        example={"resources.compile": True, "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="loader-own-loop",
+        fields=("resources.dataloader_workers", "method"),
+        refuses=lambda case: case.resources.dataloader_workers and case.method.has_own_loop,
+        reason="a loop of a method's own collates in its own process",
+        nearest={"resources.dataloader_workers": 0},
+        example={"resources.dataloader_workers": 2},
+        stage="own_loop",
     ),
     # Rows.
     Rule(
@@ -317,7 +371,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="backward-fp16",
         fields=("method.optimizer.name", "method.precision"),
-        refuses=lambda case: case.optimizer.in_backward and case.get("method.precision") == "fp16",
+        refuses=lambda case: case.optimizer.in_backward and case.method.precision == "fp16",
         reason="LOMO and layer-wise optimizers update before the gradients of a scaled loss are scaled back",
         nearest={"method.precision": "bf16"},
         example={
@@ -355,13 +409,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="plateau-validation",
-        fields=("method.schedule.name", "method.best.metric"),
-        refuses=lambda case: case.get("method.schedule.name") == PLATEAU and not _is_measured(case.method),
+        fields=("method.schedule.name", "method.validation"),
+        refuses=lambda case: case.get("method.schedule.name") == PLATEAU and case.method.validation is None,
         reason="it lowers the learning rate where the loss on held-out rows no longer falls, and none is measured",
         nearest=lambda case: (
             {"method.schedule.name": "linear"}
             if case.method.has_own_loop or not type(case.method).reads.trained
-            else {"method.best.every_steps": 10, "method.best.metric": HELD_OUT_LOSS}
+            else {"method.validation.every_steps": 10}
         ),
         example={"method.schedule.name": PLATEAU},
     ),
@@ -422,9 +476,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="keep-best-unmeasured",
-        fields=("resources.keep_best.metric", "method.best"),
+        fields=("resources.keep_best.metric", "method.best", "method.validation"),
         refuses=_keep_best_unmeasured,
-        reason=f"{HELD_OUT_LOSS} is measured only where models compete by it, every method.best.every_steps steps",
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
         nearest={"resources.keep_best.metric": "loss"},
         example={"resources.keep_best.metric": HELD_OUT_LOSS},
     ),

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, Trainer, set_seed
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
-from tasks.best import HELD_OUT_LOSS, Best
+from tasks.best import HELD_OUT_LOSS
 from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.stop_tokens import stop_at
@@ -35,8 +35,8 @@ from tasks.train.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.kernels import fast_products, kernel_args, start_scaler
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.kernels import fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -44,6 +44,8 @@ from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
+from tasks.train.validating import validating
+from tasks.train.validation import VAL_LOSS
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -92,6 +94,7 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
+        prepare_layers(model, self.ctx.resources, own_loop=True)
         return replace(start, model=model.to(self.device).train())
 
     @cached_property
@@ -148,7 +151,9 @@ class TrainingRun:
             return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
-            return models.load_value_model(self.method, self.inputs[start], self.ctx)
+            model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            prepare_layers(model, self.ctx.resources, own_loop=True)
+            return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
@@ -228,7 +233,7 @@ class TrainingRun:
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
-        return fit(self.method, trainer, self.inputs, self.ctx)
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
 
     def save(self) -> None:
         """Writes the trained model with its tokenizer and chat template; rank 0 only."""
@@ -279,6 +284,7 @@ class TrainingRun:
             install_scores(trainer.model)
         for model in filter(None, (trainer.model, reference)) if is_line else ():
             install(model, packs=self._packs)
+        prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -296,7 +302,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
             f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
             "the global batch is derived from the latter, so the two must agree"
         )
-    on_gpu = resources.gpus_per_worker > 0
     return {
         "output_dir": str(ctx.work_dir),
         "per_device_train_batch_size": resources.micro_batch_size,
@@ -307,9 +312,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         **kernel_args(method, resources),
-        # Trades time for memory and changes no number: worth it only where models fill a GPU.
-        "gradient_checkpointing": on_gpu,
-        "dataloader_pin_memory": on_gpu,
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
@@ -328,32 +330,42 @@ def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> 
     return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
 
 
-def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
+def fit(
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int
+) -> dict[str, float]:
     """Trains to the last step and reports each; a trainer that is already there takes no step.
 
     The trainer then holds the weights of the stage's output: those of the last step, or of the best.
 
+    Args:
+        num_rows: that are trained on in a pass.
+
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
         ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
-        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``.
+        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
+        ``validation.patience`` ended it, ``ended_early_at_step``.
 
     Raises:
         StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
         PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: the best model is chosen on held-out rows, and there are none.
+        DataError: models are measured on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
     name_accumulation(trainer)
     before = seconds_before(ctx)
     start = time.perf_counter()
-    best = _best_model(method, trainer, inputs, ctx)
+    validation = validating(method, trainer, inputs, ctx, num_rows)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
-            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
+                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
             if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
                 discard_drafts(ctx.work_dir)
@@ -364,28 +376,21 @@ def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "Trai
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if validation and validation.ended_at:
+        notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:
         notes["diverged_at_step"] = float(divergence.step)
     seconds = before + time.perf_counter() - start
     log = trainer.state.log_history
-    return {**summary(log, seconds, num_steps=num_steps, output_step=step), **notes}
-
-
-def _best_model(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
-    if method.best is None:
-        return None
-    rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None
-    return BestModel(trainer, method.best, ctx, rows)
+    metrics = summary(log, seconds, num_steps=num_steps, output_step=step)
+    if method.validation and HELD_OUT_LOSS in metrics:
+        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
+    return {**metrics, **notes}
 
 
 def _train(
-    trainer: Trainer,
-    ctx: "TrainContext",
-    watching: Sequence["TrainerCallback"],
-    best: Best | None,
-    seconds_before: float,
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence["TrainerCallback"], checkpointing: Checkpointing
 ) -> None:
-    checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
     # The order matters: measure, then report, then save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
@@ -398,8 +403,6 @@ def _train(
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # the output of one that averages its steps is the average
-    if checkpointing.stopped_at is not None:
-        raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
 
 
 def seconds_before(ctx: "TrainContext") -> float:

@@ -1,18 +1,27 @@
 """What a training takes from its machine reaches the trainer, and keeps its trajectory."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import modeling_utils
+from transformers import trainer as transformers_trainer
 
 from lineage.errors import StoppedError
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import Adapter
 from tasks.train import kernels
-from tests import training
+from tests import tiny_models, training
+from tests.integration.test_own_loop import OptimizedLoop
+from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.training import same, weights
 
+LORA = Adapter(rank=4, alpha=8)
 RESOURCES = Resources(micro_batch_size=4)
 
 
@@ -87,3 +96,143 @@ def test_fp16_follows_fp32(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert found.losses != expected.losses
     assert found.losses == pytest.approx(expected.losses, rel=5e-3)
     assert [metrics["loss_scale"] for _, metrics in found.reports] == [1024.0] * 3
+
+
+METHODS = ("cpt", "sft", "reward", "dpo")
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], training.Trained]:
+    """Each method with resources as they are by default, in full and with LoRA."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {
+        (name, adapter is not None): training.train(
+            training.method(name, adapter=adapter), root, folder / f"{name}-{adapter is not None}" / "output"
+        )
+        for name in METHODS
+        for adapter in (None, LORA)
+    }
+
+
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the layers whose activations are recomputed, in each forward pass that takes gradients."""
+    calls: list[int] = []
+
+    def counted(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return checkpoint(function, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "checkpoint", counted)
+    return calls
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", METHODS)
+def test_recomputed_activations_change_no_loss(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained],
+    name: str, is_adapter: bool,
+) -> None:  # fmt: skip
+    calls, stage, counts = recomputed(monkeypatch), training.method(name, adapter=LORA if is_adapter else None), []
+    for value in ("off", "on", 2):
+        calls.clear()
+        resources = replace(RESOURCES, gradient_checkpointing=value)
+        run = training.train(stage, root, tmp_path / str(value) / "output", resources=resources)
+        assert run.losses == pytest.approx(plain[name, is_adapter].losses, rel=1e-6)
+        counts.append(len(calls))
+    passes = 3 * 2  # steps x micro batches
+    assert counts == [0, 2 * passes, passes]  # of two layers
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_can_recompute_every_second_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    root, calls = training.write_inputs(tmp_path / "inputs", num_rows=8), recomputed(monkeypatch)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    stage, losses = training.method("cpt", num_steps=2), []
+    for value in ("off", 2):
+        resources = replace(RESOURCES, gradient_checkpointing=value)
+        run = training.train(stage, root, tmp_path / str(value) / "output", policy=policy, resources=resources)
+        losses.append(run.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert len(calls) == 2 * 2
+
+
+def test_batches_that_other_processes_collate_are_the_same_to_the_bit(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained]
+) -> None:
+    workers: list[int] = []
+    monkeypatch.setattr(
+        DataLoader, "__iter__", lambda self, plain=DataLoader.__iter__: workers.append(self.num_workers) or plain(self)
+    )
+    resources = replace(RESOURCES, dataloader_workers=1)
+    run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
+    assert same(weights(run.output), weights(plain["dpo", False].output))
+    assert workers == [1]
+
+
+def test_gpu_memory_is_returned_every_n_steps(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(transformers_trainer, "clear_device_cache", lambda: returned.append(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: returned.append(1))
+    resources = replace(RESOURCES, micro_batch_size=8, empty_cache_steps=2)
+    for index, stage in enumerate((training.method("sft", num_steps=4), own_loop(num_steps=4))):
+        returned.clear()
+        training.train(stage, root, tmp_path / str(index) / "output", resources=resources)
+        assert len(returned) == 2
+
+
+def own_loop(**fields: object) -> OptimizedLoop:
+    return OptimizedLoop(**{**training.FIELDS, "max_length": 16, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_loop_of_its_own_recomputes_and_compiles_too(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
+) -> None:
+    calls, graphs, losses = recomputed(monkeypatch), compiled(monkeypatch), []
+    for name, fields in {"plain": {}, "layers": {"gradient_checkpointing": 2}, "compiled": {"compile": True}}.items():
+        resources = replace(RESOURCES, **fields)
+        run = training.train(own_loop(adapter=adapter), root, tmp_path / name / "output", resources=resources)
+        losses.append(run.losses)
+        assert len(calls) == (0 if name == "plain" else 3 * 2)
+        assert bool(graphs) == (name == "compiled")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Takes the place of the compiler, which takes a minute, and counts the graphs that it is given."""
+    graphs: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, example: list[object]) -> Callable[..., object]:
+        graphs.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(kernels, "COMPILER", compiler)
+    torch.compiler.reset()
+    return graphs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_compiled_layers_follow_those_that_are_not(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: dict[tuple[str, bool], training.Trained],
+    name: str,
+) -> None:
+    graphs = compiled(monkeypatch)
+    resources = replace(RESOURCES, compile=True)
+    run = training.train(training.method(name), root, tmp_path / "output", resources=resources)
+    assert graphs and run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_compilers_own_kernels_train_and_resume_to_the_bit(
+    root: Path, tmp_path: Path, plain: dict[tuple[str, bool], training.Trained]
+) -> None:
+    torch.compiler.reset()
+    resources = replace(RESOURCES, compile=True)
+    run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
+    assert run.losses == pytest.approx(plain["dpo", False].losses, rel=1e-5)
+    stop_and_go_on(training.method("sft", num_steps=6), root, tmp_path, replace(SAVING, compile=True))

@@ -124,7 +124,7 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("stages.left.method.num_steps=2.5", "valid integer"),
         ("stages.left.method.num_steps=many", 'num_steps="many": .*valid integer'),
         ("stages.left.method.warmup_ratio=-1", "greater than or equal to 0"),
-        ("stages.left.method.lr_schedule=sine", "'constant', 'linear' or 'cosine'"),
+        ("stages.left.method.lr_schedule=sine", "'constant', .*'linear', 'cosine', .* or 'reduce_lr_on_plateau'"),
         ("stages.left.method.learning_rate=1,2", "several values for one field"),
         (
             "stages.left.inputs.policy=data",
@@ -173,7 +173,8 @@ def test_a_mistake_says_what_is_accepted(override, message):
         (["adapter=qlora", "adapter.quantization=fp4"], 'adapter.quantization="fp4": input should be \'nf4\''),
         (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; names"),
         (["resources.keep_best={metric: held_out_loss}"], "left: resources.keep_best.metric=held_out_loss, "
-         "method.best=null: held_out_loss is measured only .* set stages.left.resources.keep_best.metric=loss"),
+         "method.best=null, method.validation=null: held_out_loss "
+         "is measured only .* set stages.left.resources.keep_best.metric=loss"),
         (["resources=zero2", "resources.num_workers=1"], "num_workers=1: ZeRO divides .* set stages.*zero_stage=0"),
         (["resources.num_workers=3", "resources.num_nodes=2", "resources.micro_batch_size=1",
           "stages.left.method.global_batch_size=9", "stages.right.method.global_batch_size=9"], "does not divide over"),
