@@ -6,9 +6,9 @@ does not, or joins two.
 """
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -99,7 +99,7 @@ class Muon(Optimizer):
             part.state, part.param_groups = self.state, self.param_groups[start:end]
             start = end
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for part in self.parts:
             part.step()
 
@@ -108,29 +108,29 @@ class Muon(Optimizer):
         self._share()
 
 
+def _class(module: str, name: str) -> type[Optimizer]:
+    """A class of a package that may not be installed."""
+    return cast("type[Optimizer]", getattr(importlib.import_module(module), name))
+
+
 def in_few_bits(groups: object, lr: float, kind: str, **options: object) -> Optimizer:
     """An optimizer of bitsandbytes."""
-    import bitsandbytes
-
-    return cast(Optimizer, getattr(bitsandbytes.optim, kind)(groups, lr=lr, **options))
+    return cast(Optimizer, _class("bitsandbytes.optim", kind)(groups, lr=lr, **options))
 
 
 def keep_embeddings_in_32_bits(model: nn.Module) -> None:
     """For optimizers of bitsandbytes, whose state of an embedding is too coarse in 8 bits: arXiv:2110.02861."""
-    from bitsandbytes.optim import GlobalOptimManager
-
+    manager = _class("bitsandbytes.optim", "GlobalOptimManager").get_instance()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def torchao_adamw(groups: object, lr: float, bits: int, **options: object) -> Optimizer:
     """AdamW of torchao. On a CPU it is not compiled: that takes a minute, and its steps are no faster for it."""
-    from torchao.optim import AdamW4bit, AdamW8bit
+    base = _class("torchao.optim", f"AdamW{bits}bit")
 
-    base = AdamW4bit if bits == 4 else AdamW8bit
-
-    class Eager(base):
+    class Eager(base):  # type: ignore[misc, valid-type]
         def step(self, closure: Callable[[], float] | None = None) -> None:
             if self.param_groups[0]["params"][0].device.type != "cpu":
                 super().step(closure)
@@ -148,12 +148,11 @@ def schedule_free(groups: object, lr: float, kind: str, momentum: float | None =
     computes each from the other, with another rounding each time; here the trained weights are kept meanwhile, and are
     in the checkpoint, beside the model that the checkpoint's own files hold.
     """
-    import schedulefree
-
+    base = _class("schedulefree", kind)
     if momentum is not None:
         options["momentum"] = momentum
 
-    class Exact(getattr(schedulefree, kind)):  # type: ignore[misc]
+    class Exact(base):  # type: ignore[misc, valid-type]
         @torch.no_grad()
         def eval(self) -> None:
             for parameter in self._trained() if self.param_groups[0]["train_mode"] else ():
@@ -190,22 +189,19 @@ def averaged(optimizer: object) -> Iterator[None]:
 
 def galore(groups: list[Group], lr: float, **options: object) -> Optimizer:
     """GaLore's AdamW, whose projections are in its state as matrices."""
-    from galore_torch import GaLoreAdamW
-
-    return _with_plain_projections(GaLoreAdamW)(groups, lr=lr, no_deprecation_warning=True, **options)
+    base = _class("galore_torch", "GaLoreAdamW")
+    return _with_plain_projections(base)(groups, lr=lr, no_deprecation_warning=True, **options)
 
 
 def apollo(groups: list[Group], lr: float, **options: object) -> Optimizer:
     """APOLLO's AdamW, likewise."""
-    from apollo_torch import APOLLOAdamW
-
-    return _with_plain_projections(APOLLOAdamW)(groups, lr=lr, **options)
+    return _with_plain_projections(_class("apollo_torch", "APOLLOAdamW"))(groups, lr=lr, **options)
 
 
-def _with_plain_projections(base: type) -> type[Optimizer]:
+def _with_plain_projections(base: type[Optimizer]) -> type[Optimizer]:
     """The optimizer with projections in checkpoints as tensors and numbers: it would pickle its own class."""
 
-    class Plain(base):  # type: ignore[misc]
+    class Plain(base):
         def state_dict(self) -> State:
             found: State = super().state_dict()
             found["state"] = {key: _without_projector(each) for key, each in cast(State, found["state"]).items()}
@@ -243,14 +239,13 @@ def _without_projector(state: object) -> object:
 
 
 def _galore(group: Group) -> object:
-    from galore_torch.galore_projector import GaLoreProjector
-
-    return GaLoreProjector(**{name: group[name] for name in ("rank", "update_proj_gap", "scale", "proj_type")})
+    projector = _class("galore_torch.galore_projector", "GaLoreProjector")
+    return projector(**{name: group[name] for name in ("rank", "update_proj_gap", "scale", "proj_type")})
 
 
 def galore_layerwise(groups: list[Group], lr: float, **options: object) -> Optimizer:
     """GaLore's AdamW, one per weight."""
-    return LayerWise(groups, lr, partial(galore, lr=lr, **options))
+    return LayerWise(groups, lr, lambda part: galore(part, lr, **options))
 
 
 class LayerWise(Optimizer):
@@ -274,7 +269,7 @@ class LayerWise(Optimizer):
         part.step()
         parameter.grad = None
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Nothing: the backward pass has done it."""
 
     def state_dict(self) -> State:
@@ -290,11 +285,10 @@ def grokadamw(groups: object, lr: float, **options: object) -> Optimizer:
     """GrokAdamW with its moments in the optimizer's state: its own keeps them where a checkpoint loses them."""
     handler, root = logging.NullHandler(), logging.getLogger()
     root.addHandler(handler)  # without one, the import would have everything logged twice
-    from grokadamw import GrokAdamW
-
+    base = _class("grokadamw", "GrokAdamW")
     root.removeHandler(handler)
 
-    class Kept(GrokAdamW):
+    class Kept(base):  # type: ignore[misc, valid-type]
         def _step_impl(self, closure: Callable[[], float] | None) -> None:
             for group in self.param_groups:
                 group["state"] = self.state
@@ -308,9 +302,7 @@ def grokadamw(groups: object, lr: float, **options: object) -> Optimizer:
 
 def lomo(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
     """LOMO: its hooks update the model's weights, with the learning rate that the trainer passes to its backward."""
-    from lomo_optim import Lomo
-
-    return cast(Optimizer, Lomo(model, lr=lr, weight_decay=weight_decay))
+    return cast(Optimizer, _class("lomo_optim", "Lomo")(model, lr=lr, weight_decay=weight_decay))
 
 
 class PlateauShare:

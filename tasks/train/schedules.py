@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -192,9 +192,15 @@ def schedule_args(setting: Schedule, learning_rate: float, num_steps: int, updat
     Args:
         updates_per_step: of a loop of its own, which steps the schedule as often.
     """
+    in_updates = {
+        name: getattr(setting, name) * updates_per_step
+        for name in ("warmup", "decay", "timescale")
+        if (getattr(setting, name) or 0) >= 1  # a number of steps, not a share of them
+    }
+    counted = replace(setting, **in_updates)
     # Below 1, transformers 5 takes warmup_steps for a ratio.
-    warmup = setting.warmup if setting.warmup < 1 else int(setting.warmup) * updates_per_step
-    own = SCHEDULES[setting.name].args(setting, learning_rate, num_steps * updates_per_step)
+    warmup = counted.warmup if counted.warmup < 1 else int(counted.warmup)
+    own = SCHEDULES[counted.name].args(counted, learning_rate, num_steps * updates_per_step)
     return {"learning_rate": learning_rate, "warmup_steps": warmup, **own}
 
 
