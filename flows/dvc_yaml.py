@@ -89,7 +89,10 @@ def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
     """The user's own data that the stage reads, where it lies in this folder; of a glob the directory before it."""
     found = []
     for source in _sources(pipeline, name):
-        path = pipeline.sources[source].path
+        stated = pipeline.sources[source]
+        path = stated.path
+        parts = filter(None, (stated.tokenizer, stated.chat_template, stated.base_model))
+        found += [_inside(place, folder) for part in parts for place in local_paths(part)]
         matches = local_paths(path)
         before = _inside(Path(*_before_wildcards(path)), folder)
         is_wide = matches and glob.has_magic(path) and before not in (None, ".")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, ClassVar, Union, get_args, get_origin
 
 from annotated_types import Gt
 
@@ -17,6 +17,7 @@ from lineage.model_source import MODEL_OPTIONS
 from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
 from lineage.text_split import check_split
+from tasks.chat_template import check_name
 from tasks.data.examine import OpenedRows, method_of, open_rows
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
@@ -41,10 +42,11 @@ class Asked:
     kind: Kind | None = None
     model: str | None = None
     max_length: Annotated[int, Gt(0)] | None = None
-    chat_template: Literal["chatml", "hermes"] | None = None
+    chat_template: str | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
+        check_name(self.chat_template)
         if self.kind and self.kind not in DATA:
             raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
         if not self.model:

@@ -18,7 +18,7 @@ _TEMPLATE_SUFFIX = ".jinja"
 _TRAINING = "_training"  # TRL's templates that only mark what is trained
 # What a template's special tokens look like: none of these is text that a user writes.
 _BAR = "[|\uff5c]"  # DeepSeek's tokens have the full-width one
-_SPECIAL_TOKEN = re.compile(rf"<{_BAR}[^<>|\s{{}}']+{_BAR}>|<(?:start|end)_of_turn>|<(?:\||/)?turn\|?>")
+SPECIAL_TOKEN = re.compile(rf"<{_BAR}[^<>|\s{{}}']+{_BAR}>|<(?:start|end)_of_turn>|<(?:\||/)?turn\|?>")
 _COMMIT = re.compile("[0-9a-f]{40}")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _SHARE = "a number from 0 to less than 1"
@@ -63,6 +63,7 @@ ROPE: Mapping[str, tuple[frozenset[str], frozenset[str]]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+_LISTS = ("short_factor", "long_factor")
 _KEEPS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 
@@ -136,9 +137,14 @@ def _check_rope(where: str, value: object) -> None:
         raise ConfigError(
             f"{where}.{unknown[0]}: {rope_type} does not read it; accepted: {', '.join(sorted(needs | may))}; remove it"
         )
-    factor = value.get("factor", 1)
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-        raise ConfigError(f"{where}.factor={factor}: a number from 1 is accepted; correct it")
+    for key in given:
+        least, found = (1 if key == "factor" else 0), value[key]
+        numbers = found if key in _LISTS and isinstance(found, list) and found else [found]
+        fits = all(isinstance(each, int | float) and not isinstance(each, bool) and each >= least for each in numbers)
+        if not (isinstance(found, bool) if key == "truncate" else fits and isinstance(found, list) == (key in _LISTS)):
+            accepted = "true or false" if key == "truncate" else f"a number from {least}"
+            accepted = f"a list, each {accepted}" if key in _LISTS else accepted
+            raise ConfigError(f"{where}.{key}={found}: {accepted} is accepted; correct it")
 
 
 def with_kwargs(config: Mapping[str, object], kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -222,9 +228,9 @@ def check_template(name: str, value: str, text: str, vocabulary: Mapping[str, in
     Raises:
         ConfigError: one would be cut into pieces.
     """
-    missing = [token for token in dict.fromkeys(_SPECIAL_TOKEN.findall(text)) if token not in (vocabulary or {token})]
+    missing = [token for token in dict.fromkeys(SPECIAL_TOKEN.findall(text)) if token not in (vocabulary or {token})]
     # Families name tokens for images and tools, which a text model lacks; without the ends of turns none works.
-    present = len(set(_SPECIAL_TOKEN.findall(text))) - len(missing)
+    present = len(set(SPECIAL_TOKEN.findall(text))) - len(missing)
     if missing and not present:
         raise ConfigError(
             f"sources.{name}.chat_template={value}: it writes {', '.join(missing[:4])}, and the tokenizer has no such "

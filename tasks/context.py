@@ -14,6 +14,7 @@ from tasks.best import KeepBest
 from tasks.heartbeat import Doing
 
 Metrics = Mapping[str, float]
+Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
 Precision = Literal["fp32", "bf16", "fp16", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
 
@@ -48,6 +49,7 @@ class Resources:
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
     deterministic: Literal["auto"] | bool = "auto"  # equal trainings are equal to the bit; auto: on CPUs, not on GPUs
+    attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
     compile: bool = False  # layers by torch.compile
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next

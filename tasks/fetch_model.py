@@ -29,7 +29,7 @@ from lineage.peft_adapter import base_reference, check_base, is_peft, not_an_ada
 from lineage.source_checks import is_hub_id
 from lineage.sources import local_paths
 from lineage.store import MODELS
-from tasks.chat_template import CHAT_TEMPLATES
+from tasks.chat_template import template_text
 from tasks.remote_code import trust
 from tasks.wheel_model import wheel_entry, wheel_model
 
@@ -129,6 +129,11 @@ def _assembled(source: Source, directory: Path, cache: Path) -> Path:
 def _parts(source: Source, directory: Path, cache: Path) -> _Parts:
     adapter, weights, config, tokenizer = None, directory, directory, directory
     if is_peft(directory):
+        if source.base_model is None and not local_paths(source.path):
+            raise ConfigError(
+                f"sources.{_BASE}.path={source.path}: is an adapter on the hub, and the plan did not pin its base; set "
+                f"sources.{_BASE}.base_model={base_reference(_BASE, source, directory)}"
+            )
         base = base_source(source, directory)
         adapter, weights = directory, fetch_model(base, cache)
         config = weights
@@ -170,17 +175,23 @@ def _template(source: Source) -> str | None:
     if source.chat_template is None:
         return None
     file = template_file(_BASE, source.chat_template)
-    return file.read_text(encoding="utf-8") if file else CHAT_TEMPLATES[source.chat_template]
+    return file.read_text(encoding="utf-8") if file else template_text(source.chat_template)
 
 
 def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
     config = read_json(parts.config, CONFIG)
     assert isinstance(config, dict)
     config = checked_config(_BASE, config, source.model_kwargs)
-    known = vocabulary(parts.tokenizer)
-    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
-    copy_tokenizer_files(parts.tokenizer, draft)
     generation = read_json(parts.config, _GENERATION)
+    copy_tokenizer_files(parts.tokenizer, draft)
+    if parts.code:
+        check_code(_BASE, source.path, config)
+        config = _own_code(config)
+        for path in sorted(parts.code.glob(_CODE)):
+            shutil.copyfile(path, draft / path.name)
+        trust(draft)
+    known = vocabulary(draft) or _loaded_vocabulary(source, draft)
+    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
     if source.pad_token is not None:
         _set_pad_token(draft, source.pad_token)
         pad = {"pad_token_id": known[source.pad_token]} if known else {}
@@ -188,16 +199,21 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
         generation = {**generation, **pad} if isinstance(generation, dict) else generation
     if (template := _template(source)) is not None:
         _set_template(draft, template)
-    if parts.code:
-        check_code(_BASE, source.path, config)
-        config = _own_code(config)
-        for path in sorted(parts.code.glob(_CODE)):
-            shutil.copyfile(path, draft / path.name)
     _write(draft / CONFIG, config)
     if isinstance(generation, dict):
         _write(draft / _GENERATION, generation)
     adapter = str(parts.adapter.absolute()) if parts.adapter else None
     _write(draft / PARTS_FILE, {"weights": str(parts.weights.absolute()), "adapter": adapter})
+
+
+def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None:
+    """Token -> index of a tokenizer without a ``tokenizer.json``, where the source sets what has to fit it."""
+    if source.tokenizer is None and source.pad_token is None:
+        return None
+    from tasks.train.models import tokenizer_of
+
+    found: dict[str, int] = tokenizer_of(directory).get_vocab()
+    return found
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

@@ -3,6 +3,8 @@
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
@@ -11,6 +13,21 @@ from tasks.context import Resources
 from tasks.method import Training
 from tasks.train.optimizers import OPTIMIZERS
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Package:
+    """What a setting needs: the module that it imports, and how it is installed."""
+
+    module: str
+    install: str
+
+
+_FLASH = {
+    "flash_attention_2": _Package(module="flash_attn", install="pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": _Package(
+        module="flash_attn_interface", install="from github.com/Dao-AILab/flash-attention, folder hopper: pip install ."
+    ),
+}
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
@@ -26,6 +43,7 @@ def check_kernels(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
             _check_compiler(f"stages.{name}.resources", stage.resources)
+            _check_packages(f"stages.{name}.resources", stage.resources)
             _check_optimizer(f"stages.{name}", stage.method)
 
 
@@ -35,6 +53,15 @@ def _check_compiler(where: str, resources: Resources) -> None:
         raise ConfigError(
             f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
             "it (apt-get install g++), or set compile=false"
+        )
+
+
+def _check_packages(where: str, resources: Resources) -> None:
+    if resources.attention in _FLASH and not find_spec(_FLASH[resources.attention].module):
+        package = _FLASH[resources.attention]
+        raise ConfigError(
+            f"{where}.attention={resources.attention}: the package {package.module} is not installed; install it "
+            f"({package.install}), or set attention=auto"
         )
 
 

@@ -230,17 +230,13 @@ def compat_text() -> str:
     """The tables of ``compat``: settings on a condition, what does not work together, and the rules."""
     alone, pairs = all_outcomes()
     parts = [f"Settings: {_values_text()}"]
-    if conditions := _condition_rows(alone):
+    if conditions := condition_rows(alone):
         parts.append(_table(("SETTING", "WORKS", "WHY, OR WITH WHAT"), conditions))
     if refused := refused_rows(pairs):
         parts.append(_table(("SETTING", "NOT WITH", "RULE"), refused))
     else:
         parts.append("Every setting of these works with every other.")
-    rows = [
-        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
-        for rule in RULES
-    ]
-    parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rows))
+    parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rule_rows()))
     return "\n\n".join(parts)
 
 
@@ -248,7 +244,15 @@ def _values_text() -> str:
     return "; ".join(f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
 
 
-def _condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def rule_rows() -> list[tuple[str, str, str, str]]:
+    """Every rule with its example, its reason, and what to set instead."""
+    return [
+        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
+        for rule in RULES
+    ]
+
+
+def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """The choices that do not work alone, or only on a condition."""
     return [
         (str(each.choices[0]), each.works, each.reason or " ".join(assigned(each.condition)))
@@ -257,10 +261,10 @@ def _condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, ...]]:
     ]
 
 
-def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """A choice, the values of another setting that it does not work with, and the rule that says why."""
     refused = [each for each in pairs if each.works == "no"]
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, str, str]] = []
     for key, group in groupby(refused, key=lambda each: (str(each.choices[0]), each.choices[1].setting, each.rule)):
         left, setting, rule = key
         values = ", ".join(each.choices[1].value for each in group)

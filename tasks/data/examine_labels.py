@@ -4,11 +4,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
+from lineage.model_source import has_tokenizer
+from lineage.peft_adapter import is_peft
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
+from tasks.fetch_model import base_source
 from tasks.recipe import Input
 
 
@@ -19,9 +23,12 @@ def fetch_tokenizer(model: str) -> Path:
         ConfigError: there is none.
     """
     if os.path.isdir(model):
-        require_own_files(Path(model))
-        require_sound(Path(model))
-        return Path(model)
+        directory = Path(model)
+        require_own_files(directory)
+        require_sound(directory)
+        if is_peft(directory) and not has_tokenizer(directory):
+            return fetch_tokenizer(base_source(Source(path=model, kind=Kind.CHECKPOINT), directory).path)
+        return directory
     from huggingface_hub import snapshot_download
 
     try:

@@ -270,6 +270,24 @@ RULES: tuple[Rule, ...] = (
         example={"resources.dataloader_workers": 2},
         stage="own_loop",
     ),
+    Rule(
+        id="flash-attention-cpu",
+        fields=("resources.attention", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.attention.startswith("flash") and not case.on_gpu,
+        reason="FlashAttention has kernels for GPUs alone",
+        nearest={"resources.attention": "auto"},
+        example={"resources.attention": "flash_attention_2", "method.precision": "bf16"},
+    ),
+    Rule(
+        id="flash-attention-fp32",
+        fields=("resources.attention", "method.precision"),
+        refuses=lambda case: (
+            case.resources.attention.startswith("flash") and case.on_gpu and case.method.precision == "fp32"
+        ),
+        reason="FlashAttention computes in bf16 and fp16 alone",
+        nearest={"resources.attention": "auto"},
+        example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+    ),
     # Rows.
     Rule(
         id="packing-position-ids",

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import Resources
+    from tasks.context import Precision, Resources
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_SCALE = 1024.0  # torch's own 65536 overflows at the first steps of most language models
 COMPILER = "inductor"
-_AMPERE = (8, 0)
+AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute capability
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _CHECKPOINT = {"use_reentrant": False}
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
@@ -52,7 +54,7 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         # fp32 means fp32: TF32 has 10 bits of mantissa.
-        "tf32": precision != "fp32" and torch.cuda.get_device_capability() >= _AMPERE if on_gpu else None,
+        "tf32": precision != "fp32" and torch.cuda.get_device_capability()[0] >= AMPERE if on_gpu else None,
         "use_cpu": not on_gpu,
         "activation_checkpointing": resources.checkpointed_layers is not None,
         "activation_checkpointing_kwargs": dict(_CHECKPOINT),  # TRL changes it
@@ -60,6 +62,22 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "dataloader_num_workers": resources.dataloader_workers,
         "dataloader_pin_memory": on_gpu,
     }
+
+
+def attention_of(resources: "Resources", precision: "Precision") -> str | None:
+    """The attention of a training's models; None: that of transformers, SDPA where the architecture has it.
+
+    ``auto`` is FlashAttention where its package is installed and the GPU can run it, unless kernels must be
+    deterministic, with which its backward pass is slower than that of SDPA.
+    """
+    if resources.attention != "auto":
+        return resources.attention
+    if not resources.gpus_per_worker or resources.is_deterministic or precision not in ("bf16", "fp16"):
+        return None
+    generation = torch.cuda.get_device_capability()[0]
+    if generation == HOPPER and find_spec(FLASH_PACKAGES["flash_attention_3"]):
+        return "flash_attention_3"
+    return "flash_attention_2" if generation >= AMPERE and find_spec(FLASH_PACKAGES["flash_attention_2"]) else None
 
 
 def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources", *, own_loop: bool) -> None:

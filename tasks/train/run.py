@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -18,7 +19,7 @@ from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS
-from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
+from tasks.chat_template import install_chat_template, template_text
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.stop_tokens import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
@@ -36,7 +37,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
-from tasks.train.kernels import fast_products, kernel_args, prepare_layers, start_scaler
+from tasks.train.kernels import attention_of, fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -61,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _POLICY = "policy"
+_FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 class TrainingRun:
@@ -94,6 +96,8 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
+        if self._attention:
+            start.model.set_attn_implementation(self._attention)
         prepare_layers(model, self.ctx.resources, own_loop=True)
         return replace(start, model=model.to(self.device).train())
 
@@ -141,7 +145,11 @@ class TrainingRun:
             an adapter: the reference is the policy without it.
         """
         model = self._load(name)
-        return model.to(self.device) if model is not None and self.method.has_own_loop else model
+        if model is None or not self.method.has_own_loop:
+            return model
+        if self._attention:
+            model.set_attn_implementation(self._attention)
+        return model.to(self.device)
 
     def _load(self, name: str) -> "PreTrainedModel | None":
         role = self.method.models[name]
@@ -240,7 +248,7 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
         if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self._chat_template])
+            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
 
     @cached_property
     def _ordered_rows(self) -> Dataset:
@@ -260,6 +268,12 @@ class TrainingRun:
     @property
     def _is_reward_model(self) -> bool:
         return self.method.models[_POLICY] == Role.REWARD_HEAD
+
+    @cached_property
+    def _attention(self) -> str | None:
+        found = attention_of(self.ctx.resources, self.method.precision)
+        logger.info("precision=%s attention=%s", self.method.precision, found or "default")
+        return found
 
     def _with_adapter(self, model: "PreTrainedModel", adapter: "PeftConfig") -> "PeftModel":
         set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
@@ -282,8 +296,11 @@ class TrainingRun:
         """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
         if self._is_reward_model:
             install_scores(trainer.model)
-        for model in filter(None, (trainer.model, reference)) if is_line else ():
-            install(model, packs=self._packs)
+        for model in filter(None, (trainer.model, reference)):
+            if is_line:
+                install(model, self._attention, packs=self._packs)
+            elif self._attention:
+                model.set_attn_implementation(self._attention)
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
@@ -440,6 +457,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
+    os.environ[_FLASH] = str(int(enabled))  # of flash-attn, which does not ask torch
     # Filling takes time, and training never reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -454,4 +472,5 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        os.environ[_FLASH] = "0"
         torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -132,3 +132,13 @@ def test_the_command_writes_the_file(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["dvc_yaml", "pipeline=typo"])
     assert main() == 2
     assert "no such pipeline" in capsys.readouterr().err
+
+
+def test_a_stage_depends_on_all_parts_of_a_model(folder):
+    for name in ("model", "tokenizer"):
+        (folder / name).mkdir()
+    (folder / "own.jinja").write_text("{{ messages }}")
+    words = ["model=pretrained", *(f"sources.base.{field}={place}" for field, place in (
+        ("path", "model"), ("tokenizer", "tokenizer"), ("chat_template", "own.jinja")))]  # fmt: skip
+    deps = yaml.safe_load(render(words, folder))["stages"]["cpt"]["deps"]
+    assert {"model", "tokenizer", "own.jinja"} <= set(deps)

@@ -1,8 +1,10 @@
 """What a training takes from its machine reaches the trainer, and keeps its trajectory."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tasks.method import Adapter
 from tasks.train import kernels
 from tests import tiny_models, training
 from tests.integration.test_own_loop import OptimizedLoop
+from tests.integration.test_padding_free import plain_flash
 from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.training import same, weights
 
@@ -225,6 +228,75 @@ def test_compiled_layers_follow_those_that_are_not(
     resources = replace(RESOURCES, compile=True)
     run = training.train(training.method(name), root, tmp_path / "output", resources=resources)
     assert graphs and run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_eager_attention_calls_no_other_kernel_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    losses, calls, sdpa = [], [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(1) or sdpa(*args, **kwargs),
+    )  # fmt: skip
+    for attention in ("auto", "eager"):
+        calls.clear()
+        resources = replace(RESOURCES, attention=attention)
+        run = training.train(
+            training.method("dpo", num_steps=2),
+            root,
+            tmp_path / attention / "output",
+            policy=policy,
+            resources=resources,
+        )
+        losses.append(run.losses)
+        assert bool(calls) == (attention == "auto" and architecture != "gemma2")  # its capped scores are products
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_flash_attention_of_a_package_is_called_for_every_row(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained],
+    name: str, attention: str,
+) -> None:  # fmt: skip
+    calls: list[int] = []
+
+    def attend(*states: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append(len(options["cu_seqlens_q"]) - 1)  # type: ignore[arg-type]
+        return plain_flash(*states, **{**options, "deterministic": False})  # type: ignore[arg-type]
+
+    package = kernels.FLASH_PACKAGES[attention]
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_varlen_func=attend))
+    resources = replace(RESOURCES, attention=attention)
+    run = training.train(training.method(name), root, tmp_path / "output", resources=resources)
+    assert run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
+    rows = 4 * (2 if name in ("reward", "dpo") else 1)
+    assert calls == [rows] * (3 * 2 * 2 * (2 if name == "dpo" else 1))  # steps, micro batches, layers, models
+
+
+def test_packed_rows_do_not_see_each_other_in_eager_attention(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", packing="best_fit", global_batch_size=4)
+    packed = [
+        training.train(
+            stage, root, tmp_path / attention / "output", resources=replace(RESOURCES, attention=attention)
+        ).losses
+        for attention in ("auto", "eager")
+    ]
+    assert packed[1] == pytest.approx(packed[0], rel=1e-5)
+
+
+def test_a_loop_of_its_own_has_the_attention_of_its_resources(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = training.train(own_loop(), root, tmp_path / "auto" / "output").losses
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    run = training.train(
+        own_loop(), root, tmp_path / "eager" / "output", resources=replace(RESOURCES, attention="eager")
+    )
+    assert run.losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

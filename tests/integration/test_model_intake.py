@@ -13,12 +13,15 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages.given import job_inputs
 from lineage.artifact import Kind, Source
+from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError
-from lineage.model_source import template_families
+from lineage.errors import ConfigError, StoppedError
+from lineage.model_source import template_families, text_digest
 from lineage.sources import pin
 from tasks import remote_code
+from tasks.context import Resources, TrainContext
 from tasks.fetch_model import fetch_model
+from tasks.method import Adapter
 from tasks.train.models import tokenizer_of, whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
@@ -66,6 +69,52 @@ def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, a
     assert same(weights(found.output), weights(expected.output))
     unadapted = training.train(stage, root, tmp_path / "c" / "output", policy=base)
     assert not same(weights(found.output), weights(unadapted.output))
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)])
+def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
+    source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
+    directory = fetch_model(source, tmp_path / "cache")
+    stage = training.method("sft", num_steps=4, adapter=adapter)
+    reports: list[int] = []
+
+    def run(name: str, **fields: object) -> Path:
+        ctx = TrainContext(
+            output_dir=tmp_path / name, work_dir=tmp_path / "work", checkpoint_dir=tmp_path / f"{name}-checkpoints",
+            resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
+            report=lambda step, _: reports.append(step),
+        )  # fmt: skip
+        stage.run(training.inputs(root, stage, policy=directory), replace(ctx, **fields))
+        return tmp_path / name
+
+    unbroken = run("whole")
+    reports.clear()
+    with pytest.raises(StoppedError):
+        run("broken", should_stop=lambda: len(reports) == 1)
+    broken = run("broken", resume_from=Checkpoints(tmp_path / "broken-checkpoints").path(2))
+    assert reports == [1, 2, 3, 4] and same(weights(unbroken), weights(broken))
+
+
+def test_a_stage_installs_the_template_of_a_family(root, tmp_path):
+    """Where no source brings the model, as behind a stage that makes one: by name, with its text as identity."""
+    stages = [training.method("sft", num_steps=2, chat_template=name) for name in (None, "chatml", "qwen3")]
+    found = [training.train(stage, root, tmp_path / str(index) / "output") for index, stage in enumerate(stages)]
+    assert found[0].losses == found[1].losses != found[2].losses, "the policy's own is chatml"
+    text = template_families()["qwen3"].read_text()
+    assert (found[2].output / "chat_template.jinja").read_text() == text
+    assert stages[2].recipe()["chat_template_text"] == text_digest(text)
+    assert "chat_template_text" not in stages[1].recipe()
+
+
+@pytest.mark.parametrize("name", ["chatm", "own.jinja", "llama3_training"])
+def test_a_stage_takes_the_name_of_a_template_alone(name):
+    with pytest.raises(ConfigError, match=rf"chat_template={name}: no such template; accepted: chatml.*qwen3.*sources"):
+        training.method("sft", chat_template=name)
+
+
+def test_a_family_whose_tokens_the_model_lacks_is_refused(root, tmp_path):
+    with pytest.raises(ConfigError, match=r"chat_template=llama3 needs the tokens .*<\|eot_id\|>.* vocabulary lacks"):
+        training.train(training.method("sft", chat_template="llama3"), root, tmp_path / "output")
 
 
 @pytest.mark.parametrize(

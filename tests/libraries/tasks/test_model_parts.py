@@ -160,6 +160,19 @@ def test_a_pad_token_outside_the_vocabulary_is_refused_by_the_plan(model):
         pinned(model, pad_token="<pad>")
 
 
+def test_a_tokenizer_without_a_tokenizer_json_is_judged_when_it_is_loaded(model, fetched, tmp_path):
+    tokens = json.loads((model / "tokenizer.json").read_text())["model"]
+    (model / "tokenizer.json").unlink()
+    edit(model / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    (model / "vocab.json").write_text(json.dumps(tokens["vocab"]))
+    (model / "merges.txt").write_text("\n".join(" ".join(pair) for pair in tokens["merges"]))
+    pinned(model, pad_token="<pad>")  # the plan cannot know
+    with pytest.raises(ConfigError, match=r"pad_token='<pad>': the tokenizer has no such token"):
+        fetched(pad_token="<pad>")
+    directory = fetched(pad_token="<|im_start|>")
+    assert AutoConfig.from_pretrained(directory).pad_token_id == tokens["vocab"]["<|im_start|>"]
+
+
 def test_our_templates_are_those_of_the_tasks():
     assert set(OWN_TEMPLATES) == CHAT_TEMPLATES.keys()
     assert TEMPLATE_TOKENS.split() == list(TOKENS)
@@ -255,6 +268,15 @@ def test_an_old_config_keeps_its_theta_under_another_scaling():
         ({"rope_scaling": {"rope_type": "su", "factor": 2}}, r"a mapping with rope_type linear, dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling: linear needs factor; set .*rope_scaling\.factor="),
         ({"rope_scaling": {**ROPE, "fator": 2}}, r"rope_scaling\.fator: linear does not read it; accepted: factor"),
+        ({"rope_scaling": {**ROPE, "factor": float("nan")}}, r"factor=nan: a number from 1 is accepted"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+            r"beta_fast=32: a number from 0 is accepted",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": 1, "long_factor": [1]}},
+            r"short_factor=1: a list, each a number from 0 is accepted",
+        ),
         ({"rope_scaling": {**ROPE, "factor": 0.5}}, r"factor=0\.5: a number from 1 is accepted"),
         ({"attention_dropout": 1.5}, r"attention_dropout=1\.5: a number from 0 to less than 1 is accepted"),
         ({"max_position_embeddings": 2.5}, r"max_position_embeddings=2\.5: a whole number above 0"),

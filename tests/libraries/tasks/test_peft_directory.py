@@ -29,6 +29,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.peft_adapter import MERGED_TYPES
 from lineage.sources import Pinned, pin
+from tasks.data.examine_labels import fetch_tokenizer
 from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.train.adapter_files import base_and_adapters
 from tasks.train.models import tokenizer_of, whole_model
@@ -142,6 +143,26 @@ def test_a_base_of_the_hub_is_pinned_to_a_commit(lora: Path, base: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert base_and_adapters(fetch_model(pinned(lora).source, lora.parent / "cache"))[0] == base
     assert asked == [("owner/name", commit)]
+
+
+def test_an_adapter_of_the_hub_needs_its_base_in_the_plan(
+    lora: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda path, **_: str(lora if path == "o/lora" else base))
+    with pytest.raises(ConfigError, match=rf"o/lora: is an adapter on the hub.*set sources.base.base_model={base}"):
+        fetch_model(checkpoint("o/lora", revision=commit), lora.parent / "cache")
+    source = checkpoint("o/lora", revision=commit, base_model=f"o/base@{commit}")
+    found = pin("base", source, DigestCache(None))
+    assert base_and_adapters(fetch_model(found.source, lora.parent / "cache")) == (base, [lora])
+    other = replace(source, base_model=f"o/base@{commit[::-1]}")
+    assert pin("base", other, DigestCache(None)).fingerprint != found.fingerprint
+
+
+def test_its_tokens_are_counted_by_the_tokenizer_of_its_base(lora: Path, base: Path) -> None:
+    assert fetch_tokenizer(str(lora)) == base
+    move_tokenizer(Path(shutil.copytree(base, lora.parent / "copy")), lora)
+    assert fetch_tokenizer(str(lora)) == lora
 
 
 def test_adapter_and_base_are_identity_and_recorded(lora: Path, base: Path, tmp_path: Path) -> None:

@@ -73,6 +73,18 @@ def test_compilation_on_a_cpu_needs_a_compiler(monkeypatch):
     make_plan(pipeline)
 
 
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_a_package_that_is_not_installed_is_named_with_its_install_command(monkeypatch, attention):
+    pipeline = load_pipeline(["resources=gpu", f"resources.attention={attention}"])
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=rf"attention={attention}: the package flash_attn\S* is not installed; install "
+    ):
+        make_plan(pipeline)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    make_plan(pipeline)
+
+
 @pytest.mark.parametrize(
     ("value", "every"), [("off", None), ("on", 1), ("true", 1), ("false", None), ("3", 3), ("1", 1)]
 )
