@@ -14,7 +14,7 @@ from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
-from tasks.method import Method, Training
+from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.schedules import PLATEAU
 
@@ -203,6 +203,11 @@ def _too_much_decay(case: Case) -> bool:
     return warmup + setting.decay_steps(num_steps) > num_steps
 
 
+def _computes_below_precision(case: Case) -> bool:
+    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
+    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
 RULES: tuple[Rule, ...] = (
     # Adapters and quantized bases.
     Rule(
@@ -287,6 +292,14 @@ RULES: tuple[Rule, ...] = (
         reason="FlashAttention computes in bf16 and fp16 alone",
         nearest={"resources.attention": "auto"},
         example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="weights-precision",
+        fields=("resources.weights", "method.precision"),
+        refuses=_computes_below_precision,
+        reason="a base or a reference in bf16 computes in bf16",
+        nearest={"method.precision": "bf16"},
+        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
     ),
     # Rows.
     Rule(

@@ -34,16 +34,18 @@ EXTRA = "optimizers"  # of pyproject.toml: the packages below, but those of a no
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How gradients change the weights. A field that is None has the optimizer's own value.
+    """How gradients change the weights.
 
     Args:
         name: an entry of ``OPTIMIZERS``, which says what each one is, needs and reads.
-        betas: decay of the moments: of the first and second; of ``ademamix`` and ``came`` three. AdamW: 0.9, 0.999.
-        eps: added to the denominator; AdamW: 1e-8.
+        betas: decay of the first and second moment, of ``ademamix`` and ``came`` of a third; None: the optimizer's own,
+            0.9 and 0.999 for AdamW.
+        eps: added to the denominator; None: the optimizer's own, 1e-8 for AdamW.
         weight_decay: decoupled, as in Loshchilov and Hutter 2019, arXiv:1711.05101, of all but biases and norms;
             ``sgd``, ``adagrad`` and ``rmsprop`` add it to the gradient; ``lomo`` decays every weight.
-        momentum: of ``sgd`` and ``rmsprop`` 0, of ``muon`` 0.95, of ``schedule_free_sgd`` 0.9.
-        nesterov: whether momentum looks one step ahead; ``sgd`` false, ``muon`` true.
+        momentum: decay of the mean gradient; None: of ``sgd`` and ``rmsprop`` 0, of ``muon`` 0.95, of
+            ``schedule_free_sgd`` 0.9.
+        nesterov: whether momentum looks one step ahead; None: ``sgd`` does not, ``muon`` does.
         alpha: ``rmsprop``: decay of the squared gradient, 0.99. ``ademamix``: weight of the slow average, 5.
         clip_threshold: largest root mean square of an update; ``adafactor`` and ``came``: 1.
         rank: of the subspace onto which ``galore`` and ``apollo`` project gradients; 128.

@@ -24,7 +24,7 @@ PLATEAU: Name = "reduce_lr_on_plateau"
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate over the steps of a training. A field that is None has the schedule's own value.
+    """The learning rate over the steps of a training.
 
     Args:
         name: an entry of ``SCHEDULES``, which says what each one is and reads.

@@ -60,6 +60,15 @@ def test_the_default_pipeline_depends_on_its_recipes_and_no_resources(monkeypatc
     assert "resources" not in text and "tracking" not in text
 
 
+@pytest.mark.parametrize("words", [["optimizer=adamw_torch_fused"], ["schedule=linear"], ["adapter=qlora"]])
+def test_a_setting_of_all_stages_is_a_parameter_of_each(monkeypatch, words):
+    monkeypatch.chdir(REPOSITORY)
+    group, name = words[0].split("=")
+    found = yaml.safe_load(render(words, REPOSITORY))["stages"]
+    stated = {file for parameter in found["sft"]["params"] for file in parameter}
+    assert f"conf/{group}/{name}.yaml" in stated
+
+
 def test_a_stage_states_what_its_identity_rests_on(folder):
     left = stages(folder)["left"]
     view = "artifacts/pipelines/mini"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tasks.method import Optimizer
@@ -94,6 +95,18 @@ def test_every_field_changes_the_steps(name: str, field: str) -> None:
     with_nesterov = {"momentum": 0.9} if (name, field) == ("sgd", "nesterov") else {}
     before = trained(setting(name, **few, **with_nesterov))
     assert not same(trained(setting(name, **few, **with_nesterov, **{field: value})), before)
+
+
+@pytest.mark.parametrize("name", [name for name in RUN_HERE if "lora_plus_ratio" in OPTIMIZERS[name].reads])
+def test_lora_plus_changes_the_steps(name: str) -> None:
+    def adapted(ratio: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["up", "down"]))
+        optimizer = build(setting(name, lora_plus_ratio=ratio), RATE, decayed, model)
+        steps(model, optimizer, 0, SLOW_STARTS.get(name, 2))
+        return {key: value for key, value in model.state_dict().items() if "lora_B" in key}
+
+    assert not any(torch.equal(weight, adapted(1.0)[key]) for key, weight in adapted(4.0).items())
 
 
 def test_no_two_optimizers_take_the_same_steps() -> None:
