@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos test-gpu dvc-yaml prefect-yaml lock clean
+.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos test-gpu dvc-yaml prefect-yaml settings-page lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -73,6 +73,9 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.deploy.prefect_yaml
+
+settings-page: $(READY)  ## docs/settings.md, rendered from the settings' dataclasses and the table of what works with what
+	$(BIN)/python -m flows.reports.settings_page
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock

@@ -46,6 +46,7 @@ COMMANDS = {
     "logs": "print what a stage and its libraries said",
     "cancel": "stop a run, and leave nothing running",
     "serve": "register every pipeline as a Prefect deployment, and run what is asked of it",
+    "compat": "show what works with what, and why not; with overrides, whether the stages that they declare work",
     "doctor": "check that this machine is fit to run",
 }
 

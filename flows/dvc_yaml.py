@@ -20,13 +20,19 @@ from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
 from lineage.dvc_store import FILE, read_stages
 from lineage.errors import ConfigError, PipelineError
-from lineage.sources import local_paths
+from lineage.sources import local_parts, local_paths
 from lineage.store import MANIFEST, METRICS, PLOTS
 from lineage.view import View
 from tasks.method import Training
 
 _CALL = "posttrain stage "
 _STAGE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # DVC's
+
+# Key of the configuration that sets a field in every stage -> the field.
+_SHARED = {
+    "adapter": "adapter", "quantization": "quantization", "optimizer": "optimizer", "lr_schedule": "schedule",
+    "save": "save",
+}  # fmt: skip
 
 Rendered = dict[str, object]
 Composed = Sequence[tuple[Path, str]]  # YAML files and the keys that they fill
@@ -89,8 +95,10 @@ def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
     """The user's own data that the stage reads, where it lies in this folder; of a glob the directory before it."""
     found = []
     for source in _sources(pipeline, name):
-        path = pipeline.sources[source].path
+        stated = pipeline.sources[source]
+        path = stated.path
         matches = local_paths(path)
+        found += [_inside(place, folder) for place in local_parts(stated) if place not in matches]
         before = _inside(Path(*_before_wildcards(path)), folder)
         is_wide = matches and glob.has_magic(path) and before not in (None, ".")
         found += [before] if is_wide else [_inside(place, folder) for place in matches]
@@ -116,7 +124,7 @@ def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
     keys = [f"stages.{name}.method", f"stages.{name}.inputs"]
     keys += [f"sources.{source}" for source in _sources(pipeline, name)]
     taken = {field.name for field in fields(method)}
-    return keys + [key for key in ("adapter", "save") if key in taken]
+    return keys + [key for key, field in _SHARED.items() if field in taken]
 
 
 def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[Rendered]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, ClassVar, Union, get_args, get_origin
 
 from annotated_types import Gt
 
@@ -13,9 +13,11 @@ from flows.declare.typed import typed
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
+from lineage.model_source import MODEL_OPTIONS
 from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
 from lineage.text_split import check_split
+from tasks.chat_template import check_name
 from tasks.data.examine import OpenedRows, method_of, open_rows
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
@@ -40,10 +42,11 @@ class Asked:
     kind: Kind | None = None
     model: str | None = None
     max_length: Annotated[int, Gt(0)] | None = None
-    chat_template: Literal["chatml", "hermes"] | None = None
+    chat_template: str | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
+        check_name(self.chat_template)
         if self.kind and self.kind not in DATA:
             raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
         if not self.model:
@@ -70,8 +73,10 @@ def _refuse(*, why: str, **stated: object) -> None:
 
 _OF_SOURCES, _OF_STAGES, _OF_ASKED = (
     {field.name: field.type for field in fields(cls) if field.name not in without}
-    for cls, without in ((Source, ("path", "kind", "labels", "fallback")), (Prepare, ("replay_share",)), (Asked, ()))
-)  # what is left out needs a pipeline
+    for cls, without in (
+        (Source, ("path", "kind", "labels", "fallback", *MODEL_OPTIONS)), (Prepare, ("replay_share",)), (Asked, ())
+    )
+)  # fmt: skip # what is left out needs a pipeline
 _TYPES = {**_OF_SOURCES, **_OF_STAGES, **_OF_ASKED}
 
 
@@ -140,7 +145,8 @@ def stated_source(path: str, stated: Mapping[str, object], config_dir: Path | No
 def _present(source: Source) -> Source:
     """A source that is there, as ``pin`` would have it; the bytes of local files are not read for that."""
     if paths := local_paths(source.path):
-        check_options("rows", source, is_hub=False, is_url=False)
+        is_directory = len(paths) == 1 and paths[0].is_dir()
+        check_options("rows", source, is_hub=False, is_url=False, is_directory=is_directory)
         check_split("rows", source.path, source.split_by, files_of(paths))
         return source
     return pin("rows", source, DigestCache(None)).source

@@ -64,6 +64,16 @@ class Source:
             goes into carries them. Not identity.
         fallback: of an alias: a stage, or ``source:NAME``, that fills its slots while the alias names no such thing;
             None: optional slots stay empty.
+        subset: of a hub data set, or of a directory whose ``README.md`` declares several: the name of one.
+        loader: further arguments of ``datasets.load_dataset`` (``lineage.source_checks.LOADER``), such as
+            ``data_files``.
+        tokenizer: replaces a model's own: a directory, or a hub id with an optional ``@REVISION``.
+        pad_token: a token of the tokenizer's vocabulary.
+        chat_template: replaces the tokenizer's own: a name (``lineage.model_source``), or a file.
+        model_kwargs: settings of its ``config.json`` (``lineage.model_source.KWARGS``), such as ``rope_scaling``.
+        base_model: of a PEFT adapter: the model that it is put on, a directory or a hub id with an optional
+            ``@REVISION``; None: as its ``adapter_config.json`` names it.
+        trust_remote_code: runs the Python files of a hub repository; ``revision`` must be a commit.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -83,6 +93,14 @@ class Source:
     credentials: Mapping[str, str] = field(default_factory=dict, hash=False)
     labels: tuple[str, ...] = ()
     fallback: str | None = None
+    subset: str | None = None
+    loader: Mapping[str, object] = field(default_factory=dict, hash=False)
+    tokenizer: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None = None
+    model_kwargs: Mapping[str, object] = field(default_factory=dict, hash=False)
+    base_model: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         refuse_secrets(self.path)

@@ -10,8 +10,11 @@ from lineage.manifest import Provenance, library_versions
 # Of a stage's resources what may change the order of a sum, and so its last bits.
 _RESOURCES = (
     "num_nodes", "num_workers", "cpus_per_worker", "gpus_per_worker", "micro_batch_size", "zero_stage",
-    "deterministic",
 )  # fmt: skip
+# Of settings that were added later, those that differ from what trainings before did.
+_ADDED_LATER = {
+    "weights": "auto", "gradient_checkpointing": "off", "attention": "auto", "compile": False, "liger": False,
+}  # fmt: skip
 
 
 def kind_of(ran: Provenance) -> dict[str, object]:
@@ -33,8 +36,18 @@ def _kind(
     resources: Mapping[str, object], python: str, libraries: Mapping[str, str], hardware: Mapping[str, str]
 ) -> dict[str, object]:
     return {
-        "resources": {name: resources[name] for name in _RESOURCES if name in resources},
+        "resources": _deciding(resources),
         "python": python,
         "libraries": dict(libraries),
         "hardware": dict(hardware),
     }
+
+
+def _deciding(resources: Mapping[str, object]) -> dict[str, object]:
+    """The resources that decide the last bits; ``deterministic=auto`` is what it selects."""
+    found = {name: resources[name] for name in _RESOURCES if name in resources}
+    if "deterministic" in resources:
+        deterministic = resources["deterministic"]
+        found["deterministic"] = resources.get("gpus_per_worker") == 0 if deterministic == "auto" else deterministic
+    changed = {name for name, default in _ADDED_LATER.items() if resources.get(name, default) != default}
+    return {**found, **{name: resources[name] for name in changed}}

@@ -1,12 +1,27 @@
-"""What a model's directory may hold: sound files of its own, since they are read, and copied into each output."""
+"""What a model's directory holds: sound files of its own, since they are read, and copied into each output."""
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lineage.errors import ConfigError
 
+# Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than those it was loaded from.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
 _WEIGHTS, _INDEX = ".safetensors", ".index.json"
 _READ = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
@@ -65,3 +80,28 @@ def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None)
         for name in sorted(names):
             if os.path.normpath(name).startswith(("/", "..")):
                 raise ConfigError(f"{path} names {name}, which is not in its directory; files in it are accepted")
+
+
+def read_json(directory: Path | None, name: str) -> object:
+    """A file of a model; None: it is not there, or is no valid JSON."""
+    try:
+        return json.loads((directory / name).read_text(encoding="utf-8")) if directory else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def quantization_format(config: object) -> str | None:
+    """The format of a model that was quantized before, from its ``config.json``: ``bitsandbytes nf4``, ``gptq`` ...
+
+    Returns:
+        None: it is in full precision, or ``config`` is not a mapping.
+    """
+    text = config.get("text_config") if isinstance(config, Mapping) else None
+    nested = text.get("quantization_config") if isinstance(text, Mapping) else None
+    found = (config.get("quantization_config") if isinstance(config, Mapping) else None) or nested
+    if not isinstance(found, Mapping):
+        return None
+    method = str(found.get("quant_method", "bitsandbytes"))
+    if method != "bitsandbytes":
+        return method
+    return f"{method} {found.get('bnb_4bit_quant_type', 'fp4') if found.get('load_in_4bit') else 'int8'}"

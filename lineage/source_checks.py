@@ -2,15 +2,42 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.errors import ConfigError
+from lineage.model_source import check_model_options
 from lineage.python_source import PYTHON
 from lineage.text_split import check_split
 
-_READING = ("format", "columns", "split_by", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming")
+_READING = (
+    "format", "columns", "split_by", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming", "subset", "loader",
+)  # fmt: skip
+# Arguments of `datasets.load_dataset`, and of its builders, that decide which rows are read.
+LOADER = (
+    "data_dir", "data_files", "columns", "field", "sep", "delimiter", "header", "names", "usecols", "skiprows", "nrows",
+    "quotechar", "escapechar", "decimal", "thousands", "na_values", "encoding", "encoding_errors", "sample_by",
+    "keep_linebreaks", "newlines_in_values", "verification_mode",
+)  # fmt: skip
+_INSTEAD = {  # argument -> what to set in its place
+    "path": "sources.{0}.path", "name": "sources.{0}.subset", "split": "sources.{0}.split",
+    "revision": "sources.{0}.revision", "streaming": "sources.{0}.streaming",
+    "token": "the environment variable HF_TOKEN", "cache_dir": "the environment variable HF_DATASETS_CACHE",
+    "trust_remote_code": "nothing: `datasets` runs no code of a data set", "num_proc": "nothing: it changes no row",
+}  # fmt: skip
 
 _BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an unknown number
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that names no file of this machine is the id of a hub repository."""
+    owner, _, name = path.partition("/")
+    return (
+        bool(owner and name)
+        and "/" not in name
+        and not path.startswith((".", "~", "/", PYTHON))
+        and not path.endswith(".jsonl")
+    )
 
 
 def reading_options(source: Source) -> dict[str, object]:
@@ -30,11 +57,16 @@ def reading_identity(source: Source) -> dict[str, object]:
     )
 
 
-def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> None:
+def is_loaded(source: Source) -> bool:
+    """Whether ``datasets.load_dataset`` reads a directory, which our own readers read otherwise."""
+    return source.subset is not None or bool(source.loader)
+
+
+def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_directory: bool = False) -> None:
     """That a source states nothing that would not be read.
 
     Args:
-        is_hub, is_url: what its path is.
+        is_hub, is_url, is_directory: what its path is.
 
     Raises:
         ConfigError: names the field, and what to do.
@@ -47,6 +79,8 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool) -> N
         )
     if source.kind != Kind.ROWS:
         _refuse_reading(name, source)
+    check_model_options(name, source, is_hub=is_hub)
+    _check_loader(name, source, can_load=is_hub or is_directory)
     if source.shuffle_buffer is not None and source.shuffle_seed is None:
         raise ConfigError(
             f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; state "
@@ -82,6 +116,45 @@ def _refuse_reading(name: str, source: Source) -> None:
             f"sources.{name}.{stated[0]}: it says how rows are read, and this source is of kind {source.kind}; "
             f"remove {', '.join(stated)}, or state kind: rows"
         )
+
+
+def _check_loader(name: str, source: Source, *, can_load: bool) -> None:
+    """What is passed to `datasets.load_dataset` is known, and reads nothing that the source is not pinned to."""
+    if not is_loaded(source):
+        return
+    field = f"sources.{name}.{'loader' if source.subset is None else 'subset'}"
+    if not can_load:
+        raise ConfigError(
+            f"{field}: {source.path} is not read by `datasets.load_dataset`; a hub data set, or a directory laid out "
+            "like one, is accepted; remove subset and loader"
+        )
+    if source.split_by is not None:
+        raise ConfigError(
+            f"sources.{name}.split_by={source.split_by}: `datasets.load_dataset` does not read it; remove it, or set "
+            f"sources.{name}.loader.sample_by"
+        )
+    for key, value in source.loader.items():
+        if key not in LOADER:
+            instead = _INSTEAD.get(key)
+            hint = f"; use {instead.format(name)}" if instead else "; remove it"
+            raise ConfigError(f"sources.{name}.loader.{key}: not accepted; accepted: {', '.join(LOADER)}{hint}")
+        if key in ("data_dir", "data_files"):
+            for path in _texts(value):
+                if "://" in path or path.startswith(("/", "~")) or ".." in path.split("/"):
+                    raise ConfigError(
+                        f"sources.{name}.loader.{key}={path}: is outside {source.path}, which alone is pinned; a path "
+                        f"below it is accepted; set sources.{name}.path to what holds the rows"
+                    )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for each in value.values() for text in _texts(each))
+    elif isinstance(value, list | tuple):
+        yield from (text for each in value for text in _texts(each))
 
 
 def _check_streaming(name: str, source: Source, is_hub: bool) -> None:

@@ -17,10 +17,24 @@ from lineage.dvc_hash import tracked_hash
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
-from lineage.model_files import require_own_files, require_sound
+from lineage.model_files import read_json, require_own_files, require_sound
+from lineage.model_source import (
+    TEMPLATE_TOKENS,
+    check_code,
+    check_template,
+    check_tokens,
+    has_tokenizer,
+    model_options,
+    split_reference,
+    template_file,
+    text_digest,
+    tokenizer_files,
+    vocabulary,
+)
+from lineage.peft_adapter import base_source, check_base, is_peft, not_an_adapter
 from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
-from lineage.source_checks import check_options, reading_identity, reading_options
+from lineage.source_checks import check_options, is_hub_id, is_loaded, reading_identity, reading_options
 from lineage.text_split import (
     SplitBy,
     check_split,
@@ -35,6 +49,8 @@ NOTHING: Mapping[str, object] = MappingProxyType({})
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
+
+_BY_VALUE = ("pad_token", "model_kwargs", "trust_remote_code")  # of a model's options: identity as they are set
 
 # Raise it when tasks/quickstart makes other rows of the same interpreter: else stages made of the old ones are reused.
 _QUICKSTART_VERSION = 3
@@ -65,7 +81,21 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     """
     matches = local_paths(source.path)
     is_hub = not matches and is_hub_id(source.path)
-    check_options(name, source, is_hub=is_hub, is_url=is_url(source.path))
+    is_directory = len(matches) == 1 and matches[0].is_dir()
+    check_options(name, source, is_hub=is_hub, is_url=is_url(source.path), is_directory=is_directory)
+    is_adapter = source.kind != Kind.ROWS and is_directory and is_peft(matches[0])
+    if is_adapter and source.kind != Kind.CHECKPOINT:
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: is an adapter, and this source is of kind {source.kind}; a whole "
+            "model is accepted; merge the adapter into its base, and save that"
+        )
+    if source.kind == Kind.CHECKPOINT and (model_options(source) or is_adapter):
+        return _with_parts(name, source, matches, cache)
+    return _pinned_path(name, source, matches, cache)
+
+
+def _pinned_path(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
+    """What the path alone names."""
     if source.path.startswith(QUICKSTART):
         # These rows come from the interpreter's own documentation, so the interpreter is their revision, with what is
         # made of it.
@@ -79,7 +109,7 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         return _by_code(name, source)
     if matches:
         return _by_content(name, source, matches, cache)
-    if is_hub:
+    if is_hub_id(source.path):
         return _by_revision(source, _hub_commit(name, source))
     raise ConfigError(
         f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is no hub id "
@@ -87,8 +117,92 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     )
 
 
+def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
+    """A model of several parts: its own files, with the tokenizer, template, settings and base that the source sets."""
+    path = _pinned_path(name, source, matches, cache)
+    directory = matches[0] if matches else None
+    tokenizer, template, base_model = source.tokenizer, source.chat_template, source.base_model
+    identity: dict[str, object] = {key: value for key, value in model_options(source).items() if key in _BY_VALUE}
+    files, digest, tokens, config_of = dict(path.record.files), path.digest, directory, directory
+    if source.base_model is not None and (directory and not is_peft(directory)):
+        raise not_an_adapter(name, source)
+    if source.base_model is not None or (directory and is_peft(directory)):
+        base = pin(name, base_source(name, source, directory), cache)
+        identity["base_model"] = base.fingerprint
+        base_model = _reference(base.source)
+        files |= base.record.files
+        digest = digest_of({"adapter": digest, "base": base.digest or base.fingerprint}) if digest else None
+        config_of = next(iter(local_paths(base.source.path)), None)
+        tokens = directory if directory and has_tokenizer(directory) else config_of
+        check_base(name, source.path, base.source.path, read_json(config_of, "config.json"))
+    if source.tokenizer is not None:
+        identity["tokenizer"], tokenizer, tokens, more = _pinned_tokenizer(name, source.tokenizer, cache)
+        files |= more
+    config, known = read_json(config_of, "config.json"), vocabulary(tokens)
+    if source.tokenizer is not None or source.pad_token is not None or tokens != config_of:
+        check_tokens(f"sources.{name}", known, source.pad_token, config)
+    if source.chat_template is not None:
+        identity["chat_template"], template, more = _pinned_template(name, source.chat_template, known)
+        files |= more
+    if source.trust_remote_code:
+        check_code(name, source.path, config)
+    pinned = replace(path.source, tokenizer=tokenizer, chat_template=template, base_model=base_model)
+    record = replace(path.record, files=files, reading={**path.record.reading, **model_options(pinned)})
+    fingerprint = hashlib.sha256(canonical_json({"model": path.fingerprint, **identity}).encode()).hexdigest()
+    return Pinned(source=pinned, fingerprint=fingerprint, digest=digest, record=record)
+
+
+def _reference(source: Source) -> str:
+    return f"{source.path}@{source.revision}" if source.revision else source.path
+
+
+def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, str, Path | None, dict[str, str]]:
+    """Its identity, absolute path or hub id with a commit, directory where it is here, and digests of its files."""
+    where = f"sources.{name}.tokenizer={given}"
+    matches = local_paths(given)
+    if not matches:
+        path, revision = split_reference(given)
+        if not is_hub_id(path):
+            raise ConfigError(
+                f"{where}: no such directory from {Path.cwd()}, and not a hub id (owner/name); give one that exists"
+            )
+        commit = _hub_commit(name, Source(path=path, kind=Kind.CHECKPOINT, revision=revision))
+        return f"{path}@{commit}", f"{path}@{commit}", None, {}
+    directory = matches[0].absolute()
+    if not directory.is_dir() or not has_tokenizer(directory):
+        raise ConfigError(
+            f"{where}: holds no tokenizer; a directory as tokenizer.save_pretrained writes it is accepted"
+        )
+    require_own_files(directory)
+    require_sound(directory, passed=cache.knows)
+    paths = tokenizer_files(directory)
+    digests = dict(zip(paths, digest_all(paths, cache), strict=True))
+    identity = digest_of({path.relative_to(directory).as_posix(): digest for path, digest in digests.items()})
+    return identity, str(directory), directory, {str(path): digest for path, digest in digests.items()}
+
+
+def _pinned_template(name: str, given: str, known: Mapping[str, int] | None) -> tuple[str, str, dict[str, str]]:
+    """Its identity, its name or absolute path, and the digest of a file of the user's."""
+    file = template_file(name, given)
+    if file is None:
+        check_template(name, given, TEMPLATE_TOKENS, known)
+        return given, given, {}
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"sources.{name}.chat_template={given}: cannot be read ({error}); a text in UTF-8 is accepted"
+        ) from error
+    check_template(name, given, text, known)
+    is_family = not given.endswith(".jinja") and "/" not in given
+    digest = text_digest(text)
+    return digest, given if is_family else str(file), {} if is_family else {str(file): digest}
+
+
 def never_changes(source: Source) -> bool:
     """Whether its name says already what it holds: a commit of the hub, a wheel, or the rows that ship with Python."""
+    if local_parts(source):
+        return False
     return source.path.startswith((QUICKSTART, WHEEL)) or (is_hub_id(source.path) and _is_commit(source.revision))
 
 
@@ -162,7 +276,7 @@ def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCac
 
 def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, object]:
     """How rows are read where the source leaves it open, as far as it is another way than it once was."""
-    if source.kind != Kind.ROWS:
+    if source.kind != Kind.ROWS or is_loaded(source):
         return {}
     check_split(name, source.path, source.split_by, files_of(matches))
     texts = [file for match in matches for file in _files(match) if is_text(file, in_directory=file != match)]
@@ -182,6 +296,19 @@ def local_paths(path: str) -> list[Path]:
     """The files and directories of this machine that a path or a glob names; empty for a hub id."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
+
+
+def local_parts(source: Source) -> list[Path]:
+    """The files and directories of this machine that a source is made of.
+
+    Raises:
+        ConfigError: of an adapter, whose base is missing.
+    """
+    parts = (source.path, source.tokenizer, source.chat_template, source.base_model)
+    found = [path for part in parts if part for path in local_paths(part)]
+    if source.kind == Kind.CHECKPOINT and source.base_model is None and found and is_peft(found[0]):
+        found += local_parts(base_source("base", source, found[0]))
+    return found
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
@@ -206,17 +333,6 @@ def _by_place(paths: list[Path], digests: dict[str, str]) -> dict[str, str]:
         for place, path in enumerate(paths)
         for file in _files(path)
     }
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether a path that names no file of this machine is the id of a hub repository."""
-    owner, _, name = path.partition("/")
-    return (
-        bool(owner and name)
-        and "/" not in name
-        and not path.startswith((".", "~", "/", PYTHON))
-        and not path.endswith(".jsonl")
-    )
 
 
 def _is_commit(revision: str | None) -> bool:

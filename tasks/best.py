@@ -87,12 +87,16 @@ class KeepBest(Ranking):
 
 @dataclass(frozen=True, kw_only=True)
 class Best(Ranking):
-    """Which model is a stage's best: that of all multiples of ``every_steps``, and of the last step. Identity."""
+    """Which model is a stage's best: that of all multiples of ``every_steps``, and of the last step. Identity.
+
+    Args:
+        every_steps: None: those that ``validation`` measures compete.
+    """
 
     key: ClassVar[str] = "method.best"
 
     metric: str = HELD_OUT_LOSS
-    every_steps: Annotated[int, Gt(0)]
+    every_steps: Annotated[int, Gt(0)] | None = None
 
     def competes(self, step: int) -> bool:
         """Whether a model before the last one competes: checkpoints of other steps were saved for other reasons.
@@ -100,7 +104,7 @@ class Best(Ranking):
         Args:
             step: optimizer steps that it was trained for; the last one competes whatever their number.
         """
-        return step % self.every_steps == 0
+        return self.every_steps is None or step % self.every_steps == 0  # else only what was measured has the metric
 
 
 def kept_steps(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
+from lineage.model_source import SPECIAL_TOKEN, template_families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,16 +61,40 @@ HERMES = (
 CHAT_TEMPLATES = {"chatml": CHATML, "hermes": HERMES}
 
 
+def check_name(name: str | None) -> None:
+    """That a template of this name exists.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None or name in CHAT_TEMPLATES:
+        return
+    names = [*CHAT_TEMPLATES, *template_families()]
+    if name not in names:
+        raise ConfigError(
+            f"chat_template={name}: no such template; accepted: {', '.join(names)}; name one of these; a template in a "
+            "file belongs to the model: set sources.base.chat_template=FILE.jinja"
+        )
+
+
+def template_text(name: str) -> str:
+    """One of our templates, or that of a family in TRL."""
+    return CHAT_TEMPLATES.get(name) or template_families()[name].read_text(encoding="utf-8")
+
+
 def install_chat_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """Gives the tokenizer a template.
 
     Raises:
         ConfigError: the vocabulary lacks the template's tokens; adding them would change the tokenizer.
     """
-    missing = [token for token in TOKENS if token not in tokenizer.get_vocab()]
-    if missing:
+    text, vocabulary = template_text(name), tokenizer.get_vocab()
+    needed = TOKENS if name in CHAT_TEMPLATES else tuple(dict.fromkeys(SPECIAL_TOKEN.findall(text)))
+    missing = [token for token in needed if token not in vocabulary]
+    # Families name tokens for images and tools too, which a text model lacks.
+    if missing and (name in CHAT_TEMPLATES or len(missing) == len(needed)):
         raise ConfigError(
-            f"chat_template={name} needs the tokens {', '.join(TOKENS)} and the model's vocabulary lacks "
+            f"chat_template={name} needs the tokens {', '.join(needed)} and the model's vocabulary lacks "
             f"{', '.join(missing)}; start from a model whose tokenizer has them or that brings a chat template"
         )
-    tokenizer.chat_template = CHAT_TEMPLATES[name]
+    tokenizer.chat_template = text

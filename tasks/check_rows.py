@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tasks.recipe import Input
 
 _VERSION = 2  # raise it when the same rows are now found to repeat others
+EXAMPLES = "examples"
 POLICY = "policy"  # the slot of what a training stage starts from, and takes its tokenizer from
 
 
@@ -30,13 +31,16 @@ def check_rows(
     chat_template: str | None,
     previous_percent: float | None,
 ) -> "Metrics":
-    """Makes the tokens that the stage will train on, into the cache, and looks at their labels.
+    """Makes the tokens that the stage will train on, into the cache, and checks their labels.
 
     Args:
         method: one that states its tokenization.
         inputs: the rows; as policy, the model that brings the tokenizer.
         chat_template: that it will have by then; None: that of the policy.
         previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+
+    Returns:
+        What became of the rows, and ``examples``: how many are trained on in a pass.
 
     Raises:
         DataError: rows cannot be rendered, nothing would be trained, or less than half of what was the last time.
@@ -52,7 +56,7 @@ def check_rows(
     tokens = load_or_make(tokenization, rows, inputs[POLICY].path, ctx.cache_dir, ctx.resources.cpus_per_worker)
     show(tokens, rows, method.max_length)
     tokens.require_like(previous_percent, stage)
-    return tokens.metrics
+    return {**tokens.metrics, EXAMPLES: float(len(tokens))}
 
 
 def rows_slot(method: TrainingRecipe) -> str:

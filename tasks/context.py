@@ -14,6 +14,8 @@ from tasks.best import KeepBest
 from tasks.heartbeat import Doing
 
 Metrics = Mapping[str, float]
+Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
+Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
 
@@ -42,11 +44,18 @@ class Resources:
     zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are divided over the workers
     gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps from one checkpoint to the next
-    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; both may be stated
+    save_epochs: Annotated[float, Gt(0)] | None = None  # the same in passes over the rows
+    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; all may be set
     keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
-    deterministic: bool = True  # equal trainings are equal to the bit on a GPU too; attention is slower for it
+    deterministic: Literal["auto"] | bool = "auto"  # equal trainings are equal to the bit; auto: on CPUs, not on GPUs
+    weights: Dtype | Literal["auto"] = "auto"  # of what is frozen: see frozen_dtype
+    attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
+    gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
+    compile: bool = False  # layers by torch.compile
+    empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next
+    dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
     @property
@@ -58,6 +67,30 @@ class Resources:
         if precision != "auto":
             return precision
         return "bf16" if self.gpus_per_worker else "fp32"
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether only deterministic kernels are used."""
+        return self.gpus_per_worker == 0 if self.deterministic == "auto" else self.deterministic
+
+    @property
+    def checkpointed_layers(self) -> int | None:
+        """N where the activations of every Nth layer are recomputed in the backward pass; None: of none."""
+        chosen = self.gradient_checkpointing
+        if isinstance(chosen, bool | str):
+            return 1 if chosen in (True, "on") else None
+        return chosen
+
+    def frozen_dtype(self, precision: Precision | None) -> Dtype:
+        """Dtype of references, teachers, reward models, evaluated models, and the base under an adapter.
+
+        Args:
+            precision: of the training; None: nothing is trained. A base in bf16 computes in bf16, so ``auto`` keeps
+                fp32 where the training does not.
+        """
+        if self.weights != "auto":
+            return self.weights
+        return "bf16" if self.gpus_per_worker and precision in ("bf16", None) else "fp32"
 
     def accumulation_steps(self, global_batch_size: int) -> int:
         """Micro batches per optimizer step, derived so that the global batch stays what the recipe says.

@@ -114,9 +114,11 @@ def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
     """How many checkpoints are surely made, and at the most: none of the last step; any step may be the last."""
     before_last = (method.num_steps or _UNKNOWN_STEPS) - 1
     by_steps = before_last // resources.save_steps if resources.save_steps else 0
-    if resources.save_minutes is not None:
+    if resources.save_minutes is not None or resources.save_epochs is not None:
         return by_steps, before_last
-    competing = before_last // method.best.every_steps if method.best else 0
+    # At which steps an epoch ends is not known before the rows are.
+    every = method.best and (method.best.every_steps or (method.validation and method.validation.every_steps) or 1)
+    competing = before_last // every if every else 0
     stopped = 1
     return by_steps, min(before_last, by_steps + competing + stopped)
 

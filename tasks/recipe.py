@@ -3,7 +3,6 @@
 ``tasks.method`` adds how a training runs; a method that trains nothing needs only what is here.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +24,7 @@ from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Name as ScheduleName
 from tasks.train.schedules import Schedule
+from tasks.train.validation import Validation, steps_of_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,8 @@ class TrainingRecipe(Method):
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # short for schedule.warmup
     weight_decay: Annotated[float, Ge(0)] | None = None  # short for optimizer.weight_decay
     save: Literal["adapter"] | None = None  # the output: only the adapter; None: the whole model
-    best: Best | None = None  # which models compete to be the best
+    validation: Validation | None = None  # the loss on held-out rows, while it trains
+    best: Best | None = None  # which models compete to be the best; None with output=best: those of validation
     output: Literal["best", "last"] = "last"
     on_divergence: Literal["fail", "best"] = "fail"  # when the loss is non-finite
 
@@ -222,7 +223,7 @@ class TrainingRecipe(Method):
         if self.num_steps is not None:
             return self.num_steps
         assert self.num_epochs
-        return max(1, math.ceil(self.num_epochs * num_rows() / self.global_batch_size))
+        return steps_of_epochs(self.num_epochs, num_rows(), self.global_batch_size)
 
     def recipe(self) -> dict[str, object]:
         """As of every method; settings as they were before they had names of their own, so that old outputs stay."""
@@ -285,14 +286,30 @@ class TrainingRecipe(Method):
             object.__setattr__(self, "learning_rate", float(f"{self.default_learning_rate * factor:g}"))
 
     def _check_best(self) -> None:
-        needs_best = [name for name in ("output", "on_divergence") if asdict(self)[name] == "best"]
+        needs_best = [name for name in ("output", "on_divergence") if getattr(self, name) == "best"]
         if needs_best and self.best is None:
+            if self.validation is None:
+                raise ConfigError(
+                    f"{needs_best[0]}=best: best is not set, so no models compete; set best.every_steps=N, the steps "
+                    f"from one competing model to the next (best.metric is {HELD_OUT_LOSS}), or "
+                    "validation.every_steps=N"
+                )
+            object.__setattr__(self, "best", Best())
+        compared = self.validation is not None and self.best is not None and self.best.metric == HELD_OUT_LOSS
+        if self.best and self.best.every_steps is None and not compared:
             raise ConfigError(
-                f"{needs_best[0]}=best: best is not set, so no models compete; set best.every_steps=N, the steps from "
-                f"one competing model to the next (best.metric is {HELD_OUT_LOSS})"
+                f"best.every_steps is not set, and best.metric={self.best.metric}: models then compete where "
+                f"validation measures {HELD_OUT_LOSS}; set best.every_steps=N, the steps from one competing model to "
+                "the next"
             )
         reads = getattr(type(self), "reads", None)
-        if self.best and self.best.metric == HELD_OUT_LOSS and reads is not None and not reads.trained:
+        measured = self.validation or (self.best and self.best.metric == HELD_OUT_LOSS)
+        if measured and reads is not None and not reads.trained:
+            if self.validation:
+                raise ConfigError(
+                    f"validation: {type(self).__name__} reads {reads.kind.value}, which have no loss before answers "
+                    "are generated; set validation=null, and best.metric to one that it reports, such as reward"
+                )
             raise ConfigError(
                 f"best.metric={HELD_OUT_LOSS}: {type(self).__name__} reads {reads.kind.value}, which have no loss "
                 "before answers are generated; set best.metric to one that it reports, such as reward, with best.mode"

@@ -1,10 +1,12 @@
 """Supervised fine-tuning on conversations: Ouyang et al. 2022, arXiv:2203.02155, section 3.5."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
+from lineage.model_source import text_digest
+from tasks.chat_template import CHAT_TEMPLATES, check_name, template_text
 from tasks.data.kinds import CONVERSATIONS
 from tasks.data.tokens.thinking import Thinking
 from tasks.data.tokens.tokenization import Packing, TooLong
@@ -21,7 +23,8 @@ class SFT(Training):
     """Trains a policy on the assistant's turns, including the token that ends each turn, and on nothing else.
 
     Args:
-        chat_template: for a model that has none: used in training, and written into the output.
+        chat_template: for a model that has none: used in training, and written into the output. One from a file belongs
+            to the model: ``sources.base.chat_template``.
         too_long: what is done with a row of more than ``max_length`` tokens: cut its end (None), cut the beginning of
             its prompt, drop it, or fail.
         max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
@@ -39,11 +42,22 @@ class SFT(Training):
     default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step; a conversation is one, or several
     max_length: Annotated[int, Gt(0)] = 2048
-    chat_template: Literal["chatml", "hermes"] | None = None  # hermes: with tools
+    chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     packing: Packing | None = None
     thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name(self.chat_template)
+
+    def recipe(self) -> dict[str, object]:
+        """As of every training; of a family the template's text too, which TRL may change."""
+        recipe = super().recipe()
+        if self.chat_template is not None and self.chat_template not in CHAT_TEMPLATES:
+            recipe["chat_template_text"] = text_digest(template_text(self.chat_template))
+        return recipe
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

@@ -26,7 +26,7 @@ data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; o
   kind=conversations    what the rows shall become
   model=DIR|HUB_ID      in whose tokens they are measured, and what of them is trained with its chat template
   max_length=512        of what is trained
-  chat_template=chatml  for a model that has none; or hermes, which has tools
+  chat_template=chatml  for a model that has none; or hermes, which has tools, or a family such as qwen3
   thinking=keep|drop    of a model whose template leaves out what the assistant thinks
 A file with the name of an override is called ./format=x.jsonl.
 """

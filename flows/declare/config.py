@@ -119,6 +119,16 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     return pipeline
 
 
+def stages_of(tree: Node) -> dict[str, Stage]:
+    """The stages of a configuration, each with its own keys and types checked, and nothing between them.
+
+    Raises:
+        ConfigError: names what was found, what is accepted, what to do.
+    """
+    root = typed(Root, tree, "", groups())
+    return {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+
+
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     where = f"stages.{name}"
     method = node.get("method")

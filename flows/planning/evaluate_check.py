@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
-from flows.planning.root_model import read_json, root_directory, root_of
+from flows.planning.root_model import root_json, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
+from lineage.model_source import vocabulary_of
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.train.models import differing_tokens
 
@@ -79,12 +80,4 @@ def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
 
 def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
     """Token -> index; None: not known before the model is fetched or trained."""
-    document = read_json(root_directory(pipeline, ref), "tokenizer.json")
-    if not isinstance(document, dict):
-        return None
-    try:
-        model = document["model"]["vocab"]
-        tokens = model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
-        return {**tokens, **{token["content"]: token["id"] for token in document.get("added_tokens", [])}}
-    except (ValueError, KeyError, TypeError):  # the stage that loads it reports what is wrong
-        return None
+    return vocabulary_of(root_json(pipeline, ref, "tokenizer.json"))

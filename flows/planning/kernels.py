@@ -1,40 +1,66 @@
 """What a training takes from its machine (precision, attention, compilation): what is missing, and what would help."""
 
 import os
+import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
 from lineage.errors import ConfigError
+from tasks.context import Resources
 from tasks.method import Training
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Package:
+    """What a setting needs: the module that it imports, and how it is installed."""
+
+    module: str
+    install: str
+
+
+_FLASH = {
+    "flash_attention_2": _Package(module="flash_attn", install="pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": _Package(
+        module="flash_attn_interface", install="from github.com/Dao-AILab/flash-attention, folder hopper: pip install ."
+    ),
+}
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
 
 def check_kernels(pipeline: Pipeline) -> None:
-    """Requires that each training can run on its resources as set.
+    """Requires that this machine has what the resources of its trainings need.
 
     Raises:
         ConfigError: names the field, what it needs, and the nearest that works.
     """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # they run on other machines
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
-            _check_precision(f"stages.{name}", stage.method, stage)
+            _check_compiler(f"stages.{name}.resources", stage.resources)
+            _check_packages(f"stages.{name}.resources", stage.resources)
 
 
-def _check_precision(where: str, method: Training, stage: Stage) -> None:
-    if method.precision != "fp16":
-        return
-    asked = f"{where}.method.precision=fp16"
-    if not stage.resources.gpus_per_worker:
+def _check_compiler(where: str, resources: Resources) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if resources.compile and not resources.gpus_per_worker and not shutil.which(compiler):
         raise ConfigError(
-            f"{asked}: gpus_per_worker=0, and without a GPU the trainer would compute in fp32 without a word; set "
-            "precision=bf16 or fp32, or gpus_per_worker=1"
+            f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
+            "it (apt-get install g++), or set compile=false"
         )
-    if method.has_own_loop or stage.resources.zero_stage:
-        why = "a loop of its own" if method.has_own_loop else f"zero_stage={stage.resources.zero_stage}"
-        raise ConfigError(f"{asked}: {why} does not scale the loss, which fp16 needs; set precision=bf16")
+
+
+def _check_packages(where: str, resources: Resources) -> None:
+    if resources.attention in _FLASH and not find_spec(_FLASH[resources.attention].module):
+        package = _FLASH[resources.attention]
+        raise ConfigError(
+            f"{where}.attention={resources.attention}: the package {package.module} is not installed; install it "
+            f"({package.install}), or set attention=auto"
+        )
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:

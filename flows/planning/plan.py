@@ -1,7 +1,7 @@
 """The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
@@ -11,6 +11,7 @@ from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
 from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
+from flows.planning.hyperparameters import Hyperparameters, examples_file, hyperparameters
 from flows.planning.kernels import check_kernels
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
@@ -21,6 +22,8 @@ from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
 from lineage.store import Entry, Store, is_store
+from tasks.check_rows import POLICY, rows_slot
+from tasks.method import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,13 @@ class PlannedInput:
     Args:
         pinned: None where it is a stage of this plan.
         entry: of a source that an alias names, the finished artifact that it stands for.
+        tokenizer: of a model, what decides its tokenizer and chat template: the fingerprint of the first model that it
+            comes from, and the template that a training in between installs.
     """
 
     name: str
     fingerprint: str
+    tokenizer: str = ""
     pinned: Pinned | None = None
     entry: Entry | None = None
 
@@ -55,6 +61,8 @@ class PlannedStage:
     code_digest: str
     rerun_drifted: bool  # a finished output of other code does not count as finished
     restart: bool = False  # from step 0, although there are checkpoints
+    examples: Path | None = None  # where it is counted how many examples its rows make; None: it trains on none
+    hyperparameters: Hyperparameters | None = None  # None: it does not train
 
     @property
     def upstream(self) -> list[str]:
@@ -122,6 +130,7 @@ class Plan:
             "reason": planned.reason,
             "inputs": {slot: entry.fingerprint for slot, entry in planned.inputs.items()},
             "output": str(self.entry(planned).output),
+            **(planned.hyperparameters.to_dict() if planned.hyperparameters else {}),
         }
 
 
@@ -167,7 +176,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         stage = resolved.stages[name]
         inputs = {slot: known[resolved.key(ref)] for slot, ref in stage.inputs.items()}
         planned = _plan_stage(name, stage, inputs, store, resolved, memo)
-        known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint)
+        known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint, tokenizer=_tokenizer(planned))
         stages.append(planned)
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
@@ -197,7 +206,7 @@ def _plan_stage(
     if (name, identity) not in memo.stages:
         code = code_digest(type(stage.method).__module__)
         entry = store.entry(name, identity)
-        state, reason = judge(name, entry, recipe, inputs, store)
+        state, reason = judge(name, entry, stage.method, inputs, store)
         if state == "reuse":
             state, reason = reused(name, entry, reason, code, pipeline)
         if state == "resume":
@@ -206,7 +215,31 @@ def _plan_stage(
         memo.stages[name, identity] = state, reason, code
     state, reason, code = memo.stages[name, identity]
     restart = restarts(name, store.entry(name, identity), code, pipeline)
-    return PlannedStage(
+    planned = PlannedStage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
         code_digest=code, rerun_drifted=pipeline.code_drift == "rerun", restart=restart,
     )  # fmt: skip
+    return _with_hyperparameters(planned, store)
+
+
+def _tokenizer(planned: PlannedStage) -> str:
+    method = planned.stage.method
+    if not isinstance(method, Training) or POLICY not in planned.inputs:
+        return planned.fingerprint
+    given = planned.inputs[POLICY]
+    template = method.recipe().get("chat_template")
+    return f"{given.tokenizer or given.fingerprint} {template}" if template else given.tokenizer or given.fingerprint
+
+
+def _with_hyperparameters(planned: PlannedStage, store: Store) -> PlannedStage:
+    method = planned.stage.method
+    if not isinstance(method, Training):
+        return planned
+    tokenization = method.tokenization()
+    examples, rows = None, None
+    if tokenization and POLICY in planned.inputs:
+        given = planned.inputs[rows_slot(method)]
+        examples = examples_file(store.root, tokenization, given.fingerprint, _tokenizer(planned))
+        entry = given.entry or (None if given.pinned else store.entry(given.name, given.fingerprint))
+        rows = entry.manifest() if entry else None
+    return replace(planned, examples=examples, hyperparameters=hyperparameters(method, rows, examples))

@@ -1,15 +1,21 @@
 """Checks of a pipeline's models that need no GPU and no torch: made with the plan, before anything is paid."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.champion import Champion
-from flows.planning.root_model import read_json, root_config
+from flows.planning.root_model import POLICY, root_config
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.model_files import quantization_format, read_json
+from lineage.model_source import has_tokenizer
+from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
-from lineage.store import Entry
+from lineage.store import CACHE, Entry
+from tasks.fetch_model import CONFIG, checked_config, model_json
+from tasks.method import Training
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
 from tasks.train.compatibility import check_compatible
 
@@ -27,7 +33,7 @@ def check_models(pipeline: Pipeline) -> None:
     for name in pipeline.used_sources():
         source = pipeline.sources[name]
         if source.kind == Kind.CHECKPOINT:
-            has_template[SOURCE + name] = _source_has_template(name, source)
+            has_template[SOURCE + name] = _source_has_template(name, source, pipeline.store / CACHE)
         elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
             names = [QUICKSTART + each for each in QUICKSTART_ROWS]
             raise ConfigError(
@@ -39,6 +45,8 @@ def check_models(pipeline: Pipeline) -> None:
         recipe = stage.method.recipe()
         if config := root_config(pipeline, name):
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
+            if isinstance(stage.method, Training) and POLICY in stage.inputs:
+                _check_precision(name, config)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
             raise ConfigError(
@@ -48,6 +56,17 @@ def check_models(pipeline: Pipeline) -> None:
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
         has_template[name] = policy_has or bool(recipe.get("chat_template"))
+
+
+def _check_precision(name: str, config: Mapping[str, object]) -> None:
+    """That a policy's model was not quantized before."""
+    found = quantization_format(config)
+    if found:
+        raise ConfigError(
+            f"stages.{name}: the model that its policy comes from is quantized ({found}), and its weights cannot be "
+            "trained; a model in full precision is accepted; give the one before it was quantized, with adapter=qlora "
+            "to train on 4 bits"
+        )
 
 
 def check_replay(pipeline: Pipeline) -> None:
@@ -117,19 +136,28 @@ def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_templat
     return has_template[pipeline.key(inputs[slot])]
 
 
-def _source_has_template(name: str, source: Source) -> bool:
+def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     """Of a hub id nothing is known before it is fetched; its stage checks again."""
+    if source.model_kwargs:
+        config = model_json(replace(source, model_kwargs={}), cache, CONFIG)
+        if isinstance(config, dict):
+            checked_config(name, config, source.model_kwargs)
     paths = local_paths(source.path)
-    if not paths:
+    if paths and not is_peft(paths[0]):
+        for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
+            if not any(paths[0].glob(pattern)):
+                raise ConfigError(
+                    f"sources.{name}.path={source.path}: {what} in it; "
+                    "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
+                    "or an adapter as PEFT saves it"
+                )
+    if source.chat_template is not None:
         return True
-    directory = paths[0]
-    for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
-        if not any(directory.glob(pattern)):
-            raise ConfigError(
-                f"sources.{name}.path={source.path}: {what} in it; "
-                "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it"
-            )
-    return _has_template(directory)
+    if source.tokenizer is not None:
+        paths = local_paths(source.tokenizer)
+    elif paths and is_peft(paths[0]) and not has_tokenizer(paths[0]):
+        return _source_has_template(name, base_source(name, source, paths[0]), cache)
+    return not paths or _has_template(paths[0])
 
 
 def _has_template(directory: Path) -> bool:

@@ -1,13 +1,12 @@
 """The model that a chain of policies begins with, and what its files say, where they are on this machine."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
 from lineage.artifact import SOURCE
 from lineage.store import CACHE
-from tasks.fetch_model import fetched_model
+from tasks.fetch_model import CONFIG, fetched_model, model_json
 
 POLICY = "policy"
 
@@ -29,13 +28,13 @@ def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
 
 def root_config(pipeline: Pipeline, reference: str) -> Mapping[str, object]:
     """Its ``config.json``; empty where that is not known, or cannot be read: the stage that loads it reports that."""
-    found = read_json(root_directory(pipeline, reference), "config.json")
+    found = root_json(pipeline, reference, CONFIG)
     return found if isinstance(found, dict) else {}
 
 
-def read_json(directory: Path | None, name: str) -> object:
-    """A file of a model; None: it is not there, or is no valid JSON."""
-    try:
-        return json.loads((directory / name).read_text(encoding="utf-8")) if directory else None
-    except (OSError, ValueError, RecursionError):
+def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
+    """A JSON file of the model of ``root_of``; None where it is not known, or cannot be read."""
+    root = root_of(pipeline, reference)
+    if not pipeline.is_source(root):
         return None
+    return model_json(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE, name)

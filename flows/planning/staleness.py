@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from flows.declare.pipeline import CodeDrift, Pipeline
+from flows.planning.hyperparameters import former_defaults
 from lineage.attempts import attempts, earlier_codes
 from lineage.errors import ConfigError
 from lineage.fingerprint import differences, short, without_nones
@@ -12,6 +13,7 @@ from lineage.lease import living_holder
 from lineage.manifest import InputRecord, Manifest
 from lineage.metrics_file import last_step
 from lineage.store import Entry, Store
+from tasks.recipe import Method, TrainingRecipe
 
 if TYPE_CHECKING:
     from flows.planning.plan import PlannedInput
@@ -20,7 +22,7 @@ State = Literal["run", "reuse", "resume"]
 
 
 def judge(
-    name: str, entry: Entry, recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], store: Store
+    name: str, entry: Entry, method: Method, inputs: Mapping[str, "PlannedInput"], store: Store
 ) -> tuple[State, str]:
     """What is to be done about a stage whose code did not change, and why."""
     manifest = entry.manifest()
@@ -41,7 +43,7 @@ def judge(
         return "resume", f"none of its checkpoints is whole; {_reached(entry)}"
     if entry.metrics.exists():
         return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
-    return "run", _why_stale(recipe, inputs, store.finished(name))
+    return "run", _why_stale(method, inputs, store.finished(name))
 
 
 def reused(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
@@ -104,12 +106,16 @@ def _reached(entry: Entry) -> str:
     return f"the attempt before ended at step {last_step(entry.metrics)}"
 
 
-def _why_stale(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], earlier: Iterator[Manifest]) -> str:
+def _why_stale(method: Method, inputs: Mapping[str, "PlannedInput"], earlier: Iterator[Manifest]) -> str:
     """The fields that set this stage apart from the finished one that is most like it."""
-    candidates = [list(_changes(recipe, inputs, manifest)) for manifest in earlier]
+    recipe = method.recipe()
+    candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in earlier]
+    if not candidates:
+        return "never run"
     # `min` keeps the first of equals, and the newest comes first.
-    fewest = min(candidates, key=len, default=["never run"])
-    return "; ".join(fewest)
+    fewest, manifest = min(candidates, key=lambda each: len(each[0]))
+    former = former_defaults(method, manifest.recipe) if isinstance(method, TrainingRecipe) else []
+    return "; ".join([*fewest, *former])
 
 
 def _changes(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], manifest: Manifest) -> Iterator[str]:

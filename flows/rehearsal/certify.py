@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.declare.operation import Tracking
-from flows.declare.pipeline import Pipeline
+from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.board import Board
@@ -51,7 +51,8 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
         StageError: a stage failed, apart from being killed.
         KeyboardInterrupt: it was stopped.
     """
-    unrecorded = replace(pipeline, tracking=Tracking(mlflow=False, uri=None, dvc=False))
+    stages = {name: _deterministic(stage) for name, stage in pipeline.stages.items()}
+    unrecorded = replace(pipeline, stages=stages, tracking=Tracking(mlflow=False, uri=None, dvc=False))
     with scratch(pipeline.store, keep=False) as place:
         plan = scratch_plan(unrecorded, place / "unbroken", num_steps=NUM_STEPS, save_steps=SAVE_STEPS)
         plan = _for_training(plan)
@@ -64,6 +65,13 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
             open_run(plan, words, board, plan.stages, in_flow=False, command="certify") as run,
         ):
             return list(_certificates(run, pipeline.store))
+
+
+def _deterministic(stage: Stage) -> Stage:
+    """With deterministic kernels on a GPU too, unless the stage sets otherwise: else nothing can be compared."""
+    if stage.resources.deterministic != "auto":
+        return stage
+    return replace(stage, resources=replace(stage.resources, deterministic=True))
 
 
 def _certificates(run: Run, store: Path) -> Iterator[Certified]:

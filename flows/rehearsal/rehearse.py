@@ -17,7 +17,6 @@ from flows.stops import stoppable
 from flows.tracking import make_tracker
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.store import REHEARSALS
-from tasks.method import Training
 
 NUM_STEPS = 2
 SUFFIX = "-rehearsal"  # of the pipeline's name in MLflow, so that nobody takes what it made for a model
@@ -92,7 +91,7 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 real = pipeline.stages[planned.name].method
-                num_steps = real.num_steps if isinstance(real, Training) else None
+                num_steps = run.checks.num_steps(planned, real)
                 size = stop.saved.get(planned.name)
                 rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
 

@@ -47,14 +47,14 @@ def row_of(
     """Of a stage that is finished.
 
     Args:
-        num_steps: of the real stage; None: it does not train.
+        num_steps: of the real stage; None: unknown, or it does not train.
         checkpoint_bytes: of the checkpoint that it went on from.
     """
     entry = plan.entry(planned)
     manifest = entry.manifest()
     assert manifest is not None
     made = _made(plan, planned, manifest)
-    if num_steps is None:
+    if not isinstance(planned.stage.method, Training):
         return Row(
             stage=planned.name, exercised=made, seconds=seconds, real_seconds=seconds, verdict=_verdict(plan, planned)
         )
@@ -67,7 +67,7 @@ def row_of(
         seconds=seconds,
         memory_gib=max((metrics["memory_gib"] for metrics in reports if "memory_gib" in metrics), default=None),
         checkpoint_bytes=checkpoint_bytes,
-        real_seconds=None if pace is None else pace * num_steps,
+        real_seconds=None if pace is None or num_steps is None else pace * num_steps,
         verdict="works" if resumed else "works, but leaves no checkpoint when it is stopped",
     )
 

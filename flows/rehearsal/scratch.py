@@ -81,10 +81,15 @@ def _short(stage: Stage, num_steps: int, save_steps: int) -> Stage:
     method = stage.method
     if not isinstance(method, Training):
         return stage
-    best = method.best and replace(method.best, every_steps=min(method.best.every_steps, save_steps))
+    best = method.best and replace(method.best, every_steps=min(method.best.every_steps or save_steps, save_steps))
+    validation = method.validation and replace(  # all of its steps: nothing of so few ends early
+        method.validation, every_steps=min(method.validation.every_steps or save_steps, save_steps), every_epochs=None,
+        patience=None,
+    )  # fmt: skip
     # What runs in the command's own process cannot be ended apart from it.
     launcher = Launcher.AUTO if stage.resources.launcher == Launcher.FOREGROUND else stage.resources.launcher
     resources = replace(
-        stage.resources, launcher=launcher, save_steps=save_steps, save_minutes=None, max_failures=1
+        stage.resources, launcher=launcher, save_steps=save_steps, save_epochs=None, save_minutes=None, max_failures=1
     )  # fmt: skip
-    return replace(stage, method=replace(method, num_steps=num_steps, best=best), resources=resources)
+    method = replace(method, num_steps=num_steps, num_epochs=None, best=best, validation=validation)
+    return replace(stage, method=method, resources=resources)

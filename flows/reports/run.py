@@ -30,7 +30,8 @@ def plan_table(plan: Plan) -> str:
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
-    return printable_text("\n".join([*head, plain_text(table), verdict]))
+    trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
+    return printable_text("\n".join([*head, plain_text(table), *trained, verdict]))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from flows.planning.hyperparameters import write_examples
 from flows.planning.plan import Plan, PlannedInput, PlannedStage
 from flows.stages.admission import Waiting, admitted
 from flows.stages.given import job_input
@@ -16,9 +17,9 @@ from lineage.artifact import DATA
 from lineage.errors import LostError, StageError
 from lineage.manifest import Manifest
 from lineage.store import Store
-from tasks.check_rows import POLICY, rows_slot
+from tasks.check_rows import EXAMPLES, POLICY, rows_slot
 from tasks.data.preparing.row_split import HELD_OUT
-from tasks.method import Training
+from tasks.method import Method, Training
 
 
 @dataclass
@@ -27,6 +28,7 @@ class DataChecks:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _errors: dict[str, StageError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
+    _examples: dict[str, int] = field(default_factory=dict)  # fingerprint of a stage -> how many it trains on in a pass
 
     def require(
         self, plan: Plan, planned: PlannedStage, processes: StageProcesses, waiting: Callable[[str], None],
@@ -51,36 +53,46 @@ class DataChecks:
                 if each.fingerprint not in self._errors:
                     wait = partial(waiting, f"the rows of {each.name}, checked first")
                     wait()
-                    self._errors[each.fingerprint] = _check(job, wait, processes, announce)
+                    self._errors[each.fingerprint] = self._check(each, job, wait, processes, announce)
                 error = self._errors[each.fingerprint]
                 if error:
                     raise error
 
+    def num_steps(self, planned: PlannedStage, method: Method) -> int | None:
+        """Optimizer steps of a method on the rows of a stage; None: not known, or it takes none."""
+        if not isinstance(method, Training):
+            return None
+        examples = self._examples.get(planned.fingerprint)
+        return method.steps(lambda: examples or 0) if examples or method.num_steps else None
 
-def _check(
-    job: CheckJob, wait: Waiting, processes: StageProcesses, announce: Callable[[str], None]
-) -> StageError | None:
-    """Returns what refuses the rows.
+    def _check(
+        self, planned: PlannedStage, job: CheckJob, wait: Waiting, processes: StageProcesses,
+        announce: Callable[[str], None],
+    ) -> StageError | None:  # fmt: skip
+        """Returns what refuses the rows.
 
-    Raises:
-        LostError: its process was lost once too often: nothing is known of the rows.
-    """
-    for left in reversed(range(job.resources.max_failures + 1)):
-        try:
-            with admitted(job.resources.cpus_per_worker, 0, wait):
-                found = processes.run(job)
-            break
-        except LostError as lost:
-            if not left:
-                raise
-            announce(f"{lost}; its rows are checked again")
-        except StageError as error:
-            return error
-    if found["leaked_rows"]:
-        announce(
-            f"{job.stage}: {counted(int(found['leaked_rows']), 'held-out row')} among what it trains on: {job.leakage}"
-        )
-    return None
+        Raises:
+            LostError: its process was lost once too often: nothing is known of the rows.
+        """
+        for left in reversed(range(job.resources.max_failures + 1)):
+            try:
+                with admitted(job.resources.cpus_per_worker, 0, wait):
+                    found = processes.run(job)
+                break
+            except LostError as lost:
+                if not left:
+                    raise
+                announce(f"{lost}; its rows are checked again")
+            except StageError as error:
+                return error
+        if EXAMPLES in found:
+            self._examples[planned.fingerprint] = int(found[EXAMPLES])
+            if planned.examples:
+                write_examples(planned.examples, int(found[EXAMPLES]))
+        if found["leaked_rows"]:
+            leaked = counted(int(found["leaked_rows"]), "held-out row")
+            announce(f"{job.stage}: {leaked} among what it trains on: {job.leakage}")
+        return None
 
 
 def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | None:

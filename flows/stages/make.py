@@ -18,7 +18,6 @@ from lineage.manifest import Manifest, Provenance, provenance
 from lineage.store import Entry
 from lineage.tracker import RunIds, StageStart, StageTracker
 from tasks.context import Metrics
-from tasks.method import Training
 
 
 def stage_start(
@@ -54,7 +53,7 @@ def make(
         PipelineError: it failed, made nothing, or a source changed meanwhile.
     """
     entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
-    run.observer.running(run.title(planned), entry.metrics, method.num_steps if isinstance(method, Training) else None)
+    run.observer.running(run.title(planned), entry.metrics, run.checks.num_steps(planned, method))
     begin = time.time()
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,

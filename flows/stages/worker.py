@@ -56,23 +56,24 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
 
 
 def run_check(job: CheckJob) -> Metrics:
-    """Looks at the rows of a stage that is yet to be trained."""
-    from tasks.check_rows import check_rows, leaked, rows_slot
+    """Checks the rows of a stage that is yet to be trained, and counts the examples that they make."""
+    from tasks.check_rows import EXAMPLES, check_rows, leaked, rows_slot
 
     pin_threads(job.resources.cpus_per_worker)
     context, inputs = _context(job), job.resolve_inputs()
     assert isinstance(job.method, Training)
-    check_rows(
+    checked = check_rows(
         job.method, inputs, context, stage=job.stage, chat_template=job.chat_template,
         previous_percent=job.previous_percent,
     )  # fmt: skip
+    examples = {EXAMPLES: checked[EXAMPLES]}
     found = leaked(inputs[rows_slot(job.method)], job.held_out, context)
     if found is None:
-        return {"leaked_rows": 0}
+        return {"leaked_rows": 0, **examples}
     import pyarrow.parquet as pq
 
     shutil.copyfile(found, job.leakage)
-    return {"leaked_rows": pq.read_metadata(found).num_rows}
+    return {"leaked_rows": pq.read_metadata(found).num_rows, **examples}
 
 
 def _context(job: Job, rank: int = 0, world_size: int = 1, alive: Alive | None = None) -> TrainContext:

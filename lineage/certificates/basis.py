@@ -10,7 +10,7 @@ from lineage.kind import kind_of
 from lineage.manifest import InputRecord, Manifest
 from lineage.store import Store
 
-_STEPS = ("num_steps", "best")  # of a recipe what counts steps: in short there are few
+_STEPS = ("num_steps", "num_epochs", "validation", "best")  # of a recipe what counts steps: in short there are few
 _ADAPTER = "adapter_config.json"  # an output that is one has it, in which its base is named with its weights
 
 

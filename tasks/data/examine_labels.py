@@ -4,8 +4,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
-from lineage.model_files import require_own_files, require_sound
+from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
+from lineage.model_source import has_tokenizer
+from lineage.peft_adapter import base_source, is_peft
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
@@ -19,12 +22,13 @@ def fetch_tokenizer(model: str) -> Path:
         ConfigError: there is none.
     """
     if os.path.isdir(model):
-        require_own_files(Path(model))
-        require_sound(Path(model))
-        return Path(model)
+        directory = Path(model)
+        require_own_files(directory)
+        require_sound(directory)
+        if is_peft(directory) and not has_tokenizer(directory):
+            return fetch_tokenizer(base_source("base", Source(path=model, kind=Kind.CHECKPOINT), directory).path)
+        return directory
     from huggingface_hub import snapshot_download
-
-    from tasks.train.models import TOKENIZER_FILES
 
     try:
         return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))

@@ -92,10 +92,8 @@ class Evaluate(Method):
         )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from transformers import AutoConfig
-
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.train.models import load_tokenizer, require_positions
+        from tasks.train.models import load_config, load_tokenizer, require_positions
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -113,8 +111,7 @@ class Evaluate(Method):
         lengths = self.lengths(self.max_length or trained_length(trained))
         thinking = self.thinking or trained_thinking(trained)
         for model in trained:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
-            require_positions(config, lengths.max_length)
+            require_positions(load_config(model.path), lengths.max_length)
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
@@ -163,9 +160,10 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
+        from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = load_model(policy).to(_device(ctx))
+        model = hold_in(load_model(policy), ctx.resources.frozen_dtype(None)).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
@@ -190,9 +188,10 @@ class Evaluate(Method):
         Args:
             read: tokenizes prompts with their answers.
         """
+        from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = load_model(reward_model).to(_device(ctx))
+        model = hold_in(load_model(reward_model), ctx.resources.frozen_dtype(None)).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:

@@ -5,8 +5,8 @@ An output that is an adapter names its base by fingerprint. The base is looked u
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,12 @@ from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import short
 from lineage.manifest import SourceRecord
+from lineage.model_files import read_json
+from lineage.model_source import MODEL_OPTIONS, model_options
 from lineage.sources import pin
 from lineage.store import CACHE, MANIFEST, Entry
 from lineage.view import VIEWS
-from tasks.fetch_model import fetch_model
+from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.recipe import Input
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Base:
         digest: of its bytes; None where the revision is the identity.
         hub_id, wheel, revision: of a model of the hub, or of a wheel (``wheel:NAME==VERSION``). The path of a directory
             is in the manifest beside ``output/``, because it is not part of an artifact's identity.
+        options: what the source of the base sets beside its path.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Base:
     hub_id: str | None = None
     wheel: str | None = None
     revision: str | None = None
+    options: Mapping[str, object] | None = None
 
     @staticmethod
     def of(policy: Input) -> "Base":
@@ -54,29 +58,40 @@ class Base:
         return Base(
             name=policy.name, fingerprint=policy.fingerprint, digest=policy.digest,
             hub_id=source.path if source and not is_wheel else None, wheel=source.path if source and is_wheel else None,
-            revision=source.revision if source else None,
+            revision=source.revision if source else None, options=(model_options(source) or None) if source else None,
         )  # fmt: skip
 
     def write(self, directory: Path) -> None:
-        (directory / BASE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        values = {name: value for name, value in asdict(self).items() if name != "options" or value}
+        (directory / BASE_FILE).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a model's directory holds an adapter alone."""
+    """Whether a model's directory holds an adapter alone, as a stage with ``save=adapter`` writes it."""
     return (directory / BASE_FILE).exists()
 
 
 def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
     """The full model under a model, and the adapters upon it in the order of their training.
 
+    Args:
+        directory: a full model; an output that is an adapter; or what ``fetch_model`` gives for a source: of an adapter
+            of PEFT, its own directory is in the list.
+
     Raises:
         ArtifactError: a base is missing, or is no longer what its adapter was trained on.
     """
     adapters: list[Path] = []
-    while is_adapter(directory):
-        adapters.insert(0, directory)
-        directory = _base_directory(directory)
-    return directory, adapters
+    while True:
+        parts = read_json(directory, PARTS_FILE)
+        if isinstance(parts, dict):
+            adapters[:0] = [Path(parts["adapter"])] if parts["adapter"] else []
+            directory = Path(parts["weights"])
+        elif is_adapter(directory):
+            adapters.insert(0, directory)
+            directory = _base_directory(directory)
+        else:
+            return directory, adapters
 
 
 def _base_directory(adapter: Path) -> Path:
@@ -117,9 +132,18 @@ def _sources(adapter: Path, base: Base) -> Iterator[Source]:
     """The source of the base, from the manifest beside the adapter, or from the adapter itself."""
     for source in _recorded(adapter, base):
         if not _is_alias(source):
-            yield Source(path=source.path, kind=Kind(source.kind), revision=source.revision, split=source.split)
+            kind = Kind(source.kind)
+            plain = Source(path=source.path, kind=kind, revision=source.revision, split=source.split)
+            yield _with_options(plain, source.reading)
     for path in filter(None, (base.hub_id, base.wheel)):
-        yield Source(path=path, kind=Kind.CHECKPOINT, revision=base.revision)
+        plain = Source(path=path, kind=Kind.CHECKPOINT, revision=base.revision)
+        yield _with_options(plain, base.options or {})
+
+
+def _with_options(source: Source, recorded: Mapping[str, object]) -> Source:
+    """A source with what was set beside its path."""
+    options = {name: value for name, value in recorded.items() if name in MODEL_OPTIONS}
+    return replace(source, **json.loads(json.dumps(options)))
 
 
 def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
@@ -148,9 +172,10 @@ def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
     base = Base.of(policy)
-    # PEFT can resolve hub ids only.
-    config["base_model_name_or_path"] = base.hub_id or base.fingerprint
-    config["revision"] = base.revision if base.hub_id else None
+    # PEFT can resolve hub ids only, and not what a source sets beside one.
+    is_plain = base.hub_id and not base.options
+    config["base_model_name_or_path"] = base.hub_id if is_plain else base.fingerprint
+    config["revision"] = base.revision if is_plain else None
     for key in ("target_modules", "modules_to_save"):
         if isinstance(config.get(key), list):
             config[key] = sorted(config[key])

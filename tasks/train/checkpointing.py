@@ -25,6 +25,7 @@ from tasks.data.tokens.load_or_make import load_or_make
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import has_diverged, step_metrics
 from tasks.train.sharding import autocast
+from tasks.train.validation import completes_epochs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,12 +48,13 @@ class Saver:
     """When a training saves and stops, and which checkpoints are kept; for transformers' loop and for others.
 
     Args:
-        best: which models compete for the output; the best of them is kept.
+        method: its ``best`` says which models compete for the output; the best of them is kept.
         seconds_before: training time of earlier attempts.
+        num_rows: that are trained on in a pass.
     """
 
-    def __init__(self, ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
-        self.ctx, self.best, self.seconds_before = ctx, best, seconds_before
+    def __init__(self, ctx: TrainContext, method: "TrainingRecipe", seconds_before: float, num_rows: int) -> None:
+        self.ctx, self.method, self.seconds_before, self.num_rows = ctx, method, seconds_before, num_rows
         self.store = ctx.checkpoints
         self.start = self.last_save = time.monotonic()
 
@@ -81,7 +83,7 @@ class Saver:
             micro_batch_size=resources.micro_batch_size, cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
         )  # fmt: skip
         path = self.store.commit(draft, checkpoint)
-        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.best))
+        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best))
         logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
 
     def saved(self) -> None:
@@ -91,8 +93,11 @@ class Saver:
     def _is_due(self, step: int) -> bool:
         resources = self.ctx.resources
         by_step = resources.save_steps is not None and step % resources.save_steps == 0
+        by_epoch = resources.save_epochs is not None and completes_epochs(
+            resources.save_epochs, step, self.num_rows, self.method.global_batch_size
+        )
         waited = time.monotonic() - self.last_save
-        return by_step or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
+        return by_step or by_epoch or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
 
 
 class Checkpointing(TrainerCallback):
@@ -102,9 +107,8 @@ class Checkpointing(TrainerCallback):
         stopped_at: the step after which a stop request ended the training; None: there was none.
     """
 
-    def __init__(self, trainer: "Trainer", ctx: TrainContext, best: Best | None, seconds_before: float) -> None:
-        self.trainer, self.ctx, self.best = trainer, ctx, best
-        self.saver = Saver(ctx, best, seconds_before)
+    def __init__(self, trainer: "Trainer", ctx: TrainContext, method: "TrainingRecipe", saver: Saver) -> None:
+        self.trainer, self.ctx, self.method, self.saver = trainer, ctx, method, saver
         self.stopped_at: int | None = None
         self.metrics_known = False
 
@@ -126,11 +130,12 @@ class Checkpointing(TrainerCallback):
         if "loss" not in logs or self.metrics_known:
             return
         found = set(step_metrics(state.log_history, state.global_step))
-        if self.best and self.best.metric == HELD_OUT_LOSS:
+        best = self.method.best
+        if self.method.validation or (best and best.metric == HELD_OUT_LOSS):
             found.add(HELD_OUT_LOSS)
         known = f"is not measured; measured are: {', '.join(sorted(found))}"
-        if self.best and self.best.metric not in found:
-            raise ConfigError(f"{self.best.key}.metric={self.best.metric}: {known}; set one of them")
+        if best and best.metric not in found:
+            raise ConfigError(f"{best.key}.metric={best.metric}: {known}; set one of them")
         keep_best = self.ctx.resources.keep_best
         if keep_best and keep_best.metric not in found:
             logger.warning("%s.metric=%s: %s; no checkpoint is kept for it", keep_best.key, keep_best.metric, known)
@@ -207,16 +212,13 @@ def last_saved(checkpoints: Checkpoints | None) -> str:
 class BestModel(TrainerCallback):
     """Saves each model that is better than all that competed before it.
 
-    Args:
-        held_out: rows to measure the models on; None: the metric is one that the training reports.
-
     Attributes:
         step: of the best model so far; None: none has competed.
     """
 
-    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext, held_out: "Dataset | None") -> None:
+    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext) -> None:
         assert ctx.checkpoint_dir, "the best model is kept as a checkpoint"
-        self.trainer, self.best, self.ctx, self.held_out = trainer, best, ctx, held_out
+        self.trainer, self.best, self.ctx = trainer, best, ctx
         self.store = Checkpoints(ctx.checkpoint_dir)
         self.step: int | None = None
         self.value: float | None = None
@@ -241,10 +243,6 @@ class BestModel(TrainerCallback):
         step = state.global_step
         if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
             return
-        if self.held_out:
-            # For the report of this step, and for the log that a resume loads.
-            logs[HELD_OUT_LOSS] = held_out_loss(self.trainer, self.held_out, self.ctx)
-            state.log_history[-1][HELD_OUT_LOSS] = logs[HELD_OUT_LOSS]
         value = self._agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan))
         if not self.best.is_better(value, self.value):
             return
@@ -308,9 +306,14 @@ def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext)
         tokens = load_or_make(tokenization, rows, policy, ctx.cache_dir, workers, side=HELD_OUT)
         found = len(tokens)
     if not found:
+        wanted, remedy = (
+            ("validation", "validation=null")
+            if method.validation
+            else (f"best.metric={HELD_OUT_LOSS}", "best.metric=loss")
+        )
         raise DataError(
-            f"best.metric=held_out_loss: {rows.name!r} has no held-out row with a trained token; hold out rows "
-            f"(stages.{rows.name}.method.held_out=0.05), or set best.metric=loss"
+            f"{wanted}: {rows.name!r} has no held-out row with a trained token; hold out rows "
+            f"(stages.{rows.name}.method.held_out=0.05), or set {remedy}"
         )
     return tokens.dataset(range(found))
 

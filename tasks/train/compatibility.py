@@ -13,7 +13,7 @@ from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
-from tasks.method import Method, Training
+from tasks.method import FROZEN_POLICY, Method, Training
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 _NONE: Fields = {}
@@ -171,11 +171,17 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 def _keep_best_unmeasured(case: Case) -> bool:
     kept, best = case.resources.keep_best, case.method.best
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not (best and best.metric == HELD_OUT_LOSS)
+    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
 
 
 def _unpackable(case: Case) -> str | None:
     return why_not_packable(case.config) if case.config and case.get("method.packing") else None
+
+
+def _computes_below_precision(case: Case) -> bool:
+    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
+    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
 
 
 RULES: tuple[Rule, ...] = (
@@ -187,6 +193,89 @@ RULES: tuple[Rule, ...] = (
         reason="a base in few bits is frozen, so only an adapter can be trained on it",
         nearest={"method.adapter.type": "lora"},
         example={"method.quantization.format": "nf4", "method.adapter": None},
+    ),
+    # Precision.
+    Rule(
+        id="fp16-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp16" and not case.on_gpu,
+        reason="without a GPU the trainer computes in fp32 and says nothing",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16"},
+    ),
+    Rule(
+        id="fp16-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp16" and case.resources.zero_stage,
+        reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp16",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="fp16-own-loop",
+        fields=("method.precision", "method"),
+        refuses=lambda case: case.method.precision == "fp16" and case.method.has_own_loop,
+        reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
+        stage="own_loop",
+    ),
+    # Memory and kernels.
+    Rule(
+        id="empty-cache-cpu",
+        fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.empty_cache_steps and not case.on_gpu,
+        reason="it returns unused GPU memory, and there is no GPU",
+        nearest={"resources.empty_cache_steps": None},
+        example={"resources.empty_cache_steps": 10},
+    ),
+    Rule(
+        id="compile-zero",
+        fields=("resources.compile", "resources.zero_stage"),
+        refuses=lambda case: case.resources.compile and case.resources.zero_stage,
+        reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
+        nearest={"resources.compile": False},
+        example={"resources.compile": True, "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="loader-own-loop",
+        fields=("resources.dataloader_workers", "method"),
+        refuses=lambda case: case.resources.dataloader_workers and case.method.has_own_loop,
+        reason="a loop of a method's own collates in its own process",
+        nearest={"resources.dataloader_workers": 0},
+        example={"resources.dataloader_workers": 2},
+        stage="own_loop",
+    ),
+    Rule(
+        id="flash-attention-cpu",
+        fields=("resources.attention", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.attention.startswith("flash") and not case.on_gpu,
+        reason="FlashAttention has kernels for GPUs alone",
+        nearest={"resources.attention": "auto"},
+        example={"resources.attention": "flash_attention_2", "method.precision": "bf16"},
+    ),
+    Rule(
+        id="flash-attention-fp32",
+        fields=("resources.attention", "method.precision"),
+        refuses=lambda case: (
+            case.resources.attention.startswith("flash") and case.on_gpu and case.method.precision == "fp32"
+        ),
+        reason="FlashAttention computes in bf16 and fp16 alone",
+        nearest={"resources.attention": "auto"},
+        example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="weights-precision",
+        fields=("resources.weights", "method.precision"),
+        refuses=_computes_below_precision,
+        reason="a base or a reference in bf16 computes in bf16",
+        nearest={"method.precision": "bf16"},
+        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
     ),
     # Rows.
     Rule(
@@ -248,9 +337,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="keep-best-unmeasured",
-        fields=("resources.keep_best.metric", "method.best"),
+        fields=("resources.keep_best.metric", "method.best", "method.validation"),
         refuses=_keep_best_unmeasured,
-        reason=f"{HELD_OUT_LOSS} is measured only where models compete by it, every method.best.every_steps steps",
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
         nearest={"resources.keep_best.metric": "loss"},
         example={"resources.keep_best.metric": HELD_OUT_LOSS},
     ),

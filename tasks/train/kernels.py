@@ -1,24 +1,32 @@
-"""What a training takes from its machine: precision, loss scale and the library of matrix products."""
+"""What a training takes from its machine: precision, products of matrices, recomputed activations, compiled layers.
+
+Trainers of transformers and loops of a method's own use the same functions on their models.
+"""
 
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftModel
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lineage.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import Resources
+    from tasks.context import Dtype, Precision, Resources
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
@@ -26,7 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE = 1024.0  # torch's own 65536 overflows at the first steps of most language models
-_AMPERE = (8, 0)
+COMPILER = "inductor"
+AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute capability
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_CHECKPOINT = {"use_reentrant": False}
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
@@ -43,9 +54,81 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         # fp32 means fp32: TF32 has 10 bits of mantissa.
-        "tf32": precision != "fp32" and torch.cuda.get_device_capability() >= _AMPERE if on_gpu else None,
+        "tf32": precision != "fp32" and torch.cuda.get_device_capability()[0] >= AMPERE if on_gpu else None,
         "use_cpu": not on_gpu,
+        "activation_checkpointing": resources.checkpointed_layers is not None,
+        "activation_checkpointing_kwargs": dict(_CHECKPOINT),  # TRL changes it
+        "torch_empty_cache_steps": resources.empty_cache_steps,
+        "dataloader_num_workers": resources.dataloader_workers,
+        "dataloader_pin_memory": on_gpu,
     }
+
+
+def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
+    """Casts what is frozen of a model in place, one parameter at a time, so that no two copies of it are in memory.
+
+    The head of a reward model stays in fp32, in which it computes. So do buffers, such as those of rotary positions.
+    """
+    if dtype == "bf16":
+        head = {id(each) for each in model.score.parameters()} if hasattr(model, "score") else set()
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32 and type(parameter.data) is torch.Tensor and id(parameter) not in head:
+                parameter.data = parameter.data.bfloat16()
+        model.config.dtype = torch.bfloat16
+    return model
+
+
+def attention_of(resources: "Resources", precision: "Precision") -> str | None:
+    """The attention of a training's models; None: that of transformers, SDPA where the architecture has it.
+
+    ``auto`` is FlashAttention where its package is installed and the GPU can run it, unless kernels must be
+    deterministic, with which its backward pass is slower than that of SDPA.
+    """
+    if resources.attention != "auto":
+        return resources.attention
+    if not resources.gpus_per_worker or resources.is_deterministic or precision not in ("bf16", "fp16"):
+        return None
+    generation = torch.cuda.get_device_capability()[0]
+    if generation == HOPPER and find_spec(FLASH_PACKAGES["flash_attention_3"]):
+        return "flash_attention_3"
+    return "flash_attention_2" if generation >= AMPERE and find_spec(FLASH_PACKAGES["flash_attention_2"]) else None
+
+
+def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources", *, own_loop: bool) -> None:
+    """Sets which layers of a model recompute their activations, and which are compiled.
+
+    Args:
+        own_loop: whether no trainer of transformers switches the recomputation on.
+
+    Raises:
+        ConfigError: the architecture cannot do it.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    layers = [each for each in base.modules() if isinstance(each, GradientCheckpointingLayer)]
+    every, name = resources.checkpointed_layers, base.config.model_type
+    if every is not None:
+        if not base.supports_gradient_checkpointing:
+            raise ConfigError(f"gradient_checkpointing: the model ({name}) does not support it; set it to off")
+        # TRL switches checkpointing off and on again for a reference, without every_n_layers.
+        base._set_gradient_checkpointing = partial(_set_checkpointing, base._set_gradient_checkpointing, every)
+        if own_loop:
+            base.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(_CHECKPOINT))
+    if resources.compile:
+        if not layers:
+            raise ConfigError(f"compile: no layers are known of the model ({name}); set compile=false")
+        for layer in layers:
+            # Dynamic shapes from the first call on, so that a resumed run has the same kernels.
+            layer.compile(backend=COMPILER, dynamic=True)
+
+
+def _set_checkpointing(
+    plain: Callable[..., None],
+    every: int,
+    enable: bool = True,
+    gradient_checkpointing_func: Callable[..., object] = checkpoint,
+    every_n_layers: int = 1,
+) -> None:
+    plain(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
 
 
 def require_precision(precision: str, *, on_gpu: bool) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.fetch_model import copy_tokenizer_files
 from tasks.recipe import Input, TrainingRecipe
+from tasks.remote_code import local_options, trusts
 from tasks.train.adapter_files import Base, base_and_adapters, plain_config, save_adapter
 from tasks.train.quantization import FourBit, detect_quantized_layers, is_quantized, keep_layout, quantize_experts
 
@@ -19,21 +22,6 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
 
-# Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than those it was loaded from.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADAPTER_DIR = "adapter"
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
@@ -55,7 +43,6 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "ep
 _BEAMS = ("early_stopping", "length_penalty")
 
 logger = logging.getLogger(__name__)
-_LOCAL = {"trust_remote_code": False, "local_files_only": True}
 _GENERATION = "generation_config.json"
 
 
@@ -80,7 +67,7 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     disable_progress_bar()  # of loading and saving weights: it only fills logs
     tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **local_options(directory))
     except Exception as error:  # whatever the libraries raise for JSON that is no tokenizer
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(
@@ -90,6 +77,25 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
         rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest
     return tokenizer
+
+
+def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
+    """The config of a model in a directory.
+
+    Raises:
+        ConfigError: its class is code of its own, which no source asks to run, or the file is not a config.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **local_options(directory), **options)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{directory}: its config.json cannot be loaded ({str(error).strip().partition(chr(10))[0]}); an "
+            "architecture of transformers is accepted, or code of its own where the source is a hub id at a commit "
+            "with trust_remote_code=true"
+        ) from error
+    return config
 
 
 def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
@@ -103,10 +109,10 @@ def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> P
 
 def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
-    from transformers import AutoConfig, set_seed
+    from transformers import set_seed
 
     tokenizer = load_tokenizer(policy)
-    config = AutoConfig.from_pretrained(policy.path, num_labels=1, trust_remote_code=False, local_files_only=True)
+    config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     model = whole_model(
         Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method.quantization, method.precision, ctx)
@@ -254,11 +260,11 @@ def whole_model(
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     base, adapters = base_and_adapters(directory)
     adapters += [last] if last else []
-    config = config or AutoConfig.from_pretrained(directory, **_LOCAL)
+    config = config or load_config(directory)
     model = _full_model(kind, base, config, four_bit if not adapters else None)
     for adapter in adapters:
         model = _merged(model, adapter)
@@ -279,7 +285,8 @@ def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bi
     auto = AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         model: PreTrainedModel = auto.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True, **_LOCAL,
+            directory, config=config, dtype=torch.float32, use_safetensors=True,
+            **local_options(directory),
             **(four_bit.options() if four_bit else {}),
         )  # fmt: skip
     return model
@@ -291,8 +298,26 @@ def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     detect_quantized_layers(False)
     config = PeftConfig.from_pretrained(adapter)
     config.task_type = None  # also merges a policy's adapter into its backbone under a reward model's head
-    merged: PreTrainedModel = PeftModel.from_pretrained(model, adapter, config=config).merge_and_unload()
-    return merged
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(model, adapter, config=config)
+            loaded = adapted.load_adapter(str(adapter), "default")  # `from_pretrained` only warns of what it lacks
+    except (RuntimeError, ValueError) as error:  # of torch: shapes that differ; of PEFT: no such layers
+        raise _misfit(model, adapter, " ".join(str(error).split())[:300]) from error
+    # A policy's adapter may be on the head, which its backbone under a reward model's head does not have.
+    apart = [*loaded.missing_keys, *(loaded.unexpected_keys if model.get_output_embeddings() is not None else ())]
+    if apart:
+        raise _misfit(model, adapter, f"{len(apart)} weights are in one of the two alone, such as {apart[0]}")
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged.requires_grad_(True)  # PEFT froze the base
+
+
+def _misfit(model: "PreTrainedModel", adapter: Path, cause: str) -> ConfigError:
+    return ConfigError(
+        f"{adapter} does not fit the model {model.name_or_path}: {cause}; the base that it was trained on is accepted; "
+        "set sources.base.base_model=<that model>"
+    )
 
 
 def save_output(
@@ -307,6 +332,8 @@ def save_output(
     """
     from peft import PeftModel
 
+    from tasks.train.kernels import hold_in
+
     if ctx.rank != 0:
         return
     if not isinstance(model, PeftModel):
@@ -315,9 +342,9 @@ def save_output(
         _save_adapter_alone(model, policy, ctx.output_dir)
     else:
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
-        _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR).save_pretrained(
-            ctx.output_dir, safe_serialization=True
-        )
+        merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
+        merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
+        merged.save_pretrained(ctx.output_dir, safe_serialization=True)
     copy_tokenizer(policy.path, ctx.output_dir)
 
 
@@ -342,10 +369,8 @@ def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: P
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies every file that makes the tokenizer and its chat template."""
-    for name in TOKENIZER_FILES:
-        path = source / name
-        if path.is_dir():
-            shutil.copytree(path, target / name, dirs_exist_ok=True)
-        elif path.exists():
-            shutil.copyfile(path, target / name)
+    """Copies every file that makes the tokenizer and its chat template, with its code where that may run."""
+    copy_tokenizer_files(source, target)
+    if trusts(source):
+        for path in source.glob("*.py"):
+            shutil.copyfile(path, target / path.name)

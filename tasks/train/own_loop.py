@@ -129,7 +129,7 @@ class OwnLoop:
         self._recorder = Recorder(run.ctx)
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
         self._seconds_before = seconds_before(run.ctx)
-        self._saver = Saver(run.ctx, None, self._seconds_before)
+        self._saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
         self._start = time.perf_counter()
 
     def steps(self) -> Iterator[int]:
@@ -145,10 +145,13 @@ class OwnLoop:
         self._start = time.perf_counter()
         self._recorder.window.append((self._start, float(self.num_tokens)))
         on_gpu = self.ctx.resources.gpus_per_worker > 0
-        with deterministic_kernels(self.ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
+        with deterministic_kernels(self.ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
             while self.step < num_steps:
                 self.ctx.mark(self.step, Doing.STEPPING)
                 yield self.step
+                empty = self.ctx.resources.empty_cache_steps
+                if empty and (self.step + 1) % empty == 0:
+                    torch.cuda.empty_cache()
                 if not self._log or self._log[-1]["step"] != self.step + 1:
                     raise PipelineError(f"step {self.step + 1} was not reported; call report(...) in each step")
                 self.step += 1

@@ -19,8 +19,9 @@ selection is tested, and the arithmetic around the kernels.
 Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Literal
 
@@ -36,6 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
 from tasks.data.tokens.packing import why_not_packable
+from tasks.train.kernels import FLASH_PACKAGES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +47,13 @@ if TYPE_CHECKING:
 Example = dict[str, list[int]]
 Batch = dict[str, "Tensor"]
 Collator = Callable[[list[Example]], Batch]
-Kernel = Literal["varlen", "sdpa", "softcap"]
+Kernel = Literal["flash", "varlen", "sdpa", "eager"]
 
-ATTENTION = "padding_free"
+# Value of ``resources.attention`` -> name among those of transformers. ``sdpa`` stands for torch's own kernels.
+ATTENTION: Mapping[str, str] = {
+    "sdpa": "padding_free", "eager": "padding_free_eager", "flash_attention_2": "padding_free_fa2",
+    "flash_attention_3": "padding_free_fa3",
+}  # fmt: skip
 # Plain causal attention over rotary positions: nothing in their layers depends on the padding.
 PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
 # Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
@@ -95,21 +101,30 @@ def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[
 
 
 def choose_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], dropout: float, softcap: float | None
+    attention: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    dropout: float,
+    softcap: float | None,
 ) -> Kernel:
     """Selects the attention kernel for rows of different lengths.
 
     Args:
+        attention: of ``ATTENTION``.
         device: its type, ``cpu`` or ``cuda``.
         dtype: of the computation: autocast's where it is on.
         capability: of the GPU; (0, 0) on a CPU.
 
     Returns:
-        ``varlen``: FlashAttention, all rows at once; ``sdpa``: SDPA; ``softcap``: plain matrix products, because
-        neither of the two supports capped scores.
+        ``flash``: FlashAttention of a package; ``varlen``: that of torch, all rows at once; ``sdpa``: SDPA; ``eager``:
+        plain matrix products, also because neither of torch's own supports capped scores.
     """
-    if softcap is not None:
-        return "softcap"
+    if attention.startswith("flash"):
+        return "flash"
+    if attention == "eager" or softcap is not None:
+        return "eager"
     is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim <= FLASH_HEAD_DIM and head_dim % 8 == 0
     return "varlen" if device == "cuda" and capability >= FLASH_CAPABILITY and is_flash and not dropout else "sdpa"
 
@@ -130,23 +145,38 @@ def padding_free_attention(
     row_index: "Tensor | None" = None,
     row_tokens: "Tensor | None" = None,
     token_rows: "Tensor | None" = None,
+    attention: str = "sdpa",
     **kwargs: object,
 ) -> "Attended":
-    """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch."""
-    attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)
+    """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch.
+
+    Args:
+        attention: of ``ATTENTION``.
+    """
+    kernel = choose_kernel(
+        attention, query.device.type, _dtype(query), query.shape[-1], _capability(query), dropout, softcap
+    )
+    attend = partial(
+        _attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap, plain=kernel == "eager"
+    )
+    flash = partial(
+        _flash, attention=attention, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap
+    )
     if cu_seq_lens_q is None and attention_mask is None and query.shape[2] == key.shape[2]:  # rows of one length
+        if kernel == "flash":
+            return _of_one_length(flash, query, key, value), None
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     if cu_seq_lens_q is None:
         plain: Attended = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs
         )
         return plain
-    kernel = choose_kernel(query.device.type, _dtype(query), query.shape[-1], _capability(query), dropout, softcap)
     states = (query, key, value)
-    if kernel == "varlen":
+    if kernel in ("flash", "varlen"):
         longest = max_length_q if row_index is None else row_index.shape[1]
         states_S = (_line(each) if row_tokens is None else _line(each)[row_tokens] for each in states)
-        output_S = _varlen(*states_S, ends=cu_seq_lens_q, longest=longest, scaling=scaling, window=sliding_window)
+        varlen = flash if kernel == "flash" else partial(_varlen, scaling=scaling, window=sliding_window)
+        output_S = varlen(*states_S, ends=cu_seq_lens_q, longest=longest)
         output = output_S if token_rows is None else output_S[token_rows]
     elif row_index is None:
         lengths = cu_seq_lens_q.diff().tolist()
@@ -166,6 +196,39 @@ def padding_free_attention(
 def _line(states: "Tensor") -> "Tensor":
     """(1, heads, T, d) as (T, heads, d)."""
     return states.squeeze(0).transpose(0, 1)
+
+
+def _of_one_length(flash: "Callable[..., Tensor]", query: "Tensor", key: "Tensor", value: "Tensor") -> "Tensor":
+    """(R, L, heads, d) of rows of one length, laid end to end for FlashAttention."""
+    num_rows, _, length, _ = query.shape
+    ends = torch.arange(0, (num_rows + 1) * length, length, device=query.device, dtype=torch.int32)
+    states = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    return flash(*states, ends=ends, longest=length).unflatten(0, (num_rows, length))
+
+
+def _flash(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    ends: "Tensor",
+    longest: int | None,
+    attention: str,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> "Tensor":
+    """FlashAttention of (S, heads, d) by the package of FlashAttention 2 or 3."""
+    attend = import_module(FLASH_PACKAGES[attention]).flash_attn_varlen_func
+    states = (each.to(_dtype(query)).contiguous() for each in (query, key, value))
+    output: Tensor | tuple[Tensor, ...] = attend(
+        *states, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
+        **({"dropout_p": dropout} if dropout else {}),
+    )  # fmt: skip
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _varlen(
@@ -197,26 +260,28 @@ def _attend(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    plain: bool,
 ) -> "Tensor":
-    """Causal attention of (R, heads, L, d), by a kernel of SDPA with linear memory; by products with ``softcap``.
+    """Causal attention of (R, heads, L, d), by a kernel of SDPA with linear memory; by products where ``plain``.
 
     Args:
         window: how many tokens each token attends to, itself included; None: all before it.
         softcap: Gemma 2, arXiv:2408.00118, section 2.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    is_masked = softcap is not None or (window is not None and window < length)
+    is_masked = plain or (window is not None and window < length)
     mask = _causal(length, window or length, query.device) if is_masked else None
     few = takes_few_heads(query.device.type, _dtype(query), query.shape[-1], _capability(query), is_masked=is_masked)
     if groups > 1 and not few:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    if softcap is None or mask is None:
+    if not plain or mask is None:
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=key.shape[1] < query.shape[1],
         )  # fmt: skip
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, -torch.inf)
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
     return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), dropout) @ value
 
 
@@ -318,7 +383,7 @@ def _causal_lm_forward(
     )
 
 
-def install(model: "PreTrainedModel | PeftModel", *, packs: bool = False) -> None:
+def install(model: "PreTrainedModel | PeftModel", attention: str | None = None, *, packs: bool = False) -> None:
     """Installs padding-free attention in a model, and replaces its forward for training (not for generation).
 
     A model whose architecture is not known to compute the same numbers without padding keeps TRL's forward; with
@@ -327,10 +392,13 @@ def install(model: "PreTrainedModel | PeftModel", *, packs: bool = False) -> Non
     if isinstance(model, PeftModel):
         model = model.get_base_model()
     if not is_padding_free(model) and not packs:
+        if attention:
+            model.set_attn_implementation(attention)
         return
-    AttentionInterface.register(ATTENTION, padding_free_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ATTENTION)
+    name = ATTENTION[attention or "sdpa"]
+    AttentionInterface.register(name, partial(padding_free_attention, attention=attention or "sdpa"))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
     model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
     # tasks/train/rewards.py replaces the forward of a reward model.
     if is_padding_free(model) and model.get_output_embeddings() is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -17,8 +18,8 @@ from transformers import PrinterCallback, Trainer, set_seed
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
-from tasks.best import HELD_OUT_LOSS, Best
-from tasks.chat_template import CHAT_TEMPLATES, install_chat_template
+from tasks.best import HELD_OUT_LOSS
+from tasks.chat_template import install_chat_template, template_text
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.data.tokens.stop_tokens import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
@@ -35,8 +36,8 @@ from tasks.train.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, discard_drafts, held_out_rows
-from tasks.train.kernels import fast_products, kernel_args, start_scaler
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
@@ -44,13 +45,15 @@ from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
+from tasks.train.validating import validating
+from tasks.train.validation import VAL_LOSS
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel, TrainerCallback
 
-    from tasks.context import TrainContext
+    from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.models import Policy
@@ -59,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _POLICY = "policy"
+_FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 class TrainingRun:
@@ -92,6 +96,9 @@ class TrainingRun:
         step_in_fp32(model)
         if self._is_reward_model:
             install_scores(model)
+        if self._attention:
+            start.model.set_attn_implementation(self._attention)
+        prepare_layers(model, self.ctx.resources, own_loop=True)
         return replace(start, model=model.to(self.device).train())
 
     @cached_property
@@ -103,6 +110,8 @@ class TrainingRun:
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
+        if self.method.adapter:
+            hold_in(policy.model, self._frozen_dtype)
         return policy
 
     @cached_property
@@ -138,23 +147,30 @@ class TrainingRun:
             an adapter: the reference is the policy without it.
         """
         model = self._load(name)
-        return model.to(self.device) if model is not None and self.method.has_own_loop else model
+        if model is None or not self.method.has_own_loop:
+            return model
+        if self._attention:
+            model.set_attn_implementation(self._attention)
+        return model.to(self.device)
 
     def _load(self, name: str) -> "PreTrainedModel | None":
         role = self.method.models[name]
         if role == Role.FROZEN_POLICY:
             if self.method.adapter:
                 return None
-            return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
+            reference = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model
+            return models.frozen(hold_in(reference, self._frozen_dtype))
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
-            return models.load_value_model(self.method, self.inputs[start], self.ctx)
+            model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            prepare_layers(model, self.ctx.resources, own_loop=True)
+            return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
         if role == Role.REWARD_MODEL:
             install_scores(model)
-        return models.frozen(model)
+        return models.frozen(hold_in(model, self._frozen_dtype))
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
@@ -203,7 +219,7 @@ class TrainingRun:
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision))
+            trainer.add_callback(StepZeroProof(trainer, given, self._proof_tolerance))
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
@@ -221,19 +237,19 @@ class TrainingRun:
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
-        return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
+        return partial(require_agreement, self.inputs[_POLICY], self._proof_tolerance)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
-        return fit(self.method, trainer, self.inputs, self.ctx)
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
 
     def save(self) -> None:
         """Writes the trained model with its tokenizer and chat template; rank 0 only."""
         model = self.policy.model if self.trained is None else self.trained
         models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
         if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATES[self._chat_template])
+            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
 
     @cached_property
     def _ordered_rows(self) -> Dataset:
@@ -253,6 +269,24 @@ class TrainingRun:
     @property
     def _is_reward_model(self) -> bool:
         return self.method.models[_POLICY] == Role.REWARD_HEAD
+
+    @cached_property
+    def _attention(self) -> str | None:
+        found = attention_of(self.ctx.resources, self.method.precision)
+        logger.info(
+            "precision=%s attention=%s weights=%s", self.method.precision, found or "default", self._frozen_dtype
+        )
+        return found
+
+    @property
+    def _frozen_dtype(self) -> "Dtype":
+        return self.ctx.resources.frozen_dtype(self.method.precision)
+
+    @property
+    def _proof_tolerance(self) -> str:
+        """Of a policy in fp32 and a reference in bf16 the log-probabilities differ more than by the kernels."""
+        rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
+        return "bf16 reference" if rounded else self.method.precision
 
     def _with_adapter(self, model: "PreTrainedModel", adapter: "PeftConfig") -> "PeftModel":
         set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
@@ -275,8 +309,12 @@ class TrainingRun:
         """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
         if self._is_reward_model:
             install_scores(trainer.model)
-        for model in filter(None, (trainer.model, reference)) if is_line else ():
-            install(model, packs=self._packs)
+        for model in filter(None, (trainer.model, reference)):
+            if is_line:
+                install(model, self._attention, packs=self._packs)
+            elif self._attention:
+                model.set_attn_implementation(self._attention)
+        prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -294,7 +332,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
             f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
             "the global batch is derived from the latter, so the two must agree"
         )
-    on_gpu = resources.gpus_per_worker > 0
     return {
         "output_dir": str(ctx.work_dir),
         "per_device_train_batch_size": resources.micro_batch_size,
@@ -305,9 +342,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
         **kernel_args(method, resources),
-        # Trades time for memory and changes no number: worth it only where models fill a GPU.
-        "gradient_checkpointing": on_gpu,
-        "dataloader_pin_memory": on_gpu,
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
@@ -326,32 +360,42 @@ def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> 
     return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
 
 
-def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> dict[str, float]:
+def fit(
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int
+) -> dict[str, float]:
     """Trains to the last step and reports each; a trainer that is already there takes no step.
 
     The trainer then holds the weights of the stage's output: those of the last step, or of the best.
 
+    Args:
+        num_rows: that are trained on in a pass.
+
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
         ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
-        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``.
+        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
+        ``validation.patience`` ended it, ``ended_early_at_step``.
 
     Raises:
         StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
         PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: the best model is chosen on held-out rows, and there are none.
+        DataError: models are measured on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
     name_accumulation(trainer)
     before = seconds_before(ctx)
     start = time.perf_counter()
-    best = _best_model(method, trainer, inputs, ctx)
+    validation = validating(method, trainer, inputs, ctx, num_rows)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
-            with deterministic_kernels(ctx.resources.deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*([best] if best else []), divergence], method.best, before)
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
+                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
             if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
                 discard_drafts(ctx.work_dir)
@@ -362,28 +406,21 @@ def fit(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "Trai
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if validation and validation.ended_at:
+        notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:
         notes["diverged_at_step"] = float(divergence.step)
     seconds = before + time.perf_counter() - start
     log = trainer.state.log_history
-    return {**summary(log, seconds, num_steps=num_steps, output_step=step), **notes}
-
-
-def _best_model(method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext") -> BestModel | None:
-    if method.best is None:
-        return None
-    rows = held_out_rows(method, inputs, ctx) if method.best.metric == HELD_OUT_LOSS else None
-    return BestModel(trainer, method.best, ctx, rows)
+    metrics = summary(log, seconds, num_steps=num_steps, output_step=step)
+    if method.validation and HELD_OUT_LOSS in metrics:
+        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
+    return {**metrics, **notes}
 
 
 def _train(
-    trainer: Trainer,
-    ctx: "TrainContext",
-    watching: Sequence["TrainerCallback"],
-    best: Best | None,
-    seconds_before: float,
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence["TrainerCallback"], checkpointing: Checkpointing
 ) -> None:
-    checkpointing = Checkpointing(trainer, ctx, best, seconds_before)
     trainer.remove_callback(PrinterCallback)
     # The order matters: measure, then report, then save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
@@ -394,8 +431,6 @@ def _train(
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
-    if checkpointing.stopped_at is not None:
-        raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
 
 
 def seconds_before(ctx: "TrainContext") -> float:
@@ -433,6 +468,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
+    os.environ[_FLASH] = str(int(enabled))  # of flash-attn, which does not ask torch
     # Filling takes time, and training never reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -447,4 +483,5 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        os.environ[_FLASH] = "0"
         torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -60,6 +60,15 @@ def test_the_default_pipeline_depends_on_its_recipes_and_no_resources(monkeypatc
     assert "resources" not in text and "tracking" not in text
 
 
+@pytest.mark.parametrize("words", [["optimizer=adamw_torch_fused"], ["schedule=linear"], ["adapter=qlora"]])
+def test_a_setting_of_all_stages_is_a_parameter_of_each(monkeypatch, words):
+    monkeypatch.chdir(REPOSITORY)
+    group, name = words[0].split("=")
+    found = yaml.safe_load(render(words, REPOSITORY))["stages"]
+    stated = {file for parameter in found["sft"]["params"] for file in parameter}
+    assert f"conf/{group}/{name}.yaml" in stated
+
+
 def test_a_stage_states_what_its_identity_rests_on(folder):
     left = stages(folder)["left"]
     view = "artifacts/pipelines/mini"
@@ -132,3 +141,13 @@ def test_the_command_writes_the_file(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["dvc_yaml", "pipeline=typo"])
     assert main() == 2
     assert "no such pipeline" in capsys.readouterr().err
+
+
+def test_a_stage_depends_on_all_parts_of_a_model(folder):
+    for name in ("model", "tokenizer"):
+        (folder / name).mkdir()
+    (folder / "own.jinja").write_text("{{ messages }}")
+    words = ["model=pretrained", *(f"sources.base.{field}={place}" for field, place in (
+        ("path", "model"), ("tokenizer", "tokenizer"), ("chat_template", "own.jinja")))]  # fmt: skip
+    deps = yaml.safe_load(render(words, folder))["stages"]["cpt"]["deps"]
+    assert {"model", "tokenizer", "own.jinja"} <= set(deps)

@@ -1,18 +1,36 @@
 """What a training takes from its machine reaches the trainer, and keeps its trajectory."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import Trainer, modeling_utils
+from transformers import trainer as transformers_trainer
 
-from lineage.errors import StoppedError
+from lineage.artifact import Kind
+from lineage.errors import PipelineError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import Adapter
 from tasks.train import kernels
-from tests import training
+from tasks.train import run as module
+from tasks.train.models import load_config, whole_model
+from tasks.train.quantization import step_in_fp32
+from tests import tiny_models, training
+from tests.integration.test_dpo_start import scale_the_reference
+from tests.integration.test_own_loop import OptimizedLoop
+from tests.integration.test_padding_free import plain_flash
+from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.training import same, weights
 
+LORA = Adapter(rank=4, alpha=8)
 RESOURCES = Resources(micro_batch_size=4)
 
 
@@ -87,3 +105,296 @@ def test_fp16_follows_fp32(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert found.losses != expected.losses
     assert found.losses == pytest.approx(expected.losses, rel=5e-3)
     assert [metrics["loss_scale"] for _, metrics in found.reports] == [1024.0] * 3
+
+
+METHODS = ("cpt", "sft", "reward", "dpo")
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], training.Trained]:
+    """Each method with resources as they are by default, in full and with LoRA."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {
+        (name, adapter is not None): training.train(
+            training.method(name, adapter=adapter), root, folder / f"{name}-{adapter is not None}" / "output"
+        )
+        for name in METHODS
+        for adapter in (None, LORA)
+    }
+
+
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the layers whose activations are recomputed, in each forward pass that takes gradients."""
+    calls: list[int] = []
+
+    def counted(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return checkpoint(function, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "checkpoint", counted)
+    return calls
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", METHODS)
+def test_recomputed_activations_change_no_loss(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained],
+    name: str, is_adapter: bool,
+) -> None:  # fmt: skip
+    calls, stage, counts = recomputed(monkeypatch), training.method(name, adapter=LORA if is_adapter else None), []
+    for value in ("off", "on", 2):
+        calls.clear()
+        resources = replace(RESOURCES, gradient_checkpointing=value)
+        run = training.train(stage, root, tmp_path / str(value) / "output", resources=resources)
+        assert run.losses == pytest.approx(plain[name, is_adapter].losses, rel=1e-6)
+        counts.append(len(calls))
+    passes = 3 * 2  # steps x micro batches
+    assert counts == [0, 2 * passes, passes]  # of two layers
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_can_recompute_every_second_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    root, calls = training.write_inputs(tmp_path / "inputs", num_rows=8), recomputed(monkeypatch)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    stage, losses = training.method("cpt", num_steps=2), []
+    for value in ("off", 2):
+        resources = replace(RESOURCES, gradient_checkpointing=value)
+        run = training.train(stage, root, tmp_path / str(value) / "output", policy=policy, resources=resources)
+        losses.append(run.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert len(calls) == 2 * 2
+
+
+def test_batches_that_other_processes_collate_are_the_same_to_the_bit(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained]
+) -> None:
+    workers: list[int] = []
+    monkeypatch.setattr(
+        DataLoader, "__iter__", lambda self, plain=DataLoader.__iter__: workers.append(self.num_workers) or plain(self)
+    )
+    resources = replace(RESOURCES, dataloader_workers=1)
+    run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
+    assert same(weights(run.output), weights(plain["dpo", False].output))
+    assert workers == [1]
+
+
+def test_gpu_memory_is_returned_every_n_steps(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(transformers_trainer, "clear_device_cache", lambda: returned.append(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: returned.append(1))
+    resources = replace(RESOURCES, micro_batch_size=8, empty_cache_steps=2)
+    for index, stage in enumerate((training.method("sft", num_steps=4), own_loop(num_steps=4))):
+        returned.clear()
+        training.train(stage, root, tmp_path / str(index) / "output", resources=resources)
+        assert len(returned) == 2
+
+
+def own_loop(**fields: object) -> OptimizedLoop:
+    return OptimizedLoop(**{**training.FIELDS, "max_length": 16, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_loop_of_its_own_recomputes_and_compiles_too(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
+) -> None:
+    calls, graphs, losses = recomputed(monkeypatch), compiled(monkeypatch), []
+    for name, fields in {"plain": {}, "layers": {"gradient_checkpointing": 2}, "compiled": {"compile": True}}.items():
+        resources = replace(RESOURCES, **fields)
+        run = training.train(own_loop(adapter=adapter), root, tmp_path / name / "output", resources=resources)
+        losses.append(run.losses)
+        assert len(calls) == (0 if name == "plain" else 3 * 2)
+        assert bool(graphs) == (name == "compiled")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Takes the place of the compiler, which takes a minute, and counts the graphs that it is given."""
+    graphs: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, example: list[object]) -> Callable[..., object]:
+        graphs.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(kernels, "COMPILER", compiler)
+    torch.compiler.reset()
+    return graphs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_compiled_layers_follow_those_that_are_not(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: dict[tuple[str, bool], training.Trained],
+    name: str,
+) -> None:
+    graphs = compiled(monkeypatch)
+    resources = replace(RESOURCES, compile=True)
+    run = training.train(training.method(name), root, tmp_path / "output", resources=resources)
+    assert graphs and run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_eager_attention_calls_no_other_kernel_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    losses, calls, sdpa = [], [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(1) or sdpa(*args, **kwargs),
+    )  # fmt: skip
+    for attention in ("auto", "eager"):
+        calls.clear()
+        resources = replace(RESOURCES, attention=attention)
+        run = training.train(
+            training.method("dpo", num_steps=2),
+            root,
+            tmp_path / attention / "output",
+            policy=policy,
+            resources=resources,
+        )
+        losses.append(run.losses)
+        assert bool(calls) == (attention == "auto" and architecture != "gemma2")  # its capped scores are products
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_flash_attention_of_a_package_is_called_for_every_row(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[tuple[str, bool], training.Trained],
+    name: str, attention: str,
+) -> None:  # fmt: skip
+    calls: list[int] = []
+
+    def attend(*states: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append(len(options["cu_seqlens_q"]) - 1)  # type: ignore[arg-type]
+        return plain_flash(*states, **{**options, "deterministic": False})  # type: ignore[arg-type]
+
+    package = kernels.FLASH_PACKAGES[attention]
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_varlen_func=attend))
+    resources = replace(RESOURCES, attention=attention)
+    run = training.train(training.method(name), root, tmp_path / "output", resources=resources)
+    assert run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
+    rows = 4 * (2 if name in ("reward", "dpo") else 1)
+    assert calls == [rows] * (3 * 2 * 2 * (2 if name == "dpo" else 1))  # steps, micro batches, layers, models
+
+
+def test_packed_rows_do_not_see_each_other_in_eager_attention(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", packing="best_fit", global_batch_size=4)
+    packed = [
+        training.train(
+            stage, root, tmp_path / attention / "output", resources=replace(RESOURCES, attention=attention)
+        ).losses
+        for attention in ("auto", "eager")
+    ]
+    assert packed[1] == pytest.approx(packed[0], rel=1e-5)
+
+
+def test_a_loop_of_its_own_has_the_attention_of_its_resources(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = training.train(own_loop(), root, tmp_path / "auto" / "output").losses
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    run = training.train(
+        own_loop(), root, tmp_path / "eager" / "output", resources=replace(RESOURCES, attention="eager")
+    )
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+
+
+BF16 = replace(RESOURCES, weights="bf16")
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
+    """The dtypes of frozen and of trained parameters of each model that a trainer of transformers was given."""
+    found: list[tuple[set[torch.dtype], set[torch.dtype]]] = []
+    original = module.fit
+
+    def fit(method: object, trainer: Trainer, *args: object) -> dict[str, float]:
+        step_in_fp32(trainer.model)
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            parameters = [(each.requires_grad, each.dtype) for each in model.parameters()]
+            frozen, trained = ({dtype for grad, dtype in parameters if grad == takes} for takes in (False, True))
+            found.append((frozen, trained))
+        return original(method, trainer, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "fit", fit)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_base_under_an_adapter_is_held_in_bf16(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stage, dtypes = training.method(name, adapter=LORA, precision="bf16"), spied(monkeypatch)
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    head = {torch.float32} if name == "reward" else set()  # the one that the trained copy started from
+    assert dtypes == [({torch.float32}, {torch.float32}), ({torch.bfloat16} | head, {torch.float32})]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert found.losses != expected.losses
+    merged, adapter = weights(found.output), load_file(found.output / "adapter" / "adapter_model.safetensors")
+    assert {each.dtype for key, each in merged.items() if "score" not in key} == {torch.bfloat16}
+    assert {each.dtype for each in adapter.values()} == {torch.float32}
+    for key, each in weights(expected.output).items():
+        torch.testing.assert_close(merged[key].float(), each, atol=2e-3, rtol=1e-2, msg=key)
+
+
+def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, dtypes = training.method("dpo", precision="bf16"), spied(monkeypatch)
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16}, set())]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
+    assert {each.dtype for each in weights(found.output).values()} == {torch.float32}  # all of it was trained
+    scale_the_reference(monkeypatch, 4)
+    with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
+        training.train(stage, root, tmp_path / "other" / "output", resources=BF16)
+
+
+def test_a_base_in_4_bits_has_the_rest_of_its_weights_in_bf16(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", adapter=replace(LORA, quantization="nf4"), precision="bf16")
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
+    assert {each.dtype for each in weights(found.output).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_trains_an_adapter_on_a_base_in_bf16(tmp_path: Path, architecture: str) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    stage = training.method("sft", num_steps=2, adapter=LORA, precision="bf16")
+    losses = [
+        training.train(stage, root, tmp_path / each.weights / "output", policy=policy, resources=each).losses
+        for each in (RESOURCES, BF16)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_on_a_base_in_bf16_a_training_resumes_to_the_bit(root: Path, tmp_path: Path) -> None:
+    stage = training.method("dpo", num_steps=6, adapter=replace(LORA, dropout=0.1), precision="bf16")
+    stop_and_go_on(stage, root, tmp_path, replace(SAVING, weights="bf16"))
+
+
+def test_buffers_and_the_head_of_a_reward_model_stay_in_fp32(root: Path) -> None:
+    model = whole_model(Kind.REWARD_MODEL, root / "policy", load_config(root / "policy", num_labels=1))
+    kernels.hold_in(model, "bf16")
+    assert model.score.weight.dtype == model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_the_compilers_own_kernels_train_and_resume_to_the_bit(
+    root: Path, tmp_path: Path, plain: dict[tuple[str, bool], training.Trained]
+) -> None:
+    torch.compiler.reset()
+    resources = replace(RESOURCES, compile=True)
+    run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
+    assert run.losses == pytest.approx(plain["dpo", False].losses, rel=1e-5)
+    stop_and_go_on(training.method("sft", num_steps=6), root, tmp_path, replace(SAVING, compile=True))

@@ -16,7 +16,7 @@ from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
-from tasks.method import LOOP_FIELDS, Adapter, Training
+from tasks.method import LOOP_FIELDS, Adapter, Training, Validation
 from tasks.train.compatibility import check_compatible
 from tasks.train.run import TrainingRun
 from tests import training
@@ -254,6 +254,10 @@ def test_an_adapter_of_a_whole_output_is_merged_and_kept(root: Path, tmp_path: P
             r"optimizer.weight_decay=0.1: .*set optimizer.weight_decay=0.0, or .*PlainLoop.applies",
         ),
         ({"lr_schedule": "linear"}, r"schedule.name=linear: .*set schedule.name=cosine"),
+        (
+            {"validation": Validation(every_steps=2)},
+            r"PlainLoop has a loop of its own, which measures no held-out rows",
+        ),
         ({"best": Best(every_steps=2)}, r"PlainLoop has a loop of its own, which measures no competing models"),
     ],
 )

@@ -1,7 +1,9 @@
 """The padding-free forward gives the numbers of TRL's padded one."""
 
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +154,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ("cuda", BF16, 512, (9, 0), 0.0, None, "sdpa"),
         ("cuda", BF16, 20, (9, 0), 0.0, None, "sdpa"),
         ("cuda", BF16, 128, (9, 0), 0.1, None, "sdpa"),  # varlen_attn drops nothing
-        ("cuda", BF16, 128, (9, 0), 0.0, 50.0, "softcap"),
+        ("cuda", BF16, 128, (9, 0), 0.0, 50.0, "eager"),
         ("cpu", BF16, 128, (0, 0), 0.0, None, "sdpa"),
     ],
 )
@@ -165,7 +167,10 @@ def test_the_kernel_follows_from_device_and_type(
     softcap: float | None,
     kernel: str,
 ) -> None:
-    assert choose_kernel(device, dtype, head_dim, capability, dropout, softcap) == kernel
+    given = (device, dtype, head_dim, capability, dropout, softcap)
+    assert choose_kernel("sdpa", *given) == kernel
+    assert choose_kernel("eager", *given) == "eager"
+    assert choose_kernel("flash_attention_2", *given) == choose_kernel("flash_attention_3", *given) == "flash"
 
 
 def test_grouped_queries_never_get_the_math_kernel_of_a_gpu() -> None:
@@ -214,14 +219,28 @@ def as_on_a_gpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padding_free, "varlen_attn", plain_varlen)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+def plain_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, deterministic: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What ``flash_attn_varlen_func`` of flash-attn documents, in plain products."""
+    assert causal and not softcap and not deterministic
+    return plain_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
+        window_size=window_size, enable_gqa=key.shape[1] < query.shape[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa", "eager", "flash"])
 @pytest.mark.parametrize("same_start", [None, 0, 3])
 def test_the_branches_of_a_gpu_give_the_numbers_of_a_padded_forward(
     policy: Path, kernel: str, same_start: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_gpu(kernel, monkeypatch)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=plain_flash))
     model, line = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
-    install(line)
+    install(line, {"flash": "flash_attention_2", "eager": "eager"}.get(kernel))
     inputs = batch(same_start=same_start or 0)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     logits = model(**inputs).logits[:, :-1]

@@ -105,6 +105,16 @@ def test_a_chain_of_adapters_is_the_chain_of_whole_models_to_the_bit(made: Made)
     assert (dpo["name"], dpo["digest"]) == ("sft", found["sft"][1].digest)
 
 
+def test_a_full_training_goes_on_from_a_saved_adapter_and_trains_every_weight(made: Made) -> None:
+    base = made.base()
+    policies = [made.trained("sft", base, save=save, chat_template="chatml") for save in (None, "adapter")]
+    whole, alone = (made.trained("dpo", policy, adapter=None) for policy in policies)
+    assert training.same(weights(whole.path), weights(alone.path))
+    before = load_model(policies[1]).state_dict()
+    changed = {name for name, tensor in weights(alone.path).items() if not torch.equal(tensor, before[name])}
+    assert any("embed_tokens" in name for name in changed) and any("norm" in name for name in changed)
+
+
 def test_an_adapter_resumes_to_the_bit_names_no_place_and_goes_on_its_base(made: Made, root: Path) -> None:
     base, stage = made.base(), training.method("sft", num_steps=4, adapter=LORA, save="adapter", chat_template="chatml")
     saving = Resources(micro_batch_size=4, save_steps=2, save_minutes=None)

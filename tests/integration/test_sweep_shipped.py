@@ -2,6 +2,7 @@
 
 import pytest
 
+from flows.sweep.space import fixed_words
 from flows.sweep.stated import read_sweep
 from lineage.errors import ConfigError
 from tasks.evaluate.report import POLICY_METRICS
@@ -34,6 +35,7 @@ def test_the_learning_rate_experiment_is_of_the_stage_that_is_named(stage):
     plans = [planned.plan for planned in stated.known]
     methods = [plan.stage(stage).stage.method for plan in plans]
     assert [method.num_steps for method in methods] == [20] * 5
+    assert f"stages.{stage}.method.num_epochs=null" in fixed_words(stated.sweep)  # a pipeline's own would be a second
     assert len({method.learning_rate for method in methods}) == 5
     assert all(plan.stages[-1].name == stage for plan in plans)
 

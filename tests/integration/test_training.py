@@ -139,10 +139,10 @@ def test_a_finished_trainer_is_not_stepped_again(root: Path, tmp_path: Path, mon
 
     original, losses = trainer_module.fit, []
 
-    def fit_twice(method: object, trainer: object, inputs: object, ctx: object) -> dict[str, float]:
-        once = original(method, trainer, inputs, ctx)
+    def fit_twice(method: object, trainer: object, *rest: object) -> dict[str, float]:
+        once = original(method, trainer, *rest)
         before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-        twice = original(method, trainer, inputs, ctx)
+        twice = original(method, trainer, *rest)
         assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
         assert once["steps"] == twice["steps"]
         losses.extend([once["loss"], twice["loss"]])

@@ -45,7 +45,8 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
-ELSEWHERE = {"best", "output", "on_divergence", "quantization"}  # test_best.py, test_divergence.py, test_qlora.py
+# test_best.py, test_divergence.py, test_qlora.py, test_validation.py
+ELSEWHERE = {"best", "output", "on_divergence", "quantization", "validation"}
 FIELDS = [
     (name, field.name)
     for name, cls in training.METHODS.items()

@@ -19,7 +19,7 @@ from lineage.digest import digest_files
 from lineage.errors import ArtifactError, ConfigError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.method import Adapter
+from tasks.method import Adapter, Quantization
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
@@ -66,6 +66,7 @@ def zero_workers() -> Iterator[WorkerGroup]:
         ("dpo", {}, 1e-5),
         ("sft", {"precision": "bf16"}, 1e-3),
         ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3),
+        ("dpo", {"adapter": LORA, "quantization": Quantization(format="nf4")}, 1e-5),
     ],
 )
 def test_losses_are_those_of_plain_data_parallelism(

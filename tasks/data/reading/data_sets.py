@@ -1,5 +1,6 @@
 """Data sets of the hub, or saved on disk: read through `datasets`, in batches of columns."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,14 +37,16 @@ def read_saved(directory: Path, split: str) -> Iterator[Chunk]:
         yield from table_chunks(rows.with_format("arrow").iter(batch_size=BATCH_ROWS), str(directory))
 
 
-def read_hub(source: Source, split: str, part: Slice | None) -> Iterator[Chunk]:
-    """The rows of a split of a data set of the hub; when streaming, no more than are asked for."""
+def read_loaded(source: Source, split: str, part: Slice | None) -> Iterator[Chunk]:
+    """The rows of a split of a data set of the hub, or of a directory like one; when streaming, no more than are asked
+    for."""
     import datasets
 
     bounded = _bounded(source, part) if source.streaming else None
     with _told(source.path, split):
         rows = datasets.load_dataset(
-            source.path, revision=source.revision, split=split, streaming=source.streaming
+            os.path.expanduser(os.path.expandvars(source.path)), name=source.subset, revision=source.revision,
+            split=split, streaming=source.streaming, **source.loader,
         )  # fmt: skip
         if bounded:
             rows = bounded(rows)
@@ -79,5 +82,5 @@ def _told(path: str, split: str) -> Iterator[None]:
         raise DataError(
             f"{path}: `datasets` reads no split {split!r} from it ({type(error).__name__}: {message}); "
             "a file, a directory or glob of files, a saved data set, or a hub id is accepted; correct the path, or "
-            "set split"
+            "set split or subset"
         ) from error

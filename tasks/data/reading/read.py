@@ -6,9 +6,10 @@ from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError
 from lineage.python_source import PYTHON
 from lineage.remote_files import is_url
+from lineage.source_checks import is_loaded
 from lineage.sources import local_paths
 from tasks.data.reading.chunk import Chunk, ParsedChunk, Row
-from tasks.data.reading.data_sets import read_hub
+from tasks.data.reading.data_sets import read_loaded
 from tasks.data.reading.directory import read_directory
 from tasks.data.reading.files import read_file
 from tasks.data.reading.python_rows import read_function
@@ -39,7 +40,7 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
     elif source.path.startswith(PYTHON):
         require_no_splits(source, split)
         yield from read_function(source)
-    elif paths := local_paths(source.path):
+    elif (paths := local_paths(source.path)) and not is_loaded(source):
         for path in paths:
             if path.is_dir():
                 yield from read_directory(path, split, source.split_by)
@@ -47,7 +48,7 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
                 require_no_splits(source, split)
                 yield from read_file(path, str(path), source.split_by)
     else:
-        yield from read_hub(source, split, part)
+        yield from read_loaded(source, split, part)
 
 
 def _is_of_hub(path: str) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from lineage.digest import digest_file, digest_files, digest_of
 from lineage.fingerprint import canonical_json
-from tasks.chat_template import CHAT_TEMPLATES
+from lineage.model_files import TOKENIZER_FILES
+from tasks.chat_template import template_text
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.train.models import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
+from tasks.train.models import CHAT_TEMPLATE_FILE
 
 TOKENS_VERSION = 3  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
@@ -25,7 +26,7 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
     if not ROW_KINDS[tokenization.kind].chat:
         template = ""
     elif tokenization.chat_template:
-        template = CHAT_TEMPLATES[tokenization.chat_template]
+        template = template_text(tokenization.chat_template)
     else:
         template = path.read_text() if path.exists() else ""  # else it is in a file of the tokenizer
     decides = {

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -27,3 +29,10 @@ def test_it_is_allowed_where_that_is_stated():
 def test_other_errors_are_raised_as_they_are():
     with pytest.raises(RuntimeError, match="out of memory"), deterministic_kernels(True):
         raise RuntimeError("out of memory")
+
+
+def test_flash_attention_is_deterministic_too(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    with deterministic_kernels(True):
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "0"

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.planning.root_model import read_json
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import require_own_files, require_sound
+from lineage.model_files import read_json, require_own_files, require_sound
 from lineage.sources import pin
 from tasks.fetch_model import fetch_model
 

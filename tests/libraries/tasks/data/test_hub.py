@@ -26,7 +26,12 @@ def test_a_set_of_the_hub_is_read_whole_at_its_revision(hub: list[dict[str, obje
     rows = read("owner/name", revision="abc", split="dev[10%:]")
     assert [row.fields["number"] for row in rows if isinstance(row, Row)] == list(range(3000))
     assert rows[1234].where == "owner/name[1234]"
-    assert hub == [{"path": "owner/name", "streaming": False, "revision": "abc", "split": "dev"}]
+    assert hub == [{"path": "owner/name", "streaming": False, "name": None, "revision": "abc", "split": "dev"}]
+
+
+def test_subset_and_loader_are_passed_on(hub: list[dict[str, object]]) -> None:
+    read("owner/name", revision="abc", subset="german", loader={"data_files": "a/*.parquet"})
+    assert hub[0]["name"] == "german" and hub[0]["data_files"] == "a/*.parquet"
 
 
 def test_a_stream_ends_with_its_slice_or_its_sample(hub: list[dict[str, object]]) -> None:

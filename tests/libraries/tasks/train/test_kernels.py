@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from tasks.train import kernels
 from tasks.train.kernels import (
     FIRST_SCALE,
     LossScale,
+    attention_of,
     fast_products,
     kernel_args,
     require_precision,
@@ -130,3 +132,26 @@ def test_the_default_comes_back_after_a_failure():
     with pytest.raises(InterruptedError), fast_products(on_gpu=False):
         raise InterruptedError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "capability", "installed", "expected"),
+    [
+        ({}, "bf16", (9, 0), ("flash_attn", "flash_attn_interface"), "flash_attention_3"),
+        ({}, "fp16", (9, 0), ("flash_attn",), "flash_attention_2"),
+        ({}, "bf16", (8, 0), ("flash_attn", "flash_attn_interface"), "flash_attention_2"),
+        ({}, "bf16", (10, 0), ("flash_attn", "flash_attn_interface"), "flash_attention_2"),
+        ({}, "bf16", (9, 0), (), None),
+        ({}, "fp32", (9, 0), ("flash_attn",), None),
+        ({}, "bf16", (7, 5), ("flash_attn",), None),
+        ({"deterministic": True}, "bf16", (9, 0), ("flash_attn",), None),
+        ({"gpus_per_worker": 0}, "bf16", (9, 0), ("flash_attn",), None),
+        ({"attention": "eager"}, "bf16", (9, 0), ("flash_attn",), "eager"),
+    ],
+)
+def test_auto_is_the_fastest_attention_that_is_installed(
+    monkeypatch, fields, precision, capability, installed, expected
+):
+    fake_gpu(monkeypatch, capability=capability)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in installed else None)
+    assert attention_of(replace(ON_GPU, **fields), precision) == expected

@@ -23,6 +23,7 @@ class OwnLoop(Training):
     """A method with a loop of its own, as a user may add one."""
 
     reads: ClassVar = TEXT
+    applies: ClassVar = frozenset({"precision"})
 
     def loop(self, run):
         raise NotImplementedError

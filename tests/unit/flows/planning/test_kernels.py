@@ -7,7 +7,9 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning import kernels
 from flows.planning.plan import make_plan
+from flows.rehearsal import certify
 from lineage.errors import ConfigError
+from lineage.kind import kind_here
 from tests.command import Command
 
 TRAINED = ("cpt", "sft", "reward", "dpo")
@@ -44,17 +46,90 @@ def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["precision=fp16"], r"stages\.cpt\.method\.precision=fp16: gpus_per_worker=0, .* set precision=bf16 or fp32"),
+        (
+            ["precision=fp16"],
+            r"stages.cpt: method.precision=fp16, resources.gpus_per_worker=0: .* set stages.cpt.method.precision=bf16",
+        ),
         (
             ["precision=fp16", "resources.gpus_per_worker=1", "resources=zero2"],
-            r"precision=fp16: zero_stage=2 does not scale the loss, which fp16 needs; set precision=bf16",
+            r"precision=fp16, resources.zero_stage=2: .* set stages.cpt.method.precision=bf16",
         ),
+        (["resources.gradient_checkpointing=0"], r"gradient_checkpointing.*greater than 0"),
+        (["resources.gradient_checkpointing=some"], r"gradient_checkpointing"),
         (["precision=half"], r'precision="half": input should be .*fp16'),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         make_plan(load_pipeline(overrides))
+
+
+def test_compilation_on_a_cpu_needs_a_compiler(monkeypatch):
+    pipeline = load_pipeline(["resources.compile=true"])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"there is no no-such-compiler on this machine; install it .*compile=false"):
+        make_plan(pipeline)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # the machine that compiles is another one
+    make_plan(pipeline)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_a_package_that_is_not_installed_is_named_with_its_install_command(monkeypatch, attention):
+    pipeline = load_pipeline(["resources=gpu", f"resources.attention={attention}"])
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=rf"attention={attention}: the package flash_attn\S* is not installed; install "
+    ):
+        make_plan(pipeline)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    make_plan(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("value", "every"), [("off", None), ("on", 1), ("true", 1), ("false", None), ("3", 3), ("1", 1)]
+)
+def test_activations_of_every_nth_layer_are_recomputed(value, every):
+    pipeline = load_pipeline([f"resources.gradient_checkpointing={value}"])
+    assert pipeline.stages["sft"].resources.checkpointed_layers == every
+
+
+@pytest.mark.parametrize(
+    ("value", "on_cpu", "on_gpu"), [("auto", True, False), ("true", True, True), ("false", False, False)]
+)
+def test_kernels_are_deterministic_on_cpus_and_on_gpus_when_asked(value, on_cpu, on_gpu):
+    overrides = [f"resources.deterministic={value}", "stages.dpo.resources.gpus_per_worker=1"]
+    stages = load_pipeline(overrides).stages
+    assert stages["sft"].resources.is_deterministic == on_cpu
+    assert stages["dpo"].resources.is_deterministic == on_gpu
+
+
+def test_what_is_frozen_is_in_bf16_on_a_gpu():
+    overrides = ["resources=gpu", "stages.sft.method.precision=fp32", "stages.reward.resources.gpus_per_worker=0"]
+    stages = load_pipeline([*overrides, "stages.evaluate.resources.weights=fp32"]).stages
+    found = {
+        name: stage.resources.frozen_dtype(getattr(stage.method, "precision", None)) for name, stage in stages.items()
+    }
+    assert [found[name] for name in ("cpt", "sft", "reward", "dpo", "evaluate")] == [
+        "bf16",
+        "fp32",
+        "fp32",
+        "bf16",
+        "fp32",
+    ]
+    assert load_pipeline(["resources=gpu"]).stages["evaluate"].resources.frozen_dtype(None) == "bf16"
+    assert load_pipeline([]).stages["evaluate"].resources.frozen_dtype(None) == "fp32"
+
+
+def test_a_certificate_is_made_with_deterministic_kernels_unless_the_stage_says_otherwise():
+    stages = load_pipeline(["resources=gpu", "stages.dpo.resources.deterministic=false"]).stages
+    assert [certify._deterministic(stages[name]).resources.is_deterministic for name in ("sft", "dpo")] == [True, False]
+
+
+def test_a_certificate_from_before_is_of_the_same_environment():
+    before = {"gpus_per_worker": 0, "deterministic": True}
+    now = {**before, "deterministic": "auto", "gradient_checkpointing": "off", "compile": False}
+    assert kind_here(before, {}) == kind_here(now, {})
+    assert kind_here({**now, "compile": True}, {}) != kind_here(now, {}) != kind_here({**now, "gpus_per_worker": 1}, {})
 
 
 def test_fp16_on_a_gpu_is_planned():

@@ -15,6 +15,8 @@ from flows.rehearsal.scratch import free_left, scratch, scratch_plan
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lease import Lease
 from tasks.context import Launcher, Resources
+from tasks.cpt import ContinuedPretraining
+from tasks.method import Validation
 from tests.finished import finish
 
 Toy = Callable[..., Plan]
@@ -43,6 +45,20 @@ def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> 
     best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
     method = short(toy(*best), tmp_path).stage("left").stage.method
     assert method.best.every_steps == 2  # type: ignore[attr-defined]
+
+
+def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> None:
+    plan = toy()
+    method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
+    stages = {**plan.pipeline.stages, "left": replace(plan.pipeline.stages["left"], method=method)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "flows.rehearsal.scratch.make_plan", lambda pipeline: Plan(pipeline=pipeline, stages=[], home=tmp_path)
+        )
+        short_of = scratch_plan(replace(plan.pipeline, stages=stages), tmp_path, num_steps=6, save_steps=2).pipeline
+    assert short_of.stages["left"].method == replace(
+        method, num_steps=6, num_epochs=None, validation=Validation(every_steps=2)
+    )
 
 
 def test_its_place_is_gone_afterwards_and_so_is_that_of_a_dead_command(tmp_path: Path) -> None:

@@ -1,0 +1,286 @@
+"""What works with what: each value of a setting alone, and with each value of another, by the table of rules."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations, groupby
+from typing import Literal, get_args, get_type_hints
+
+import yaml
+
+from flows.declare.compose import CONF
+from flows.declare.config import method_class
+from flows.declare.typed import typed
+from flows.reports.tables import empty_table, plain_text
+from lineage.errors import ConfigError
+from tasks.context import Resources
+from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
+from tasks.recipe import TrainingRecipe
+from tasks.train.compatibility import RULES, Case, Fields, Refusal, Rule, assigned, refusals
+
+Works = Literal["yes", "on a GPU", "no"]
+
+_GPU: Fields = {"resources.gpus_per_worker": 1}
+# What a training states in these tables where no value of a setting says otherwise.
+_BASE: Fields = {
+    "method.learning_rate": 1e-3, "method.num_steps": 4, "method.max_length": 64, "method.global_batch_size": 8,
+    "resources.micro_batch_size": 8,
+}  # fmt: skip
+_SHARDING: Mapping[str, Fields] = {
+    "none": {"resources.num_workers": 1, "resources.micro_batch_size": 8},
+    "accumulation": {"resources.num_workers": 1, "resources.micro_batch_size": 4},
+    "2-workers": {"resources.num_workers": 2, "resources.micro_batch_size": 4},
+    "zero2": {"resources.num_workers": 2, "resources.micro_batch_size": 4, "resources.zero_stage": 2},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One value of a setting: ``optimizer=adamw_torch``."""
+
+    setting: str
+    value: str
+    fields: Fields = field(default_factory=dict, hash=False)
+    method: type[Method] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Whether choices work together.
+
+    Args:
+        condition: what else must be set then.
+        case: a training with all of it, where they work.
+        rule: the id of the rule that refuses them; None: a setting refuses its own fields, or nothing does.
+        reason: of the refusal.
+    """
+
+    choices: tuple[Choice, ...]
+    works: Works
+    condition: Fields = field(default_factory=dict)
+    case: Case | None = None
+    rule: str | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        said = {"rule": self.rule, "reason": self.reason, "condition": assigned(self.condition)}
+        return {
+            "settings": {choice.setting: choice.value for choice in self.choices},
+            "works": self.works,
+            **{key: value for key, value in said.items() if value},
+        }
+
+
+@cache
+def trainings() -> dict[str, type[Method]]:
+    """The methods of ``conf/stage`` that train, by the name of their file."""
+    targets = {path.stem: str(yaml.safe_load(path.read_text())["_target_"]) for path in (CONF / "stage").glob("*.yaml")}
+    found = {name: method_class(f"conf/stage/{name}.yaml", target) for name, target in sorted(targets.items())}
+    return {name: method for name, method in found.items() if issubclass(method, Training)}
+
+
+def choices() -> dict[str, list[Choice]]:
+    """Every value of every setting that the tables join."""
+    return {
+        "method": [Choice(setting="method", value=name, method=cls) for name, cls in trainings().items()],
+        "adapter": [
+            Choice(setting="adapter", value="full", fields={"method.adapter": None}),
+            *_values("adapter", "method.adapter.type", Adapter),
+        ],
+        "quantization": [
+            Choice(setting="quantization", value="none", fields={"method.quantization": None}),
+            *_values("quantization", "method.quantization.format", Quantization),
+        ],
+        "optimizer": _values("optimizer", "method.optimizer.name", Optimizer),
+        "schedule": _values("schedule", "method.schedule.name", Schedule),
+        "precision": [
+            each for each in _values("precision", "method.precision", TrainingRecipe) if each.value != "auto"
+        ],
+        "sharding": [Choice(setting="sharding", value=name, fields=fields) for name, fields in _SHARDING.items()],
+    }
+
+
+def _values(setting: str, path: str, cls: type) -> list[Choice]:
+    """The values of a field that takes one of several words."""
+    hint = get_type_hints(cls)[path.rpartition(".")[2]]
+    return [Choice(setting=setting, value=value, fields={path: value}) for value in get_args(hint)]
+
+
+def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | None = None) -> Case:
+    """A training and its resources with these fields, as YAML builds them.
+
+    Raises:
+        ConfigError: a value is wrong, or a setting refuses its own fields.
+    """
+    tree: dict[str, object] = {"method": {}, "resources": {}}
+    for path, value in fields.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            below = node.get(parent)
+            node[parent] = node = below if isinstance(below, dict) else {}
+        node[name] = value
+    method, resources = tree["method"], tree["resources"]
+    assert isinstance(method, dict) and isinstance(resources, dict)
+    built = typed(cls, method, "method")
+    assert isinstance(built, Training)
+    return Case(method=built, resources=typed(Resources, resources, "resources"), config=config or {})
+
+
+def outcome(*chosen: Choice) -> Outcome:
+    """Whether choices work together: on CPUs, else on a GPU, and what else must be set then."""
+    on_cpu = _judged(chosen, {})
+    return on_cpu if on_cpu.works != "no" else _judged(chosen, _GPU)
+
+
+def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
+    """Sets what each refusal says to set, until none is left, or one says to change a choice."""
+    cls = next((each.method for each in chosen if each.method), None) or trainings()["sft"]
+    pinned: dict[str, object] = {}
+    for each in chosen:
+        pinned = {path: value for path, value in pinned.items() if not _overlap(path, each.fields)} | dict(each.fields)
+    condition: dict[str, object] = {}
+    while True:
+        try:
+            case = case_of(cls, {**_BASE, **machine, **condition, **pinned})
+        except ConfigError as error:
+            return Outcome(choices=chosen, works="no", reason=str(error))
+        refusal = next(refusals(case), None)
+        if refusal is None:
+            return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition, case=case)
+        if any(_overlap(path, {**pinned, **machine, **condition}) for path in refusal.nearest):
+            return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
+        condition |= refusal.nearest
+
+
+def _overlap(path: str, fields: Fields) -> bool:
+    """Whether setting a field changes one of these: it is one of them, or holds one, or is a field of one."""
+    return any(f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.") for each in fields)
+
+
+@cache
+def all_outcomes() -> tuple[list[Outcome], list[Outcome]]:
+    """Those of every choice alone, and of every two choices of different settings that work alone."""
+    by_setting = choices()
+    alone = [outcome(each) for values in by_setting.values() for each in values]
+    working = {str(each.choices[0]) for each in alone if each.works != "no"}
+    pairs = [
+        outcome(left, right)
+        for one, other in combinations(by_setting.values(), 2)
+        for left in one
+        for right in other
+        if {str(left), str(right)} <= working
+    ]
+    return alone, pairs
+
+
+def compat_dict() -> dict[str, object]:
+    """The part of ``compat --json`` that is the same for every pipeline."""
+    alone, pairs = all_outcomes()
+    return {
+        "rules": [_rule_dict(rule) for rule in RULES],
+        "settings": [each.to_dict() for each in alone],
+        "combinations": [each.to_dict() for each in pairs],
+    }
+
+
+def rule_nearest(rule: Rule) -> Fields:
+    """What a rule says to set for its example."""
+    if not callable(rule.nearest):
+        return rule.nearest
+    return rule.nearest(case_of(trainings()[rule.stage], {**_BASE, **rule.example}, rule.config))
+
+
+def _rule_dict(rule: Rule) -> dict[str, object]:
+    return {
+        "rule": rule.id,
+        "fields": list(rule.fields),
+        "example": {"stage": rule.stage, "overrides": assigned(rule.example), "config": dict(rule.config)},
+        "reason": rule.reason,
+        "nearest": assigned(rule_nearest(rule)),
+    }
+
+
+def stages_dict(found: Mapping[str, Sequence[Refusal]]) -> list[dict[str, object]]:
+    """The part of ``compat --json`` about the stages of a pipeline."""
+    return [
+        {"stage": name, "works": not refused, "refusals": [_refusal_dict(each, f"stages.{name}") for each in refused]}
+        for name, refused in found.items()
+    ]
+
+
+def _refusal_dict(refusal: Refusal, where: str) -> dict[str, object]:
+    return {
+        "rule": refusal.rule,
+        "found": assigned(refusal.found, where),
+        "reason": refusal.reason,
+        "set": assigned(refusal.nearest, where),
+    }
+
+
+def compat_text() -> str:
+    """The tables of ``compat``: settings on a condition, what does not work together, and the rules."""
+    alone, pairs = all_outcomes()
+    parts = [f"Settings: {_values_text()}"]
+    if conditions := condition_rows(alone):
+        parts.append(_table(("SETTING", "WORKS", "WHY, OR WITH WHAT"), conditions))
+    if refused := refused_rows(pairs):
+        parts.append(_table(("SETTING", "NOT WITH", "RULE"), refused))
+    else:
+        parts.append("Every setting of these works with every other.")
+    parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rule_rows()))
+    return "\n\n".join(parts)
+
+
+def _values_text() -> str:
+    return "; ".join(f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
+
+
+def rule_rows() -> list[tuple[str, str, str, str]]:
+    """Every rule with its example, its reason, and what to set instead."""
+    return [
+        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
+        for rule in RULES
+    ]
+
+
+def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
+    """The choices that do not work alone, or only on a condition."""
+    return [
+        (str(each.choices[0]), each.works, each.reason or " ".join(assigned(each.condition)))
+        for each in alone
+        if each.works != "yes" or each.condition
+    ]
+
+
+def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
+    """A choice, the values of another setting that it does not work with, and the rule that says why."""
+    refused = [each for each in pairs if each.works == "no"]
+    rows: list[tuple[str, str, str]] = []
+    for key, group in groupby(refused, key=lambda each: (str(each.choices[0]), each.choices[1].setting, each.rule)):
+        left, setting, rule = key
+        values = ", ".join(each.choices[1].value for each in group)
+        rows.append((left, f"{setting}={values}", rule or "..."))
+    return rows
+
+
+def stages_text(found: Mapping[str, Sequence[Refusal]]) -> str:
+    """The trainings of a pipeline, and what to set where one does not work; lines are not folded, to be pasted."""
+    width = max(map(len, found), default=0)
+    lines = []
+    for name, refused in found.items():
+        lines.append(f"{name:<{width}}  {'does not work' if refused else 'works'}")
+        for each in refused:
+            lines.append(f"{'':<{width}}  {', '.join(assigned(each.found))}: {each.reason} ({each.rule})")
+            lines.append(f"{'':<{width}}  -> {' '.join(assigned(each.nearest, f'stages.{name}'))}")
+    return "\n".join(lines)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = empty_table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    return plain_text(table)

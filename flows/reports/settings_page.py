@@ -1,0 +1,187 @@
+"""Renders ``docs/settings.md`` from the settings' dataclasses and the table of what works with what.
+
+``python -m flows.reports.settings_page`` writes it.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import cast, get_args, get_type_hints
+
+from pydantic import TypeAdapter
+
+from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows, trainings
+from tasks.context import Resources
+from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
+
+FILE = Path(__file__).parents[2] / "docs" / "settings.md"
+
+_HEAD = """\
+<!-- Rendered by `make settings-page` from the dataclasses of the settings and from tasks/train/compatibility.py. -->
+# Settings
+
+Every setting of a training, and [what works with what](#what-works-with-what). A field is set in YAML or by override:
+`stages.sft.method.optimizer.name=adamw_torch`, `stages.sft.resources.num_workers=2`. Groups set one in every training
+stage: `optimizer=NAME`, `schedule=NAME`, `adapter=NAME`, `quantization=NAME`, `resources=NAME` (the files of `conf/`).
+A field of `method` is part of a model's identity; one of `resources` says where and how it is trained, and is not.
+`null` turns a setting off. The plan refuses a value that is not accepted, and a field that the chosen name does not
+read.
+"""
+_WHAT_WORKS = """\
+## What works with what
+
+`posttrain compat` prints these tables, `posttrain compat OVERRIDES` says whether the stages of your pipeline work, and
+`--json` prints every pair of values. The plan refuses what a rule refuses, and prints the overrides that make it work.
+`sharding` is how the rows of a step are divided: not at all, into two micro batches (`accumulation`), over two workers
+(`2-workers`), or over two with ZeRO-2 (`zero2`). Whether a package is installed is not judged here, but by the plan.
+"""
+_ARGS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+_COMMENT = re.compile(r"^    (\w+): [^#\n]*?#\s*(.*)$", re.MULTILINE)
+
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_TYPES = {"string": "text", "boolean": "`true`, `false`", "object": "keys and values"}
+
+Schema = Mapping[str, object]
+
+
+def render() -> str:
+    """The text of the page."""
+    parts = [_HEAD, _section("Every training", "method", TrainingRecipe)]
+    shared = {each.name for each in fields(TrainingRecipe)}
+    for name, cls in trainings().items():
+        parts.append(_section(f"`{name}`", "method", cls, without=shared - cls.__annotations__.keys()))
+    parts += [_section(f"`method.{path}`", f"method.{path}", cls) for path, cls in _nested(TrainingRecipe)]
+    parts.append(_section("Resources", "resources", Resources))
+    parts += [_section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in _nested(Resources)]
+    return "\n".join([*parts, _what_works()])
+
+
+def _nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """The dataclasses among a class's fields, and theirs, each by the path of its field."""
+    hints = get_type_hints(cls)
+    for each in fields(cls):
+        for part in (hints[each.name], *get_args(hints[each.name])):
+            if isinstance(part, type) and is_dataclass(part):
+                yield f"{path}{each.name}", part
+                yield from _nested(part, f"{path}{each.name}.")
+
+
+def _section(title: str, where: str, cls: type, without: Collection[str] = ()) -> str:
+    """A dataclass as a table of its fields."""
+    schema = TypeAdapter(cls).json_schema()
+    properties = cast("Mapping[str, Schema]", schema["properties"])
+    said, nested = _said(cls), dict(_nested(cls))
+    rows = [
+        (
+            f"`{each.name}`",
+            "fields of its own" if each.name in nested else _accepted(properties[each.name], schema),
+            _default(each),
+            _prose(said.get(each.name) or _lead(nested.get(each.name))),
+        )
+        for each in fields(cls)
+        if each.name not in without
+    ]
+    learning_rate = getattr(cls, "default_learning_rate", None)
+    rate = (
+        f" Its learning rate is {learning_rate:g}, or {ADAPTER_FACTOR} times that under an adapter."
+        if learning_rate
+        else ""
+    )
+    table = _table((f"`{where}.`", "accepted", "default", "meaning"), rows)
+    return "\n".join([f"## {title}", "", _prose(_lead(cls)) + rate, "", *table, ""])
+
+
+def _lead(cls: type | None) -> str:
+    """The first paragraph of a class's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split()) if cls else ""
+
+
+def _prose(text: str) -> str:
+    """A comment or docstring as Markdown, with YAML's words."""
+    return re.sub(r"\bNone\b", "`null`", text.replace("``", "`"))
+
+
+def _said(cls: type) -> dict[str, str]:
+    """What the docstrings and comments of a class and its bases say of each field."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not is_dataclass(each):
+            continue
+        found |= {name: comment for name, comment in _COMMENT.findall(inspect.getsource(each))}
+        arguments = _ARGS.search(inspect.getdoc(each) or "")
+        for names, text in _ARGUMENT.findall(arguments[1] if arguments else ""):
+            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
+def _accepted(schema: Schema, root: Schema) -> str:
+    """The values that a field takes, from its JSON schema."""
+    if "$ref" in schema:
+        definitions = cast("Mapping[str, Schema]", root["$defs"])
+        return _accepted(definitions[str(schema["$ref"]).rpartition("/")[2]], root)
+    options = [each for each in cast("Sequence[Schema]", schema.get("anyOf", [])) if each.get("type") != "null"]
+    if options:
+        return ", or ".join(_accepted(each, root) for each in options)
+    words = cast("Sequence[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
+    if words:
+        return ", ".join(f"`{word if isinstance(word, str) else json.dumps(word)}`" for word in words)
+    if items := cast("Sequence[Schema]", schema.get("prefixItems", [])):
+        return f"list of {len(items)}: {_accepted(items[0], root)}"
+    if schema.get("type") == "array":
+        return f"list: {_accepted(cast('Schema', schema.get('items', {})), root)}"
+    name = str(schema.get("type", "any"))
+    limits = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([_TYPES.get(name, name), *limits])
+
+
+def _default(each: "Field[object]") -> str:
+    if each.default is MISSING:
+        return "required" if each.default_factory is MISSING else "empty"
+    if is_dataclass(each.default):
+        return "its defaults"
+    value = each.default if isinstance(each.default, str) else json.dumps(each.default)
+    return f"`{value}`"
+
+
+def _what_works() -> str:
+    alone, pairs = all_outcomes()
+    conditions = [(f"`{setting}`", works, _code(why)) for setting, works, why in condition_rows(alone)]
+    refused = [(f"`{left}`", f"`{right}`", rule) for left, right, rule in refused_rows(pairs)]
+    rules = [(name, _code(example), why, _code(nearest)) for name, example, why, nearest in rule_rows()]
+    return "\n".join(
+        [
+            _WHAT_WORKS,
+            "Every value works alone on CPUs, but:\n",
+            *_table(("setting", "works", "with, or why not"), conditions),
+            "\nEvery two values of different settings work together, but:\n",
+            *_table(("setting", "not with", "rule"), refused),
+            "\nThe rules:\n",
+            *_table(("rule", "refuses, for example", "why", "set instead"), rules),
+            "",
+        ]
+    )
+
+
+def _code(overrides: str) -> str:
+    return f"`{overrides}`" if overrides else ""
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def main() -> int:
+    """Writes the page."""
+    FILE.write_text(render(), encoding="utf-8")
+    print(f"{FILE} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""What a model's source sets goes through plan, training and output: adapters, settings, templates, its own code."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flows.declare.config import load_pipeline
+from flows.planning.disk_room import require_plan_room
+from flows.planning.plan import make_plan
+from flows.stages.given import job_inputs
+from flows.watch.digests import SourceDigests
+from lineage.artifact import Kind, Source
+from lineage.checkpoints import Checkpoints
+from lineage.digest import DigestCache
+from lineage.errors import ConfigError, StoppedError
+from lineage.model_source import template_families, text_digest
+from lineage.sources import pin
+from tasks import remote_code
+from tasks.context import Resources, TrainContext
+from tasks.fetch_model import fetch_model
+from tasks.method import Adapter
+from tasks.train.models import tokenizer_of, whole_model
+from tests import miniature, tiny, training
+from tests.command import Command
+from tests.model_directories import edit, write_adapter
+from tests.tiny_models import write_model
+from tests.training import same, weights
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ONLY_SFT = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt", "~stages.corpus")
+ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def checkpoint(path: Path | str, **fields: object) -> Source:
+    return replace(Source(path=str(path), kind=Kind.CHECKPOINT), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, architecture, method):
+    base = write_model(tmp_path / "base", architecture)
+    directory = fetch_model(checkpoint(write_adapter(tmp_path / "lora", base)), tmp_path / "cache")
+    merged = tmp_path / "merged"
+    whole_model(Kind.CHECKPOINT, directory).save_pretrained(merged)
+    tiny.write_tokenizer(merged)
+    stage = training.method(method, num_steps=2)
+    found = training.train(stage, root, tmp_path / "a" / "output", policy=directory)
+    expected = training.train(stage, root, tmp_path / "b" / "output", policy=merged)
+    assert found.losses == expected.losses
+    assert same(weights(found.output), weights(expected.output))
+    unadapted = training.train(stage, root, tmp_path / "c" / "output", policy=base)
+    assert not same(weights(found.output), weights(unadapted.output))
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)])
+def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
+    source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
+    directory = fetch_model(source, tmp_path / "cache")
+    stage = training.method("sft", num_steps=4, adapter=adapter)
+    reports: list[int] = []
+
+    def run(name: str, **fields: object) -> Path:
+        ctx = TrainContext(
+            output_dir=tmp_path / name, work_dir=tmp_path / "work", checkpoint_dir=tmp_path / f"{name}-checkpoints",
+            resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
+            report=lambda step, _: reports.append(step),
+        )  # fmt: skip
+        stage.run(training.inputs(root, stage, policy=directory), replace(ctx, **fields))
+        return tmp_path / name
+
+    unbroken = run("whole")
+    reports.clear()
+    with pytest.raises(StoppedError):
+        run("broken", should_stop=lambda: len(reports) == 1)
+    broken = run("broken", resume_from=Checkpoints(tmp_path / "broken-checkpoints").path(2))
+    assert reports == [1, 2, 3, 4] and same(weights(unbroken), weights(broken))
+
+
+def test_a_stage_installs_the_template_of_a_family(root, tmp_path):
+    """Where no source brings the model, as behind a stage that makes one: by name, with its text as identity."""
+    stages = [training.method("sft", num_steps=2, chat_template=name) for name in (None, "chatml", "qwen3")]
+    found = [training.train(stage, root, tmp_path / str(index) / "output") for index, stage in enumerate(stages)]
+    assert found[0].losses == found[1].losses != found[2].losses, "the policy's own is chatml"
+    text = template_families()["qwen3"].read_text()
+    assert (found[2].output / "chat_template.jinja").read_text() == text
+    assert stages[2].recipe()["chat_template_text"] == text_digest(text)
+    assert "chat_template_text" not in stages[1].recipe()
+
+
+@pytest.mark.parametrize("name", ["chatm", "own.jinja", "llama3_training"])
+def test_a_stage_takes_the_name_of_a_template_alone(name):
+    with pytest.raises(ConfigError, match=rf"chat_template={name}: no such template; accepted: chatml.*qwen3.*sources"):
+        training.method("sft", chat_template=name)
+
+
+def test_a_family_whose_tokens_the_model_lacks_is_refused(root, tmp_path):
+    with pytest.raises(ConfigError, match=r"chat_template=llama3 needs the tokens .*<\|eot_id\|>.* vocabulary lacks"):
+        training.train(training.method("sft", chat_template="llama3"), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({"model_kwargs": ROPE}, True),
+        ({"chat_template": "qwen3"}, True),
+        ({"tokenizer": "other"}, True),
+        ({"pad_token": "<|im_start|>"}, False),  # padding is never trained: the output's files change
+    ],
+)
+def test_each_option_changes_the_run_and_travels_with_its_output(root, tmp_path, fields, changes):
+    fields = {name: str(tmp_path / value) if value == "other" else value for name, value in fields.items()}
+    tiny.write_tokenizer(tmp_path / "other", vocab_size=290)
+    stage = training.method("sft", num_steps=2)
+    source = checkpoint(root / "policy", **fields)
+    directory = fetch_model(source, tmp_path / "cache")
+    found = training.train(stage, root, tmp_path / "a" / "output", policy=directory)
+    plain = training.train(stage, root, tmp_path / "b" / "output")
+    assert (found.losses != plain.losses) == changes
+    assert not same(weights(found.output), weights(plain.output)) or not changes
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (found.output / name).read_bytes() == (directory / name).read_bytes()
+    config = json.loads((found.output / "config.json").read_text())
+    if "model_kwargs" in fields:
+        assert config["rope_parameters"]["factor"] == 4.0
+    if "pad_token" in fields:
+        assert AutoTokenizer.from_pretrained(found.output).pad_token == fields["pad_token"]
+        assert config["pad_token_id"] == 1
+    if "chat_template" in fields:
+        assert (found.output / "chat_template.jinja").read_text() == template_families()["qwen3"].read_text()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Command:
+    """The default pipeline's sft, from a LoRA in a directory."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = miniature.write_own_rows(folder)[1]
+    write_adapter(folder / "lora", write_model(folder / "base", "llama"), named="../base")
+    words = (
+        *ONLY_SFT, "model=lora", "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=2", rows,
+        "stages.sft.method.global_batch_size=8", "stages.sft.method.max_length=64", "resources.cpus_per_worker=1",
+        "~stages.base",
+    )  # fmt: skip
+    return Command(folder, *words[:-1], environment={"PREFECT_API_URL": prefect_url})
+
+
+@pytest.mark.slow
+def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
+    rows = own.run("save=null")
+    manifest = json.loads((Path(rows["sft"]["output"]).parent / "manifest.json").read_text())
+    record = manifest["inputs"]["policy"]
+    assert record["artifact"] == "source:base" and record["source"]["reading"]["base_model"] == str(own.folder / "base")
+    assert {Path(file).parent.name for file in record["source"]["files"]} == {"lora", "base"}
+    AutoModelForCausalLM.from_pretrained(rows["sft"]["output"])
+    assert own.states()["sft"] == "reuse"
+    assert own("verify").returncode == 0
+    alone = own.run("adapter=lora", "adapter.rank=2", "save=adapter", "store=alone")
+    output = Path(alone["sft"]["output"])
+    assert not (output / "model.safetensors").exists()
+    whole_model(Kind.CHECKPOINT, output)  # finds adapter and base under it
+    (own.folder / "base").rename(own.folder / "moved")
+    refused = own("plan")
+    assert refused.returncode == 2 and "its base ../base is missing" in refused.stderr
+    moved = own.states("sources.base.base_model=moved")
+    assert moved["sft"] == "reuse", "the place of the base is not identity"
+    (own.folder / "moved").rename(own.folder / "base")
+
+
+def test_a_change_of_any_part_is_seen_by_who_watches_the_source(tmp_path):
+    base = write_model(tmp_path / "base", "llama")
+    lora = write_adapter(tmp_path / "lora", base)
+    template, other = tmp_path / "own.jinja", tiny.write_tokenizer(tmp_path / "other")
+    template.write_text("<|im_start|>{{ messages }}<|im_end|>")
+    words = [f"store={tmp_path / 'store'}", f"model={lora}", f"sources.base.chat_template={template}"]
+    watched = SourceDigests(load_pipeline([*words, f"sources.base.tokenizer={other}"]))
+    found = [watched.fingerprint("base")]
+    for change in (
+        lambda: template.write_text("<|im_start|>{{ messages }}<|im_end|>."),
+        lambda: edit(other / "tokenizer_config.json", model_max_length=9),
+        lambda: edit(base / "generation_config.json", temperature=0.5),
+        lambda: edit(lora / "adapter_config.json", lora_alpha=16),
+    ):
+        change()
+        found.append(watched.fingerprint("base"))
+    assert len(set(found)) == 5
+
+
+def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):
+    base = write_model(tmp_path / "base", "llama")
+    middle = write_adapter(tmp_path / "middle", base)
+    lora = write_adapter(tmp_path / "lora", base)
+    edit(lora / "adapter_config.json", base_model_name_or_path="../middle")
+    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
+    needs = []
+    for model in (base, middle, lora):
+        plan = make_plan(load_pipeline([f"store={tmp_path / 'store'}", f"model={model}"]))
+        with pytest.raises(ConfigError) as refused:
+            require_plan_room(plan, plan.stages)
+        needs.append(str(refused.value))
+    assert len(set(needs)) == 1 and "cpt needs about" in needs[0]
+
+
+def test_an_adapter_is_no_reward_model(tmp_path):
+    lora = write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama"))
+    with pytest.raises(ConfigError, match="is an adapter, and this source is of kind reward_model; a whole model"):
+        pin("reward", Source(path=str(lora), kind=Kind.REWARD_MODEL), DigestCache(None))
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_model_that_was_quantized_before_is_recognised_by_the_plan(tmp_path, adapter):
+    model = write_model(tmp_path / "model", "llama")
+    edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"stages\.cpt: the model that its policy comes from is quantized \(gptq\)"):
+        make_plan(load_pipeline([f"model={model}", f"adapter={adapter}"]))
+
+
+def test_the_plan_refuses_what_a_model_would_ignore(tmp_path):
+    model = write_model(tmp_path / "model", "gpt2")
+    with pytest.raises(ConfigError, match=r"sources\.base\.model_kwargs\.rope_theta: a model of type gpt2 has no such"):
+        make_plan(load_pipeline([f"model={model}", "sources.base.model_kwargs.rope_theta=5e5"]))
+
+
+def test_the_plan_judges_rows_and_templates_by_what_the_source_sets(tmp_path):
+    model = write_model(tmp_path / "model", "llama")
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="comes from one without a chat template"):
+        make_plan(load_pipeline([f"model={model}"]))
+    make_plan(load_pipeline([f"model={model}", "sources.base.chat_template=chatml"]))
+    make_plan(load_pipeline([f"model={model}", f"sources.base.tokenizer={tiny.write_tokenizer(tmp_path / 'other')}"]))
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub repository with code of its own, in the hub's cache at a commit."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    directory = tmp_path / "hub" / "models--own--llama" / "snapshots" / COMMIT
+    directory.parent.mkdir(parents=True)
+    write_model(directory, "llama")
+    auto = {"AutoConfig": "own--own_model.OwnConfig", "AutoModelForCausalLM": "own--own_model.OwnModel"}
+    auto = {name: f"own/llama--{value.rpartition('--')[2]}" for name, value in auto.items()}
+    edit(directory / "config.json", model_type="own_llama", architectures=["OwnModel"], auto_map=auto)
+    (directory / "own_model.py").write_text(CODE)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(directory))
+    return directory
+
+
+def test_code_of_a_model_runs_only_where_its_source_pins_a_commit_and_asks(root, snapshot, tmp_path):
+    stage = training.method("sft", num_steps=2)
+    plain = fetch_model(checkpoint("own/llama", revision=COMMIT), tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"its config\.json cannot be loaded.*with trust_remote_code=true"):
+        whole_model(Kind.CHECKPOINT, plain)
+    source = pin("base", checkpoint("own/llama", revision=COMMIT, trust_remote_code=True), DigestCache(None))
+    assert source.record.reading == {"trust_remote_code": True}
+    assert source.fingerprint != pin("base", checkpoint("own/llama", revision=COMMIT), DigestCache(None)).fingerprint
+    directory = fetch_model(source.source, tmp_path / "cache")
+    trained = training.train(stage, root, tmp_path / "a" / "output", policy=directory)
+    assert type(whole_model(Kind.CHECKPOINT, directory)).__name__ == "OwnModel"
+    assert "own_model.py" in {path.name for path in trained.output.iterdir()}, (
+        "the output brings the code that it needs"
+    )
+    with pytest.raises(ConfigError, match=r"its config\.json cannot be loaded"):
+        whole_model(Kind.CHECKPOINT, trained.output)  # of a run that was not told that it is this source's
+    remote_code.trust(trained.output)
+    assert type(whole_model(Kind.CHECKPOINT, trained.output)).__name__ == "OwnModel"
+    copied = shutil.copytree(directory, tmp_path / "copied")
+    with pytest.raises(ConfigError, match=r"its config\.json cannot be loaded"):
+        tokenizer_of(Path(copied)) and whole_model(Kind.CHECKPOINT, Path(copied))
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_stages_behind_such_a_source_run_the_code_that_their_inputs_bring(tmp_path, asks):
+    words = ["model=pretrained", "sources.base.path=own/llama", f"sources.base.revision={COMMIT}"]
+    plan = make_plan(load_pipeline([*words, *(["sources.base.trust_remote_code=true"] if asks else [])]))
+    parents = {name: SimpleNamespace(output_digest="d") for name in ("cpt", "sft", "instructions", "preferences")}
+    given = job_inputs(plan, plan.stage("dpo"), parents)
+    assert given["policy"].trusts_code == asks and not given["pairs"].trusts_code
+    output = replace(given["policy"], path=tmp_path).resolve(tmp_path / "cache").path
+    assert remote_code.trusts(output) == asks
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sources.base.path=own/llama"], r"trust_remote_code=true with revision=None: .*commit of 40 hexadecimal"),
+        (["sources.base.path=own/llama", "sources.base.revision=main"], r"trust_remote_code=true with revision=main"),
+        (["sources.base.path=MODEL"], r"trust_remote_code=true with path=.*, which is not a hub id"),
+    ],
+)
+def test_the_plan_refuses_code_that_can_change(tmp_path, overrides, message):
+    model = write_model(tmp_path / "model", "llama")
+    words = [word.replace("MODEL", str(model)) for word in overrides]
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load_pipeline(["model=pretrained", *words, "sources.base.trust_remote_code=true"]))
+
+
+def test_code_of_another_repository_is_refused(snapshot, tmp_path):
+    edit(snapshot / "config.json", auto_map={"AutoConfig": "evil/code--own_model.OwnConfig"})
+    with pytest.raises(ConfigError, match=r"own/llama runs code of evil/code, at no certain commit"):
+        fetch_model(checkpoint("own/llama", revision=COMMIT, trust_remote_code=True), tmp_path / "cache")

@@ -1,0 +1,153 @@
+"""The loss on held-out rows while a stage trains: what is logged, and when it ends the training."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lineage.errors import DataError, StoppedError
+from tasks.best import Best
+from tasks.method import Adapter, Validation
+from tasks.train import validating
+from tests import training
+from tests.stage_folder import StageFolder, write_inputs
+from tests.training import same, weights
+
+STEADY = {"num_steps": 9, "lr_schedule": "constant", "warmup_ratio": 0.0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def rising(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss on held-out rows rises by 10 a step, whatever is trained."""
+    measure = validating.held_out_loss
+    monkeypatch.setattr(
+        validating, "held_out_loss", lambda trainer, *given: measure(trainer, *given) + 10 * trainer.state.global_step
+    )
+
+
+def measured(ran: StageFolder) -> dict[int, float]:
+    return {step: metrics["val/loss"] for step, metrics in ran.reports if "val/loss" in metrics}
+
+
+@pytest.mark.parametrize("name", ["cpt", "sft", "reward", "dpo"])
+def test_every_method_logs_and_reports_the_loss_and_trains_as_without(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    stage = training.method(name, num_steps=3, adapter=Adapter(rank=2, alpha=4, dropout=0.5))
+    plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
+    plain(stage)
+    with caplog.at_level(logging.INFO):
+        metrics = ran(replace(stage, validation=Validation(every_steps=2)))
+    losses = measured(ran)
+    assert list(losses) == [2, 3]
+    assert [message for message in caplog.messages if message.startswith("[val]")] == [
+        f"[val] step {step} | epoch 0 | loss {loss:.4f}" for step, loss in losses.items()
+    ]
+    assert metrics["val/loss"] == losses[3]
+    assert same(weights(ran.output), weights(plain.output))
+
+
+def test_by_epochs_and_on_fewer_rows(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stage = training.method("sft", num_steps=None, num_epochs=1.4)  # of 40 rows
+    whole, some = StageFolder(tmp_path / "whole", root), StageFolder(tmp_path / "some", root)
+    with caplog.at_level(logging.INFO):
+        whole(replace(stage, validation=Validation(every_epochs=0.5)))
+    some(replace(stage, validation=Validation(every_epochs=0.5, max_rows=3)))
+    assert list(measured(whole)) == list(measured(some)) == [3, 5, 7]
+    assert set(measured(whole).values()).isdisjoint(measured(some).values())
+    assert [message.split(" | ")[1] for message in caplog.messages if "[val]" in message] == [
+        "epoch 0", "epoch 0", "epoch 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("rising")
+def test_patience_ends_a_training_that_no_longer_improves_whatever_interrupts_it(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=2))
+    whole = StageFolder(tmp_path / "whole", root)
+    metrics = whole(stage)
+    assert metrics["ended_early_at_step"] == metrics["steps"] == 6.0  # two after that of step 2
+    assert list(measured(whole)) == [2, 4, 6]
+    assert not whole.store.steps()
+
+    broken = StageFolder(tmp_path / "broken", root, save_steps=1)
+    with pytest.raises(StoppedError):
+        broken(stage, should_stop=lambda: len(broken.reports) == 4)
+    resumed = broken(stage, resume=5)
+    assert resumed["ended_early_at_step"] == 6.0
+    assert broken.store.steps() == [1, 2, 3, 4, 5]
+    assert measured(broken) == measured(whole)
+    assert same(weights(broken.output), weights(whole.output))
+
+
+@pytest.mark.usefixtures("rising")
+def test_a_stop_at_the_step_that_patience_ends_finishes_the_stage(root: Path, tmp_path: Path) -> None:
+    ran = StageFolder(tmp_path, root)
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=1))
+    metrics = ran(stage, should_stop=lambda: len(ran.reports) == 3)
+    assert metrics["ended_early_at_step"] == 4.0
+    assert not ran.store.steps() and (ran.output / "model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("rising")
+def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(root: Path, tmp_path: Path) -> None:
+    ran = StageFolder(tmp_path, root)
+    stage = training.method("sft", **STEADY, validation=Validation(every_steps=2, patience=2), output="best")
+    metrics = ran(stage)
+    assert (metrics["best_step"], metrics["ended_early_at_step"]) == (2.0, 6.0)
+    assert metrics["val/loss"] == metrics["held_out_loss"] == measured(ran)[2]
+    assert ran.store.steps() == [2]
+    assert same(load_file(ran.store.path(2) / "model.safetensors"), weights(ran.output))
+
+
+def test_best_and_validation_share_a_measurement(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, measure = [], validating.held_out_loss
+
+    def counting(trainer, rows, ctx) -> float:
+        steps.append(trainer.state.global_step)
+        return measure(trainer, rows, ctx)
+
+    monkeypatch.setattr(validating, "held_out_loss", counting)
+    ran = StageFolder(tmp_path, root)
+    ran(training.method("sft", num_steps=7, validation=Validation(every_steps=3), best=Best(every_steps=2)))
+    assert steps == list(ran.held_out()) == [2, 3, 4, 6, 7]
+    assert list(measured(ran)) == [3, 6, 7]
+
+
+def test_checkpoints_by_epochs(root: Path, tmp_path: Path) -> None:
+    ran, plain = StageFolder(tmp_path / "ran", root, save_epochs=0.5), StageFolder(tmp_path / "plain", root)
+    stage = training.method("sft", num_steps=9)
+    ran(stage)
+    plain(stage)
+    assert ran.store.steps() == [3, 5, 8]  # of 40 rows, 8 a step
+    assert same(weights(ran.output), weights(plain.output))
+
+
+def test_without_held_out_rows_it_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
+    ran = StageFolder(tmp_path, training.write_inputs(tmp_path / "bare"))
+    with pytest.raises(DataError, match=r"^validation: 'conversations' has no held-out row .*set validation=null"):
+        ran(training.method("sft", validation=Validation(every_steps=2)))
+    assert not ran.reports
+
+
+@pytest.mark.usefixtures("rising")
+def test_a_plateau_of_the_loss_cuts_the_learning_rate(root: Path, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    def scheduler(self: Trainer, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.25, patience=0)
+        return self.lr_scheduler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "create_scheduler", scheduler)
+        ran = StageFolder(tmp_path, root)
+        ran(training.method("sft", **{**STEADY, "num_steps": 6}, validation=Validation(every_steps=2)))
+    rates = [metrics["learning_rate"] for _, metrics in ran.reports]
+    assert rates == [0.003, 0.003, 0.003, 0.003, 0.00075, 0.00075]
