@@ -41,7 +41,7 @@ from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import attention_of, fast_products, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
-from tasks.train.quantized_base import step_in_fp32
+from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
