@@ -14,7 +14,7 @@ from lineage.model_files import quantization_format
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
-from tasks.method import Method, Training
+from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
@@ -184,6 +184,11 @@ def _unpackable(case: Case) -> str | None:
     return why_not_packable(case.config) if case.config and case.get("method.packing") else None
 
 
+def _computes_below_precision(case: Case) -> bool:
+    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
+    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
 _QUANTIZED: Fields = {
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 }
@@ -349,6 +354,14 @@ RULES: tuple[Rule, ...] = (
         reason="FlashAttention computes in bf16 and fp16 alone",
         nearest={"resources.attention": "auto"},
         example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="weights-precision",
+        fields=("resources.weights", "method.precision"),
+        refuses=_computes_below_precision,
+        reason="a base or a reference in bf16 computes in bf16",
+        nearest={"method.precision": "bf16"},
+        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
     ),
     # Rows.
     Rule(

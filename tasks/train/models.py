@@ -398,6 +398,8 @@ def save_output(
     """
     from peft import PeftModel
 
+    from tasks.train.kernels import hold_in
+
     merged: PreTrainedModel | None = None
     if ctx.rank != 0:
         return None
@@ -409,6 +411,7 @@ def save_output(
         rounded = is_quantized(model.get_base_model())
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
         merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
+        merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
         merged.save_pretrained(ctx.output_dir, safe_serialization=True)
         merged = merged if rounded else None
     copy_tokenizer(policy.path, ctx.output_dir)

@@ -199,6 +199,16 @@ def test_the_dtype_of_storage_reaches_the_base_and_changes_no_number(
     assert sft(quantization=setting).recipe() == sft(quantization=Quantization(format="nf4")).recipe()
 
 
+def test_packed_bits_that_fp32_stores_are_not_cast_with_the_frozen_weights(
+    root: Path, tmp_path: Path, policies: dict[str, Path]
+) -> None:
+    held = Resources(micro_batch_size=4, save_minutes=None, weights="bf16")
+    for storage in ("fp32", "uint8"):
+        setting = Quantization(format="nf4", storage_dtype=storage)  # type: ignore[arg-type]
+        train(sft(quantization=setting, precision="bf16"), root, tmp_path / storage, policies["llama"], resources=held)
+    assert same(*(weights(tmp_path / storage / "output") for storage in ("fp32", "uint8")))
+
+
 @installed("torchao")
 def test_the_size_of_groups_changes_the_run(root: Path, tmp_path: Path, policies: dict[str, Path]) -> None:
     for size in (None, 16):
