@@ -18,6 +18,7 @@ from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rul
 from tasks.context import Resources
 from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
 from tasks.train.optimizers import EXTRA, OPTIMIZERS, Entry
+from tasks.train.quantization import FORMATS
 from tasks.train.schedules import SCHEDULES
 
 FILE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -63,9 +64,25 @@ def render() -> str:
             parts.append(_optimizers())
         if path == "schedule":
             parts.append(_schedules())
+        if path == "quantization":
+            parts.append(_formats())
     parts.append(_section("Resources", "resources", Resources))
     parts += [_section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in _nested(Resources)]
     return "\n".join([*parts, _what_works()])
+
+
+def _formats() -> str:
+    """What each format of a quantized base reads and needs."""
+    rows = [
+        (
+            f"`{name}`", ", ".join(f"`{field}`" for field in row.reads),
+            ", ".join(filter(None, ("a GPU" if row.gpu else "", row.package[1] if row.package else ""))),
+            "yes" if row.dequantizes else "no", row.reason,
+        )
+        for name, row in FORMATS.items()
+    ]  # fmt: skip
+    said = "Every format reads `skip_modules` and `merge`.\n"
+    return "\n".join([said, *_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
 
 
 def _optimizers() -> str:
