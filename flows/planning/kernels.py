@@ -12,6 +12,7 @@ from flows.declare.pipeline import Pipeline, Stage
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.method import Training
+from tasks.train.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ def check_kernels(pipeline: Pipeline) -> None:
             _check_packages(f"stages.{name}", stage.method, stage.resources)
             if stage.method.precision == "fp8":
                 _check_fp8(f"stages.{name}.method.precision=fp8")
+            _check_optimizer(f"stages.{name}", stage.method)
 
 
 def _check_compiler(where: str, resources: Resources) -> None:
@@ -88,6 +90,16 @@ def _check_fp8(asked: str) -> None:
                 f"{asked}: {name} has compute capability {capability}, and 8.9 (Ada, Hopper) or higher is needed; set "
                 "precision=bf16"
             )
+
+
+def _check_optimizer(where: str, method: Training) -> None:
+    """Requires the package of an optimizer that is in none of the lock's."""
+    package = OPTIMIZERS[method.optimizer.name].package
+    if package and package.is_missing:
+        raise ConfigError(
+            f"{where}.method.optimizer.name={method.optimizer.name}: it needs the package {package.name}, which is not "
+            f"installed: {package.install}; or set optimizer=adamw_torch_fused"
+        )
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:

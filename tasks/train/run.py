@@ -46,11 +46,11 @@ from tasks.train.kernels import (
     replace_kernels,
     start_scaler,
 )
-from tasks.train.optimizers import optimizer_args
+from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
-from tasks.train.schedules import schedule_args
+from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
 from tasks.train.validating import validating
@@ -226,6 +226,8 @@ class TrainingRun:
             args=config_class(**{name: value for name, value in arguments.items() if name in known}),
             **arguments_of_trainer,
         )
+        install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
+        install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
@@ -441,6 +443,8 @@ def _train(
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()  # the output of one that averages its steps is the average
 
 
 def seconds_before(ctx: "TrainContext") -> float:

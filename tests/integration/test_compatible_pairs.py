@@ -8,24 +8,30 @@ from pathlib import Path
 import pytest
 
 from flows.reports.compat import Choice, all_outcomes, choices, outcome
+from tasks.train.optimizers import OPTIMIZERS
 from tests import training
 from tests.stage_folder import write_inputs
 from tests.training import same, weights
 
 SETTINGS = ("method", "adapter", "quantization", "optimizer", "schedule", "precision")  # of one worker
-SHARES = 4  # in which the trainings are divided, so that test workers share them
+SHARES = 8  # in which the trainings are divided, so that test workers share them
 Pairs = set[frozenset[Choice]]
 
 
 def pairs_that_work() -> Pairs:
     found = (frozenset(each.choices) for each in all_outcomes()[1] if each.works == "yes")
-    return {pair for pair in found if all(choice.setting in SETTINGS for choice in pair)}
+    return {pair for pair in found if all(choice.setting in SETTINGS and is_installed(choice) for choice in pair)}
+
+
+def is_installed(choice: Choice) -> bool:
+    package = OPTIMIZERS[choice.value].package if choice.setting == "optimizer" else None
+    return package is None or not package.is_missing
 
 
 def covering(pairs: Pairs) -> Iterator[tuple[Choice, ...]]:
     """Values of all settings that work together, greedily few, so that each pair is in one of them."""
     left = set(pairs)
-    values = choices()
+    values = {setting: [each for each in found if is_installed(each)] for setting, found in choices().items()}
     while left:
         chosen = sorted(min(left, key=lambda pair: sorted(map(str, pair))), key=str)
         for setting in SETTINGS:

@@ -73,7 +73,7 @@ def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, a
     assert not same(weights(found.output), weights(unadapted.output))
 
 
-@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)])
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4), Adapter(rank=2, alpha=4, quantization="nf4")])
 def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
     source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
     directory = fetch_model(source, tmp_path / "cache")
