@@ -265,7 +265,7 @@ def whole_model(
     base, adapters = base_and_adapters(directory)
     adapters += [last] if last else []
     config = config or load_config(directory)
-    model = _full_model(kind, base, config, four_bit if not adapters else None)
+    model = _full_model(kind, base, config, four_bit if not adapters else None, local_options(directory))
     for adapter in adapters:
         model = _merged(model, adapter)
     if adapters and (directory / _GENERATION).exists() and model.can_generate():
@@ -277,7 +277,9 @@ def whole_model(
     return model
 
 
-def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bit: FourBit | None) -> "PreTrainedModel":
+def _full_model(
+    kind: Kind, directory: Path, config: "PreTrainedConfig", four_bit: FourBit | None, options: Mapping[str, bool]
+) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.trainer.reward_trainer import suppress_seqcls_warning
@@ -285,8 +287,7 @@ def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bi
     auto = AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         model: PreTrainedModel = auto.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True,
-            **local_options(directory),
+            directory, config=config, dtype=torch.float32, use_safetensors=True, **options,
             **(four_bit.options() if four_bit else {}),
         )  # fmt: skip
     return model
