@@ -8,6 +8,7 @@ from annotated_types import Ge
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
+from tasks.train.adaptive import Adaptive
 
 Arguments = dict[str, object]
 Name = Literal["constant", "linear", "cosine"]
@@ -20,12 +21,14 @@ class Schedule:
     Args:
         name: an entry of ``SCHEDULES``.
         warmup: from 0 to the learning rate, linearly: below 1 a share of all steps, from 1 a number of steps.
+        adaptive: cuts of it by what the loss does; None: none.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     name: Name = "cosine"
     warmup: Annotated[float, Ge(0)] = 0.05
+    adaptive: Adaptive | None = None
 
     def __post_init__(self) -> None:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
