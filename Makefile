@@ -51,8 +51,9 @@ check-style:
 check-imports:
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
 
-bench: $(READY)  ## beside plain TRL scripts; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
+bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
 	$(BIN)/python bench/run.py
+	$(BIN)/python bench/peers.py $(if $(PEER_DATA),--data $(PEER_DATA)) $(if $(LLAMAFACTORY),--llamafactory $(LLAMAFACTORY))
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/record.py
 	$(BIN)/python bench/dvc_status.py

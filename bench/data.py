@@ -13,25 +13,20 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.measure import MB, measure
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
 COPY, NEAR_COPY = 1 / 200, 1 / 100  # shares of the lines
 SIDES = ("ours", "plain", "plain-unbatched")
 RECENT = 1000  # lines that copies are drawn from
-MB = 1e6
 
 
 def arguments() -> argparse.Namespace:
@@ -92,36 +87,7 @@ def write_tokenizer(directory: Path) -> None:
     corpus.unlink()
 
 
-@dataclass
-class Peak:
-    """The most memory that a tree of processes held at one time, in bytes."""
-
-    resident: int = 0
-    proportional: int = 0
-
-    def watch(self, pid: int, ended: threading.Event) -> None:
-        """Looks until told that the process has ended."""
-        root = psutil.Process(pid)
-        while not ended.wait(0.2):
-            resident = proportional = 0
-            for process in [root, *children(root)]:
-                try:
-                    memory = process.memory_full_info()
-                except psutil.Error:  # ended meanwhile
-                    continue
-                resident, proportional = resident + memory.rss, proportional + getattr(memory, "pss", memory.rss)
-            self.resident, self.proportional = max(self.resident, resident), max(self.proportional, proportional)
-
-
-def children(root: psutil.Process) -> list[psutil.Process]:
-    """All that it started and that is alive."""
-    try:
-        return root.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def measure(side: str, rows: Path, tokenizer: Path, folder: Path, workers: int) -> dict[str, object]:
+def run_side(side: str, rows: Path, tokenizer: Path, folder: Path, workers: int) -> dict[str, object]:
     """Runs one side: seconds, CPU seconds and memory."""
     script, *extra = {
         "ours": ("own_data.py",), "plain": ("plain_data.py",), "plain-unbatched": ("plain_data.py", "--unbatched"),
@@ -131,25 +97,10 @@ def measure(side: str, rows: Path, tokenizer: Path, folder: Path, workers: int) 
         "--workers", str(workers), *extra,
     ]  # fmt: skip
     shutil.rmtree(folder / side, ignore_errors=True)  # of an earlier run: it would be reused
-    log = folder / f"{side}.log"
-    start = time.perf_counter()
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=HERE.parent)
-    peak, ended = Peak(), threading.Event()
-    watcher = threading.Thread(target=peak.watch, args=(process.pid, ended))
-    watcher.start()
-    assert process.stdout
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    wall = time.perf_counter() - start
-    ended.set()
-    watcher.join()
-    if process.returncode:
-        sys.exit(f"{side} failed:\n{log.read_text()[-4000:]}")
+    found = measure(command, folder / f"{side}.log", HERE.parent)
     return {
-        "side": side, "wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "resident": peak.resident,
-        "proportional": peak.proportional, "one": usage.ru_maxrss * 1024, "said": json.loads(output.splitlines()[-1]),
+        "side": side, "wall": found.seconds, "cpu": found.cpu, "resident": found.resident,
+        "proportional": found.proportional, "one": found.one, "said": json.loads(found.output.splitlines()[-1]),
     }  # fmt: skip
 
 
@@ -182,7 +133,7 @@ def main() -> None:
                 file.writelines(conversations(args.megabytes * int(MB)))
         if not tokenizer.exists():
             write_tokenizer(tokenizer)
-        results = [measure(side, rows, tokenizer, folder, args.workers) for side in args.only]
+        results = [run_side(side, rows, tokenizer, folder, args.workers) for side in args.only]
         if len({each["said"]["tokens"] for each in results}) > 1:
             sys.exit(f"the sides made other numbers of tokens: {[each['said'] for each in results]}")
         print(report(rows.stat().st_size, args.workers, results))

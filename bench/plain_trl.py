@@ -34,6 +34,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--logging-steps", type=int, default=10, help="TRL's default is 10")
+    parser.add_argument("--bf16", action="store_true", help="autocast; fp32 else")
     parser.add_argument("--save-steps", type=int, help="a checkpoint every so many steps; two stay")
     parser.add_argument(
         "--no-gradient-checkpointing", action="store_true", help="TRL's default is to checkpoint; this turns it off"
@@ -59,7 +61,8 @@ def common(args: argparse.Namespace) -> dict[str, object]:
         "save_total_limit": 2,
         "report_to": "none",
         "use_cpu": not torch.cuda.is_available(),
-        "bf16": False,
+        "bf16": args.bf16,
+        "logging_steps": args.logging_steps,
     }
     if args.no_gradient_checkpointing:
         settings["gradient_checkpointing"] = False
@@ -120,6 +123,7 @@ def main() -> None:
         "num_tokens": int(logged[-1]["num_tokens"]),
         "tokens_per_second": logged[-1]["num_tokens"] / train_seconds,
         "loss": logged[-1]["loss"],
+        "losses": [entry["loss"] for entry in logged],  # means of ``logging_steps`` steps
         "rows": len(trainer.train_dataset),
     }
     print(json.dumps(result))

@@ -20,7 +20,7 @@ from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
 from lineage.dvc_store import FILE, read_stages
 from lineage.errors import ConfigError, PipelineError
-from lineage.sources import local_paths
+from lineage.sources import local_parts, local_paths
 from lineage.store import MANIFEST, METRICS, PLOTS
 from lineage.view import View
 from tasks.method import Training
@@ -97,9 +97,8 @@ def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
     for source in _sources(pipeline, name):
         stated = pipeline.sources[source]
         path = stated.path
-        parts = filter(None, (stated.tokenizer, stated.chat_template, stated.base_model))
-        found += [_inside(place, folder) for part in parts for place in local_paths(part)]
         matches = local_paths(path)
+        found += [_inside(place, folder) for place in local_parts(stated) if place not in matches]
         before = _inside(Path(*_before_wildcards(path)), folder)
         is_wide = matches and glob.has_magic(path) and before not in (None, ".")
         found += [before] if is_wide else [_inside(place, folder) for place in matches]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from lineage.artifact import Source
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import split_reference
@@ -36,6 +36,20 @@ def not_an_adapter(name: str, source: Source) -> ConfigError:
         f"sources.{name}.base_model={source.base_model}: {source.path} has no {ADAPTER_CONFIG}, so it is no adapter; "
         "remove base_model"
     )
+
+
+def base_source(name: str, source: Source, directory: Path | None) -> Source:
+    """The base of a source that is an adapter.
+
+    Args:
+        directory: of the adapter; None: it is not on this machine, and the source sets its base.
+
+    Raises:
+        ConfigError: the adapter cannot be merged, or its base is not found.
+    """
+    reference = base_reference(name, source, directory) if directory else str(source.base_model)
+    path, revision = (reference, None) if Path(reference).expanduser().exists() else split_reference(reference)
+    return Source(path=path, kind=Kind.CHECKPOINT, revision=revision)
 
 
 def base_reference(name: str, source: Source, directory: Path) -> str:

@@ -31,7 +31,7 @@ from lineage.model_source import (
     tokenizer_files,
     vocabulary,
 )
-from lineage.peft_adapter import base_reference, check_base, is_peft, not_an_adapter
+from lineage.peft_adapter import base_source, check_base, is_peft, not_an_adapter
 from lineage.python_source import PYTHON, code_of, row_function
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.source_checks import check_options, is_hub_id, is_loaded, reading_identity, reading_options
@@ -83,7 +83,13 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
     is_hub = not matches and is_hub_id(source.path)
     is_directory = len(matches) == 1 and matches[0].is_dir()
     check_options(name, source, is_hub=is_hub, is_url=is_url(source.path), is_directory=is_directory)
-    if source.kind == Kind.CHECKPOINT and (model_options(source) or (is_directory and is_peft(matches[0]))):
+    is_adapter = source.kind != Kind.ROWS and is_directory and is_peft(matches[0])
+    if is_adapter and source.kind != Kind.CHECKPOINT:
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: is an adapter, and this source is of kind {source.kind}; a whole "
+            "model is accepted; merge the adapter into its base, and save that"
+        )
+    if source.kind == Kind.CHECKPOINT and (model_options(source) or is_adapter):
         return _with_parts(name, source, matches, cache)
     return _pinned_path(name, source, matches, cache)
 
@@ -121,7 +127,7 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     if source.base_model is not None and (directory and not is_peft(directory)):
         raise not_an_adapter(name, source)
     if source.base_model is not None or (directory and is_peft(directory)):
-        base = _pinned_base(name, source, directory, cache)
+        base = pin(name, base_source(name, source, directory), cache)
         identity["base_model"] = base.fingerprint
         base_model = _reference(base.source)
         files |= base.record.files
@@ -144,12 +150,6 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     record = replace(path.record, files=files, reading={**path.record.reading, **model_options(pinned)})
     fingerprint = hashlib.sha256(canonical_json({"model": path.fingerprint, **identity}).encode()).hexdigest()
     return Pinned(source=pinned, fingerprint=fingerprint, digest=digest, record=record)
-
-
-def _pinned_base(name: str, source: Source, directory: Path | None, cache: DigestCache) -> Pinned:
-    reference = base_reference(name, source, directory) if directory else str(source.base_model)
-    path, revision = (reference, None) if local_paths(reference) else split_reference(reference)
-    return pin(name, Source(path=path, kind=Kind.CHECKPOINT, revision=revision), cache)
 
 
 def _reference(source: Source) -> str:
@@ -201,7 +201,7 @@ def _pinned_template(name: str, given: str, known: Mapping[str, int] | None) -> 
 
 def never_changes(source: Source) -> bool:
     """Whether its name says already what it holds: a commit of the hub, a wheel, or the rows that ship with Python."""
-    if any(local_paths(each) for each in (source.tokenizer, source.chat_template, source.base_model) if each):
+    if local_parts(source):
         return False
     return source.path.startswith((QUICKSTART, WHEEL)) or (is_hub_id(source.path) and _is_commit(source.revision))
 
@@ -296,6 +296,19 @@ def local_paths(path: str) -> list[Path]:
     """The files and directories of this machine that a path or a glob names; empty for a hub id."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
+
+
+def local_parts(source: Source) -> list[Path]:
+    """The files and directories of this machine that a source is made of.
+
+    Raises:
+        ConfigError: of an adapter, whose base is missing.
+    """
+    parts = (source.path, source.tokenizer, source.chat_template, source.base_model)
+    found = [path for part in parts if part for path in local_paths(part)]
+    if source.kind == Kind.CHECKPOINT and source.base_model is None and found and is_peft(found[0]):
+        found += local_parts(base_source("base", source, found[0]))
+    return found
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:

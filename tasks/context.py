@@ -15,6 +15,7 @@ from tasks.heartbeat import Doing
 
 Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
+Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
 
@@ -49,6 +50,7 @@ class Resources:
     keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
     deterministic: Literal["auto"] | bool = "auto"  # equal trainings are equal to the bit; auto: on CPUs, not on GPUs
+    weights: Dtype | Literal["auto"] = "auto"  # of what is frozen: see frozen_dtype
     attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
     compile: bool = False  # layers by torch.compile
@@ -78,6 +80,17 @@ class Resources:
         if isinstance(chosen, bool | str):
             return 1 if chosen in (True, "on") else None
         return chosen
+
+    def frozen_dtype(self, precision: Precision | None) -> Dtype:
+        """Dtype of references, teachers, reward models, evaluated models, and the base under an adapter.
+
+        Args:
+            precision: of the training; None: nothing is trained. A base in bf16 computes in bf16, so ``auto`` keeps
+                fp32 where the training does not.
+        """
+        if self.weights != "auto":
+            return self.weights
+        return "bf16" if self.gpus_per_worker and precision in ("bf16", None) else "fp32"
 
     def accumulation_steps(self, global_batch_size: int) -> int:
         """Micro batches per optimizer step, derived so that the global batch stays what the recipe says.

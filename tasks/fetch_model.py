@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.artifact import WHEEL, Kind, Source
+from lineage.artifact import WHEEL, Source
 from lineage.cached import cached
 from lineage.digest import digest_all
 from lineage.errors import ConfigError
@@ -25,7 +25,7 @@ from lineage.model_source import (
     vocabulary,
     with_kwargs,
 )
-from lineage.peft_adapter import base_reference, check_base, is_peft, not_an_adapter
+from lineage.peft_adapter import base_reference, base_source, check_base, is_peft, not_an_adapter
 from lineage.source_checks import is_hub_id
 from lineage.sources import local_paths
 from lineage.store import MODELS
@@ -134,7 +134,7 @@ def _parts(source: Source, directory: Path, cache: Path) -> _Parts:
                 f"sources.{_BASE}.path={source.path}: is an adapter on the hub, and the plan did not pin its base; set "
                 f"sources.{_BASE}.base_model={base_reference(_BASE, source, directory)}"
             )
-        base = base_source(source, directory)
+        base = base_source(_BASE, source, directory)
         adapter, weights = directory, fetch_model(base, cache)
         config = weights
         tokenizer = directory if has_tokenizer(directory) else weights
@@ -148,13 +148,6 @@ def _parts(source: Source, directory: Path, cache: Path) -> _Parts:
         require_own_files(tokenizer)
     code = directory if source.trust_remote_code else None
     return _Parts(weights=weights, adapter=adapter, config=config, tokenizer=tokenizer, code=code)
-
-
-def base_source(source: Source, directory: Path) -> Source:
-    """The base of a source that is an adapter."""
-    reference = base_reference(_BASE, source, directory)
-    path, revision = (reference, None) if local_paths(reference) else split_reference(reference)
-    return Source(path=path, kind=Kind.CHECKPOINT, revision=revision)
 
 
 def _key(source: Source, parts: _Parts) -> str:
@@ -338,7 +331,7 @@ def model_json(source: Source, cache: Path, name: str) -> object:
         matches = local_paths(source.tokenizer)
         return read_json(matches[0] if matches else _cached(*split_reference(source.tokenizer), name), name)
     if directory and is_peft(directory) and (name == CONFIG or not has_tokenizer(directory)):
-        found = model_json(base_source(source, directory), cache, name)
+        found = model_json(base_source(_BASE, source, directory), cache, name)
     else:
         found = read_json(directory, name)
     if name == CONFIG and isinstance(found, dict):

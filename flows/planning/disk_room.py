@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flows.planning.plan import Plan, PlannedInput, PlannedStage
 from lineage.artifact import Kind
+from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import Store
 from tasks.check_rows import POLICY
@@ -45,8 +46,13 @@ def _model(plan: Plan, planned: PlannedStage) -> Path | None:
 
 
 def _pinned(given: PlannedInput) -> Path | None:
-    """Of a hub id nothing is known before it is fetched."""
+    """Of a hub id nothing is known before it is fetched; an adapter has the shapes of its base."""
     if given.entry:
         return given.entry.output
-    paths = local_paths(given.source.path) if given.source else []
-    return paths[0] if paths else None
+    source = given.source
+    while source:
+        paths = local_paths(source.path)
+        if not paths or not is_peft(paths[0]):
+            return paths[0] if paths else None
+        source = base_source("base", source, paths[0])
+    return None

@@ -11,6 +11,7 @@ from flows.declare.pipeline import Pipeline, Stage
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.method import Training
+from tasks.train.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ def check_kernels(pipeline: Pipeline) -> None:
         if isinstance(stage.method, Training):
             _check_compiler(f"stages.{name}.resources", stage.resources)
             _check_packages(f"stages.{name}.resources", stage.resources)
+            _check_optimizer(f"stages.{name}", stage.method)
 
 
 def _check_compiler(where: str, resources: Resources) -> None:
@@ -60,6 +62,16 @@ def _check_packages(where: str, resources: Resources) -> None:
         raise ConfigError(
             f"{where}.attention={resources.attention}: the package {package.module} is not installed; install it "
             f"({package.install}), or set attention=auto"
+        )
+
+
+def _check_optimizer(where: str, method: Training) -> None:
+    """Requires the package of an optimizer that is in none of the lock's."""
+    package = OPTIMIZERS[method.optimizer.name].package
+    if package and package.is_missing:
+        raise ConfigError(
+            f"{where}.method.optimizer.name={method.optimizer.name}: it needs the package {package.name}, which is not "
+            f"installed: {package.install}; or set optimizer=adamw_torch_fused"
         )
 
 

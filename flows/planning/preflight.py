@@ -11,7 +11,7 @@ from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import has_tokenizer
-from lineage.peft_adapter import base_reference, is_peft
+from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import CACHE, Entry
 from tasks.fetch_model import CONFIG, checked_config, model_json
@@ -138,33 +138,26 @@ def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_templat
 
 def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     """Of a hub id nothing is known before it is fetched; its stage checks again."""
-    paths = local_paths(source.path)
     if source.model_kwargs:
         config = model_json(replace(source, model_kwargs={}), cache, CONFIG)
         if isinstance(config, dict):
             checked_config(name, config, source.model_kwargs)
-    if not paths:
-        return True
-    directory = paths[0]
-    if is_peft(directory):
-        base = local_paths(base_reference(name, source, directory))
-        directory = directory if has_tokenizer(directory) else base[0] if base else directory
-        if source.chat_template is None and source.tokenizer is None and not base and not has_tokenizer(directory):
-            return True
-    else:
+    paths = local_paths(source.path)
+    if paths and not is_peft(paths[0]):
         for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
-            if not any(directory.glob(pattern)):
+            if not any(paths[0].glob(pattern)):
                 raise ConfigError(
                     f"sources.{name}.path={source.path}: {what} in it; "
                     "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
                     "or an adapter as PEFT saves it"
                 )
+    if source.chat_template is not None:
+        return True
     if source.tokenizer is not None:
-        tokenizer = local_paths(source.tokenizer)
-        if not tokenizer:
-            return True
-        directory = tokenizer[0]
-    return source.chat_template is not None or _has_template(directory)
+        paths = local_paths(source.tokenizer)
+    elif paths and is_peft(paths[0]) and not has_tokenizer(paths[0]):
+        return _source_has_template(name, base_source(name, source, paths[0]), cache)
+    return not paths or _has_template(paths[0])
 
 
 def _has_template(directory: Path) -> bool:

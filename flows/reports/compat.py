@@ -21,11 +21,17 @@ from tasks.train.compatibility import RULES, Case, Fields, Refusal, Rule, assign
 Works = Literal["yes", "on a GPU", "no"]
 
 _GPU: Fields = {"resources.gpus_per_worker": 1}
-_BATCH: Fields = {"method.global_batch_size": 8, "resources.micro_batch_size": 4}
 # What a training states in these tables where no value of a setting says otherwise.
 _BASE: Fields = {
-    "method.learning_rate": 1e-3, "method.num_steps": 100, "method.max_length": 64, "method.global_batch_size": 8,
+    "method.learning_rate": 1e-3, "method.num_steps": 4, "method.max_length": 64, "method.global_batch_size": 8,
+    "resources.micro_batch_size": 8,
 }  # fmt: skip
+_SHARDING: Mapping[str, Fields] = {
+    "none": {"resources.num_workers": 1, "resources.micro_batch_size": 8},
+    "accumulation": {"resources.num_workers": 1, "resources.micro_batch_size": 4},
+    "2-workers": {"resources.num_workers": 2, "resources.micro_batch_size": 4},
+    "zero2": {"resources.num_workers": 2, "resources.micro_batch_size": 4, "resources.zero_stage": 2},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,7 @@ class Choice:
 
     setting: str
     value: str
-    fields: Fields = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict, hash=False)
     method: type[Method] | None = None
 
     def __str__(self) -> str:
@@ -47,6 +53,7 @@ class Outcome:
 
     Args:
         condition: what else must be set then.
+        case: a training with all of it, where they work.
         rule: the id of the rule that refuses them; None: a setting refuses its own fields, or nothing does.
         reason: of the refusal.
     """
@@ -54,6 +61,7 @@ class Outcome:
     choices: tuple[Choice, ...]
     works: Works
     condition: Fields = field(default_factory=dict)
+    case: Case | None = None
     rule: str | None = None
     reason: str | None = None
 
@@ -91,20 +99,7 @@ def choices() -> dict[str, list[Choice]]:
         "precision": [
             each for each in _values("precision", "method.precision", TrainingRecipe) if each.value != "auto"
         ],
-        "sharding": [
-            Choice(setting="sharding", value="none", fields={"resources.num_workers": 1, **_BATCH}),
-            Choice(
-                setting="sharding",
-                value="accumulation",
-                fields={"resources.num_workers": 1, **_BATCH, "resources.micro_batch_size": 2},
-            ),
-            Choice(setting="sharding", value="2-workers", fields={"resources.num_workers": 2, **_BATCH}),
-            Choice(
-                setting="sharding",
-                value="zero2",
-                fields={"resources.num_workers": 2, "resources.zero_stage": 2, **_BATCH},
-            ),
-        ],
+        "sharding": [Choice(setting="sharding", value=name, fields=fields) for name, fields in _SHARDING.items()],
     }
 
 
@@ -150,12 +145,12 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
     condition: dict[str, object] = {}
     while True:
         try:
-            case = case_of(cls, {**_BASE, **_BATCH, **machine, **condition, **pinned})
+            case = case_of(cls, {**_BASE, **machine, **condition, **pinned})
         except ConfigError as error:
             return Outcome(choices=chosen, works="no", reason=str(error))
         refusal = next(refusals(case), None)
         if refusal is None:
-            return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition)
+            return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition, case=case)
         if any(_overlap(path, {**pinned, **machine, **condition}) for path in refusal.nearest):
             return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
         condition |= refusal.nearest
@@ -196,7 +191,7 @@ def rule_nearest(rule: Rule) -> Fields:
     """What a rule says to set for its example."""
     if not callable(rule.nearest):
         return rule.nearest
-    return rule.nearest(case_of(trainings()[rule.stage], {**_BASE, **_BATCH, **rule.example}, rule.config))
+    return rule.nearest(case_of(trainings()[rule.stage], {**_BASE, **rule.example}, rule.config))
 
 
 def _rule_dict(rule: Rule) -> dict[str, object]:

@@ -17,6 +17,8 @@ from pydantic import TypeAdapter
 from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows, trainings
 from tasks.context import Resources
 from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
+from tasks.train.optimizers import EXTRA, OPTIMIZERS, Entry
+from tasks.train.schedules import SCHEDULES
 
 FILE = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -55,10 +57,44 @@ def render() -> str:
     shared = {each.name for each in fields(TrainingRecipe)}
     for name, cls in trainings().items():
         parts.append(_section(f"`{name}`", "method", cls, without=shared - cls.__annotations__.keys()))
-    parts += [_section(f"`method.{path}`", f"method.{path}", cls) for path, cls in _nested(TrainingRecipe)]
+    for path, cls in _nested(TrainingRecipe):
+        parts.append(_section(f"`method.{path}`", f"method.{path}", cls))
+        if path == "optimizer":
+            parts.append(_optimizers())
+        if path == "schedule":
+            parts.append(_schedules())
     parts.append(_section("Resources", "resources", Resources))
     parts += [_section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in _nested(Resources)]
     return "\n".join([*parts, _what_works()])
+
+
+def _optimizers() -> str:
+    """What each optimizer is, reads and needs."""
+    rows = [
+        (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads), _needs(entry))
+        for name, entry in OPTIMIZERS.items()
+    ]
+    said = (
+        f"Every optimizer reads `weight_decay`. `pip install 'posttrain[{EXTRA}]'` installs the packages that they "
+        "need, but for those with a licence, which forbids commercial use.\n"
+    )
+    return "\n".join([said, *_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
+
+
+def _needs(entry: Entry) -> str:
+    if entry.package:
+        return f"{entry.package.name} ({entry.package.licence})" if entry.package.licence else entry.package.name
+    return "a GPU" if entry.needs_gpu else ""
+
+
+def _schedules() -> str:
+    """What each schedule is and reads."""
+    rows = [
+        (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads))
+        for name, entry in SCHEDULES.items()
+    ]
+    said = "Every schedule reads `warmup`.\n"
+    return "\n".join([said, *_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
 
 
 def _nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:

@@ -8,7 +8,7 @@ from flows.declare.pipeline import Pipeline
 from lineage.artifact import SOURCE
 from lineage.digest import DigestCache, file_names
 from lineage.manifest import Manifest
-from lineage.sources import local_paths, pin
+from lineage.sources import local_parts, pin
 from lineage.store import Store
 
 _TICK_SECONDS = 2.0  # a file that was written this lately may change again within one tick of its file system's clock
@@ -35,7 +35,7 @@ class SourceDigests:
             OSError: a file of it went away while it was read.
         """
         source = self._pipeline.sources[name]
-        glance = _glance(local_paths(source.path))
+        glance = _glance(local_parts(source))
         known = self._known.pop(name, None)
         if not (known and glance and known[0] == glance):
             known = glance, pin(name, source, self._cache).fingerprint

@@ -8,11 +8,10 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
 from lineage.model_source import has_tokenizer
-from lineage.peft_adapter import is_peft
+from lineage.peft_adapter import base_source, is_peft
 from tasks.data.examine import Examined
 from tasks.data.preparing.report import Labels
 from tasks.data.tokens.thinking import Thinking
-from tasks.fetch_model import base_source
 from tasks.recipe import Input
 
 
@@ -27,7 +26,7 @@ def fetch_tokenizer(model: str) -> Path:
         require_own_files(directory)
         require_sound(directory)
         if is_peft(directory) and not has_tokenizer(directory):
-            return fetch_tokenizer(base_source(Source(path=model, kind=Kind.CHECKPOINT), directory).path)
+            return fetch_tokenizer(base_source("base", Source(path=model, kind=Kind.CHECKPOINT), directory).path)
         return directory
     from huggingface_hub import snapshot_download
 

@@ -160,9 +160,10 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
+        from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = load_model(policy).to(_device(ctx))
+        model = hold_in(load_model(policy), ctx.resources.frozen_dtype(None)).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
@@ -187,9 +188,10 @@ class Evaluate(Method):
         Args:
             read: tokenizes prompts with their answers.
         """
+        from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = load_model(reward_model).to(_device(ctx))
+        model = hold_in(load_model(reward_model), ctx.resources.frozen_dtype(None)).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:

@@ -25,6 +25,7 @@ from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.load_or_make import load_or_make
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import has_diverged, step_metrics
+from tasks.train.own_optimizers import averaged
 from tasks.train.sharding import autocast
 from tasks.train.validation import completes_epochs
 
@@ -112,6 +113,8 @@ class Checkpointing(TrainerCallback):
         self.trainer, self.ctx, self.method, self.saver = trainer, ctx, method, saver
         self.stopped_at: int | None = None
         self.metrics_known = False
+        self._save = trainer._save_checkpoint
+        trainer._save_checkpoint = self._save_averaged
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.saver.begin(state.global_step)
@@ -141,6 +144,11 @@ class Checkpointing(TrainerCallback):
         if keep_best and keep_best.metric not in found:
             logger.warning("%s.metric=%s: %s; no checkpoint is kept for it", keep_best.key, keep_best.metric, known)
         self.metrics_known = True
+
+    def _save_averaged(self, *args: object, **kwargs: object) -> None:
+        """Replaces the trainer's ``_save_checkpoint``: its model is the one that would be the output now."""
+        with averaged(self.trainer.optimizer):
+            self._save(*args, **kwargs)
 
     def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.trainer.accelerator.wait_for_everyone()
@@ -370,7 +378,7 @@ def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
 @contextmanager
 def _evaluating(trainer: "Trainer") -> Iterator[None]:
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), averaged(trainer.optimizer):
         trainer.model.eval()
         try:
             yield

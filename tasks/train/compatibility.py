@@ -5,6 +5,7 @@ a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` 
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,10 +14,14 @@ from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
-from tasks.method import Method, Training
+from tasks.method import FROZEN_POLICY, Method, Training
+from tasks.train.optimizers import OPTIMIZERS, Entry
+from tasks.train.schedules import PLATEAU
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 _NONE: Fields = {}
+_PRODIGY_RATE = 0.1
+_UNSET_NORM = 1.0  # the default of max_grad_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,11 @@ class Case:
             if value is None:
                 return ".".join(names[:depth]), None
         return path, value
+
+    @property
+    def optimizer(self) -> Entry:
+        """What the optimizer is and needs."""
+        return OPTIMIZERS[self.method.optimizer.name]
 
     @property
     def accumulates(self) -> bool:
@@ -179,6 +189,25 @@ def _unpackable(case: Case) -> str | None:
     return why_not_packable(case.config) if case.config and case.get("method.packing") else None
 
 
+def _unpaged(name: str) -> str:
+    """The optimizer with its state in one memory."""
+    rest = name.removeprefix("paged_")
+    return rest if rest in OPTIMIZERS else "adamw_torch_fused"
+
+
+def _too_much_decay(case: Case) -> bool:
+    setting, num_steps = case.method.schedule, case.method.num_steps
+    if setting.name != "warmup_stable_decay" or num_steps is None:
+        return False
+    warmup = int(setting.warmup) if setting.warmup >= 1 else math.ceil(setting.warmup * num_steps)
+    return warmup + setting.decay_steps(num_steps) > num_steps
+
+
+def _computes_below_precision(case: Case) -> bool:
+    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
+    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
 RULES: tuple[Rule, ...] = (
     # Adapters and quantized bases.
     Rule(
@@ -264,6 +293,14 @@ RULES: tuple[Rule, ...] = (
         nearest={"resources.attention": "auto"},
         example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
     ),
+    Rule(
+        id="weights-precision",
+        fields=("resources.weights", "method.precision"),
+        refuses=_computes_below_precision,
+        reason="a base or a reference in bf16 computes in bf16",
+        nearest={"method.precision": "bf16"},
+        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
+    ),
     # Rows.
     Rule(
         id="packing-position-ids",
@@ -274,6 +311,169 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.packing": None},
         example={"method.packing": "best_fit"},
         config={"model_type": "bloom"},
+    ),
+    # Optimizers and schedules.
+    Rule(
+        id="schedule-free-schedule",
+        fields=("method.optimizer.name", "method.schedule.name"),
+        refuses=lambda case: (
+            case.optimizer.averages and not str(case.get("method.schedule.name")).startswith("constant")
+        ),
+        reason="a schedule-free optimizer averages its steps in place of a schedule, and after a warm-up wants a "
+        "constant learning rate",
+        nearest={"method.schedule.name": "constant"},
+        example={"method.optimizer.name": "schedule_free_adamw"},
+    ),
+    Rule(
+        id="optimizer-own-loop",
+        fields=("method.optimizer.name", "method"),
+        refuses=lambda case: case.method.has_own_loop and (case.optimizer.averages or case.optimizer.in_backward),
+        reason="it takes part in the trainer's backward pass, measurements and checkpoints, and this method has a loop "
+        "of its own",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        example={"method.optimizer.name": "schedule_free_adamw", "method.schedule.name": "constant"},
+        stage="own_loop",
+    ),
+    Rule(
+        id="galore-adapter",
+        fields=("method.optimizer.name", "method.adapter.type"),
+        refuses=lambda case: case.optimizer.projects and case.method.adapter,
+        reason="it projects the gradients of whole matrices onto few dimensions, and an adapter's have few already",
+        nearest={"method.adapter": None, "method.quantization": None},
+        example={"method.optimizer.name": "galore_adamw", "method.adapter.type": "lora"},
+    ),
+    Rule(
+        id="lora-plus-adapter",
+        fields=("method.optimizer.lora_plus_ratio", "method.adapter.type"),
+        refuses=lambda case: case.get("method.optimizer.lora_plus_ratio") and case.get("method.adapter.type") != "lora",
+        reason="LoRA+ gives the matrices B of a LoRA another learning rate, and there is none",
+        nearest={"method.optimizer.lora_plus_ratio": None},
+        example={"method.optimizer.lora_plus_ratio": 16.0},
+    ),
+    Rule(
+        id="paged-cpu",
+        fields=("method.optimizer.name", "resources.gpus_per_worker"),
+        refuses=lambda case: case.optimizer.needs_gpu and not case.on_gpu,
+        reason="its state pages between a GPU and the CPU, and there is no GPU",
+        nearest=lambda case: {"method.optimizer.name": _unpaged(case.method.optimizer.name)},
+        example={"method.optimizer.name": "paged_adamw_8bit"},
+    ),
+    Rule(
+        id="backward-accumulation",
+        fields=(
+            "method.optimizer.name",
+            "method.global_batch_size",
+            "resources.num_workers",
+            "resources.micro_batch_size",
+        ),
+        refuses=lambda case: case.optimizer.in_backward and case.resources.num_workers == 1 and case.accumulates,
+        reason="LOMO and layer-wise optimizers update inside each backward pass, so each micro batch would be a step",
+        nearest=lambda case: {"resources.micro_batch_size": case.method.global_batch_size},
+        example={"method.optimizer.name": "lomo"},
+    ),
+    Rule(
+        id="backward-workers",
+        fields=("method.optimizer.name", "resources.num_workers"),
+        refuses=lambda case: case.optimizer.in_backward and case.resources.num_workers > 1,
+        reason="LOMO and layer-wise optimizers update before workers exchange gradients, so models would drift apart",
+        nearest=lambda case: {
+            "resources.num_workers": 1,
+            "resources.num_nodes": 1,
+            "resources.micro_batch_size": case.method.global_batch_size,
+        },
+        example={
+            "method.optimizer.name": "galore_adamw_layerwise",
+            "resources.num_workers": 2,
+            "resources.micro_batch_size": 8,
+        },
+    ),
+    Rule(
+        id="backward-clipping",
+        fields=("method.optimizer.name", "method.max_grad_norm"),
+        refuses=lambda case: case.optimizer.in_backward and case.get("method.max_grad_norm") != _UNSET_NORM,
+        reason="LOMO and layer-wise optimizers free each gradient before the norm of all is known, so none is clipped",
+        nearest={"method.max_grad_norm": 1.0},
+        example={
+            "method.optimizer.name": "lomo",
+            "method.max_grad_norm": 0.5,
+            "resources.micro_batch_size": 16,
+        },
+    ),
+    Rule(
+        id="backward-fp16",
+        fields=("method.optimizer.name", "method.precision"),
+        refuses=lambda case: case.optimizer.in_backward and case.method.precision == "fp16",
+        reason="LOMO and layer-wise optimizers update before the gradients of a scaled loss are scaled back",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.optimizer.name": "galore_adamw_layerwise",
+            "method.precision": "fp16",
+            "resources.micro_batch_size": 16,
+            "resources.gpus_per_worker": 1,
+        },
+    ),
+    Rule(
+        id="prodigy-learning-rate",
+        fields=("method.optimizer.name", "method.learning_rate"),
+        refuses=lambda case: (
+            case.get("method.optimizer.name") == "prodigy" and case.method.learning_rate < _PRODIGY_RATE
+        ),
+        reason="it finds the step size itself, and the learning rate multiplies that",
+        nearest={"method.learning_rate": 1.0},
+        example={"method.optimizer.name": "prodigy"},
+    ),
+    Rule(
+        id="minimum-learning-rate",
+        fields=("method.schedule.min_learning_rate", "method.learning_rate"),
+        refuses=lambda case: (case.method.schedule.min_learning_rate or 0) >= case.method.learning_rate,
+        reason="the learning rate would rise",
+        nearest=lambda case: {"method.schedule.min_learning_rate": float(f"{case.method.learning_rate / 10:g}")},
+        example={"method.schedule.min_learning_rate": 0.01},
+    ),
+    Rule(
+        id="decay-steps",
+        fields=("method.schedule.decay", "method.schedule.warmup", "method.num_steps"),
+        refuses=lambda case: _too_much_decay(case),
+        reason="warm-up and decay are more than all steps",
+        nearest={"method.schedule.decay": None},
+        example={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
+    ),
+    Rule(
+        id="adaptive-zero",
+        fields=("method.schedule.adaptive.smoothing", "resources.zero_stage"),
+        refuses=lambda case: case.method.schedule.adaptive and case.resources.zero_stage,
+        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="adaptive-optimizer",
+        fields=("method.schedule.adaptive.smoothing", "method.optimizer.name"),
+        refuses=lambda case: case.method.schedule.adaptive and (case.optimizer.averages or case.optimizer.in_backward),
+        reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
+        "schedule-free optimizers and those that update inside the backward pass do not follow",
+        nearest={"method.schedule.adaptive": None},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "method.schedule.name": "constant",
+            "method.optimizer.name": "schedule_free_adamw",
+        },
+    ),
+    Rule(
+        id="plateau-validation",
+        fields=("method.schedule.name", "method.validation"),
+        refuses=lambda case: case.get("method.schedule.name") == PLATEAU and case.method.validation is None,
+        reason="it lowers the learning rate where the loss on held-out rows no longer falls, and none is measured",
+        nearest=lambda case: (
+            {"method.schedule.name": "linear"}
+            if case.method.has_own_loop or not type(case.method).reads.trained
+            else {"method.validation.every_steps": 10}
+        ),
+        example={"method.schedule.name": PLATEAU},
     ),
     # Batches, workers, sharding.
     Rule(
@@ -321,6 +521,14 @@ RULES: tuple[Rule, ...] = (
         nearest={"resources.zero_stage": 0},
         example={"resources.zero_stage": 2, "resources.num_workers": 2},
         stage="own_loop",
+    ),
+    Rule(
+        id="zero-optimizer",
+        fields=("resources.zero_stage", "method.optimizer.name"),
+        refuses=lambda case: case.resources.zero_stage and not case.optimizer.optim,
+        reason="ZeRO divides the state of AdamW, over weights laid out as vectors",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        example={"resources.zero_stage": 2, "resources.num_workers": 2, "method.optimizer.name": "muon"},
     ),
     Rule(
         id="keep-best-unmeasured",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import Precision, Resources
+    from tasks.context import Dtype, Precision, Resources
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
@@ -62,6 +62,20 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "dataloader_num_workers": resources.dataloader_workers,
         "dataloader_pin_memory": on_gpu,
     }
+
+
+def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
+    """Casts what is frozen of a model in place, one parameter at a time, so that no two copies of it are in memory.
+
+    The head of a reward model stays in fp32, in which it computes. So do buffers, such as those of rotary positions.
+    """
+    if dtype == "bf16":
+        head = {id(each) for each in model.score.parameters()} if hasattr(model, "score") else set()
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32 and type(parameter.data) is torch.Tensor and id(parameter) not in head:
+                parameter.data = parameter.data.bfloat16()
+        model.config.dtype = torch.bfloat16
+    return model
 
 
 def attention_of(resources: "Resources", precision: "Precision") -> str | None:

@@ -332,6 +332,8 @@ def save_output(
     """
     from peft import PeftModel
 
+    from tasks.train.kernels import hold_in
+
     if ctx.rank != 0:
         return
     if not isinstance(model, PeftModel):
@@ -340,9 +342,9 @@ def save_output(
         _save_adapter_alone(model, policy, ctx.output_dir)
     else:
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
-        _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR).save_pretrained(
-            ctx.output_dir, safe_serialization=True
-        )
+        merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
+        merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
+        merged.save_pretrained(ctx.output_dir, safe_serialization=True)
     copy_tokenizer(policy.path, ctx.output_dir)
 
 

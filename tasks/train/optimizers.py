@@ -1,17 +1,35 @@
-"""Optimizers by name: the setting, and the arguments of transformers' trainer that choose one."""
+"""Optimizers by name: the setting, the table of what each name reads and needs, and how one is built."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, ClassVar, Literal
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer as TorchOptimizer
+    from transformers import Trainer
+
 Arguments = dict[str, object]
+Group = dict[str, object]  # of parameters: ``params``, and what holds for them alone
 Beta = Annotated[float, Ge(0), Lt(1)]
-Name = Literal["adamw_torch_fused", "adamw_torch"]
+Name = Literal[
+    "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop",
+    "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit",
+    "ademamix", "ademamix_8bit", "adamw_torch_4bit", "adamw_torch_8bit",
+    "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam", "muon",
+    "galore_adamw", "galore_adamw_layerwise", "apollo_adamw", "stable_adamw",
+    "prodigy", "came", "grokadamw", "lomo",
+]  # fmt: skip
 DEFAULT: Name = "adamw_torch_fused"
+EXTRA = "optimizers"  # of pyproject.toml: the packages below, but those of a non-commercial licence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +37,57 @@ class Optimizer:
     """How gradients change the weights.
 
     Args:
-        name: an entry of ``OPTIMIZERS``.
-        betas: decay of the first and second moment; None: the optimizer's own, 0.9 and 0.999 for AdamW.
+        name: an entry of ``OPTIMIZERS``, which says what each one is, needs and reads.
+        betas: decay of the first and second moment, of ``ademamix`` and ``came`` of a third; None: the optimizer's own,
+            0.9 and 0.999 for AdamW.
         eps: added to the denominator; None: the optimizer's own, 1e-8 for AdamW.
-        weight_decay: decoupled, as in Loshchilov and Hutter 2019, arXiv:1711.05101.
+        weight_decay: decoupled, as in Loshchilov and Hutter 2019, arXiv:1711.05101, of all but biases and norms;
+            ``sgd``, ``adagrad`` and ``rmsprop`` add it to the gradient; ``lomo`` decays every weight.
+        momentum: decay of the mean gradient; None: of ``sgd`` and ``rmsprop`` 0, of ``muon`` 0.95, of
+            ``schedule_free_sgd`` 0.9.
+        nesterov: whether momentum looks one step ahead; None: ``sgd`` does not, ``muon`` does.
+        alpha: ``rmsprop``: decay of the squared gradient, 0.99. ``ademamix``: weight of the slow average, 5.
+        clip_threshold: largest root mean square of an update; ``adafactor`` and ``came``: 1.
+        rank: of the subspace onto which ``galore`` and ``apollo`` project gradients; 128.
+        update_proj_gap: steps from one subspace to the next; 200.
+        scale: of a projected update; ``galore`` 0.25, ``apollo`` 1.
+        ns_steps: Newton-Schulz iterations that make an update of ``muon`` orthogonal; 5.
+        d_coef: factor of the step size that ``prodigy`` finds; 1.
+        lora_plus_ratio: learning rate of a LoRA's B, and of trained vectors, over that of its A. LoRA+: Hayou et al.
+            2024, arXiv:2402.12354. None: one learning rate.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     name: Name = DEFAULT
-    betas: tuple[Beta, Beta] | None = None
+    betas: tuple[Beta, ...] | None = None
     eps: Annotated[float, Gt(0)] | None = None
     weight_decay: Annotated[float, Ge(0)] = 0.0
+    momentum: Beta | None = None
+    nesterov: bool | None = None
+    alpha: Annotated[float, Gt(0)] | None = None
+    clip_threshold: Annotated[float, Gt(0)] | None = None
+    rank: Annotated[int, Gt(0)] | None = None
+    update_proj_gap: Annotated[int, Gt(0)] | None = None
+    scale: Annotated[float, Gt(0)] | None = None
+    ns_steps: Annotated[int, Gt(0), Lt(100)] | None = None
+    d_coef: Annotated[float, Gt(0)] | None = None
+    lora_plus_ratio: Annotated[float, Ge(1)] | None = None
+
+    def __post_init__(self) -> None:
+        entry = OPTIMIZERS[self.name]
+        refuse_unread("optimizer", self, {**dict.fromkeys(entry.reads, True), "name": True, "weight_decay": True})
+        if self.betas is not None and len(self.betas) != entry.num_betas:
+            raise ConfigError(
+                f"optimizer.betas={list(self.betas)}: {self.name} has {entry.num_betas}; set that many, or "
+                "optimizer.betas=null for its own"
+            )
+        if self.name == "rmsprop" and self.alpha is not None and self.alpha >= 1:
+            raise ConfigError(f"optimizer.alpha={self.alpha:g}: of rmsprop it is a decay, below 1; set it to 0.99")
+        if self.nesterov and self.name == "sgd" and not self.momentum:
+            raise ConfigError(
+                "optimizer.nesterov=true: sgd has no momentum to look ahead with; set optimizer.momentum=0.9"
+            )
 
     def identity(self) -> dict[str, object]:
         """Its part of a recipe: ``weight_decay`` stands beside it, as in recipes from before it was a setting."""
@@ -42,19 +99,258 @@ class Optimizer:
         return {"weight_decay": decay, **({"optimizer": values} if values else {})}
 
 
-def _adam(setting: Optimizer) -> Arguments:
-    betas = dict(zip(("adam_beta1", "adam_beta2"), setting.betas or (), strict=False))
-    return {"optim": setting.name, **betas, **({"adam_epsilon": setting.eps} if setting.eps else {})}
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that an optimizer needs and the lock does not hold.
+
+    Args:
+        module: that it brings; name: on PyPI, with the version that was tried.
+        licence: said where it forbids commercial use.
+    """
+
+    module: str
+    name: str
+    licence: str | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        return importlib.util.find_spec(self.module) is None
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        if self.licence:
+            return f"pip install --no-deps {self.name}, whose licence is {self.licence}: non-commercial use only"
+        return f"pip install 'posttrain[{EXTRA}]', or pip install --no-deps {self.name}"
 
 
-# What a row returns are fields of transformers' TrainingArguments. One that transformers cannot build by name returns
-# ``optimizer_cls_and_kwargs``, a parameter of its Trainer.
-OPTIMIZERS: Mapping[str, Callable[[Optimizer], Arguments]] = {
-    "adamw_torch_fused": _adam,
-    "adamw_torch": _adam,
-}
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What an optimizer is, reads and needs.
+
+    Args:
+        about: what it does, and its paper.
+        target: the class, or a function with the class's arguments, as ``module:name``.
+        reads: the fields of the setting that it has, beside ``weight_decay``.
+        options: arguments that are always given.
+        optim: the name of transformers' that its trainer must see; None: its default.
+        package: that it needs; None: one of the lock.
+        needs_gpu: its state is in memory that pages between GPU and CPU.
+        matrices: what holds for the matrices of linear layers alone, other than the head's; it may be set in a field
+            of that name.
+        in_backward: it updates each weight inside the backward pass: there is no gradient left to sum or to clip.
+        averages: it needs no schedule: the model is an average of its steps.
+    """
+
+    about: str
+    target: str
+    reads: tuple[str, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+    num_betas: int = 2
+    optim: str | None = None
+    package: Package | None = None
+    needs_gpu: bool = False
+    matrices: Mapping[str, object] = field(default_factory=dict)
+    in_backward: bool = False
+    averages: bool = False
+
+    @property
+    def projects(self) -> bool:
+        """Whether it projects gradients of matrices onto few dimensions."""
+        return "rank" in self.matrices
+
+
+_OURS = "tasks.train.own_optimizers"
+_ADAM = ("betas", "eps")
+_PLUS = "lora_plus_ratio"
+_PROJECTION = ("rank", "update_proj_gap", "scale")
+_GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_TORCHAO = Package(module="torchao", name="torchao==0.18.0")
+_FREE = Package(module="schedulefree", name="schedulefree==1.4.1")
+_GALORE_TORCH = Package(module="galore_torch", name="galore-torch==1.0")
+
+
+def _adamw(options: Mapping[str, object], about: str, optim: str | None = None) -> Entry:
+    return Entry(about=about, target="torch.optim:AdamW", reads=(*_ADAM, _PLUS), options=options, optim=optim)
+
+
+def _bitsandbytes(cls: str, about: str, reads: tuple[str, ...], *, bits: int, paged: bool = False) -> Entry:
+    paper = "; state in 8 bits: Dettmers et al. 2022, arXiv:2110.02861" if bits == 8 else ""
+    return Entry(
+        about=f"{about}{paper}{'; paged' if paged else ''} (bitsandbytes)", target=f"{_OURS}:in_few_bits",
+        reads=(*reads, _PLUS), num_betas=3 if cls == "AdEMAMix" else 2, needs_gpu=paged,
+        options={"kind": cls, "optim_bits": bits, "is_paged": paged},
+    )  # fmt: skip
+
+
+_ADAMW, _LION = "AdamW: arXiv:1711.05101", "Lion: Chen et al. 2023, arXiv:2302.06675"
+_ADEMAMIX = "AdEMAMix: Pagliardini et al. 2024, arXiv:2409.03137"
+_FREE_PAPER = "schedule-free: Defazio et al. 2024, arXiv:2405.15682"
+OPTIMIZERS: Mapping[str, Entry] = {
+    "adamw_torch_fused": _adamw({"fused": True}, f"{_ADAMW}, in one kernel", "adamw_torch_fused"),
+    "adamw_torch": _adamw({}, _ADAMW, "adamw_torch"),
+    "sgd": Entry(
+        about="stochastic gradient descent", target="torch.optim:SGD", reads=("momentum", "nesterov", _PLUS)
+    ),
+    "adafactor": Entry(
+        about="second moments as row and column means: Shazeer and Stern 2018, arXiv:1804.04235",
+        target="transformers.optimization:Adafactor", reads=("clip_threshold", _PLUS),
+        options={"scale_parameter": False, "relative_step": False},  # the schedule sets the learning rate
+    ),
+    "adagrad": Entry(
+        about="Duchi et al. 2011, JMLR 12", target="torch.optim:Adagrad", reads=("eps", _PLUS)
+    ),
+    "rmsprop": Entry(
+        about="Tieleman and Hinton 2012", target="torch.optim:RMSprop", reads=("eps", "momentum", "alpha", _PLUS)
+    ),
+    "adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8),
+    "paged_adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8, paged=True),
+    "paged_adamw_32bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=32, paged=True),
+    "lion": _bitsandbytes("Lion", _LION, ("betas",), bits=32),
+    "lion_8bit": _bitsandbytes("Lion", _LION, ("betas",), bits=8),
+    "paged_lion_8bit": _bitsandbytes("Lion", _LION, ("betas",), bits=8, paged=True),
+    "ademamix": _bitsandbytes("AdEMAMix", _ADEMAMIX, (*_ADAM, "alpha"), bits=32),
+    "ademamix_8bit": _bitsandbytes("AdEMAMix", _ADEMAMIX, (*_ADAM, "alpha"), bits=8),
+    "adamw_torch_4bit": Entry(
+        about=f"{_ADAMW}; state in 4 bits: Li et al. 2023, arXiv:2309.01507 (torchao)",
+        target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 4}, package=_TORCHAO,
+    ),
+    "adamw_torch_8bit": Entry(
+        about=f"{_ADAMW}; state in 8 bits: arXiv:2110.02861 (torchao)",
+        target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 8}, package=_TORCHAO,
+    ),
+    "schedule_free_adamw": Entry(
+        about=f"AdamW, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=(*_ADAM, _PLUS),
+        options={"kind": "AdamWScheduleFree"}, package=_FREE, averages=True,
+    ),
+    "schedule_free_sgd": Entry(
+        about=f"SGD, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=("momentum", _PLUS),
+        options={"kind": "SGDScheduleFree"}, package=_FREE, averages=True,
+    ),
+    "schedule_free_radam": Entry(
+        about=f"RAdam, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=(*_ADAM, _PLUS),
+        options={"kind": "RAdamScheduleFree"}, package=_FREE, averages=True,
+    ),
+    "muon": Entry(
+        about="orthogonal updates of matrices: Jordan et al. 2024, scaled to AdamW's as in Liu et al. 2025, "
+        "arXiv:2502.16982; AdamW on embeddings, head, norms and biases",
+        target=f"{_OURS}:Muon", reads=(*_ADAM, "momentum", "nesterov", "ns_steps"), matrices={"muon": True},
+    ),
+    "galore_adamw": Entry(
+        about="AdamW in a subspace of the gradients: Zhao et al. 2024, arXiv:2403.03507",
+        target=f"{_OURS}:galore", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
+    ),
+    "galore_adamw_layerwise": Entry(
+        about="GaLore, updating each weight inside the backward pass: Lv et al. 2024, arXiv:2306.09782",
+        target=f"{_OURS}:galore_layerwise", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
+        in_backward=True,
+    ),
+    "apollo_adamw": Entry(
+        about="AdamW's step sizes from random projections: Zhu et al. 2024, arXiv:2412.05270 (CC-BY-NC)",
+        target=f"{_OURS}:apollo", reads=(*_ADAM, *_PROJECTION),
+        matrices={**_GALORE, "scale": 1.0, "proj": "random", "scale_type": "channel"},
+        package=Package(module="apollo_torch", name="apollo-torch==1.0.3", licence="CC-BY-NC"),
+    ),
+    "stable_adamw": Entry(
+        about="AdamW with Adafactor's clipping of updates: Wortsman et al. 2023, arXiv:2304.13013",
+        target="optimi:StableAdamW", reads=(*_ADAM, _PLUS),
+        package=Package(module="optimi", name="torch-optimi==0.3.3"),
+    ),
+    "prodigy": Entry(
+        about="Adam that finds its step size: Mishchenko and Defazio 2023, arXiv:2306.06101; learning_rate=1",
+        target="prodigyopt:Prodigy", reads=(*_ADAM, "d_coef"),
+        options={"use_bias_correction": True, "safeguard_warmup": True},  # as its documentation asks of a warm-up
+        package=Package(module="prodigyopt", name="prodigyopt==1.1.2"),
+    ),
+    "came": Entry(
+        about="Adafactor guided by confidence: Luo et al. 2023, arXiv:2307.02047",
+        target="came_pytorch.CAME:CAME", reads=("betas", "clip_threshold", _PLUS), num_betas=3,
+        package=Package(module="came_pytorch", name="came-pytorch==0.1.3"),
+    ),
+    "grokadamw": Entry(
+        about="AdamW that amplifies slow gradients: Lee et al. 2024, arXiv:2405.20233",
+        target=f"{_OURS}:grokadamw", reads=_ADAM, package=Package(module="grokadamw", name="grokadamw==0.1.2"),
+    ),
+    "lomo": Entry(
+        about="gradient descent inside the backward pass, without state: Lv et al. 2024, arXiv:2306.09782",
+        target=f"{_OURS}:lomo", optim="lomo", in_backward=True,
+        package=Package(module="lomo_optim", name="lomo-optim==0.1.1"),
+    ),
+}  # fmt: skip
+
+
+def refuse_unread(where: str, setting: object, reads: Mapping[str, object]) -> None:
+    """Refuses a field that the named optimizer or schedule does not have, so that none is ignored.
+
+    Raises:
+        ConfigError: names the field, and those that it has.
+    """
+    name = getattr(setting, "name")  # noqa: B009
+    for each in fields(setting):  # type: ignore[arg-type]
+        if each.name not in reads and getattr(setting, each.name) != each.default:
+            known = ", ".join(sorted(reads.keys() - {"name"})) or "none"
+            raise ConfigError(
+                f"{where}.{each.name}={getattr(setting, each.name)}: {name} has no such field; it has: {known}; remove "
+                f"it, or set another {where}.name"
+            )
 
 
 def optimizer_args(setting: Optimizer) -> Arguments:
-    """The arguments of a trainer for an optimizer."""
-    return {"weight_decay": setting.weight_decay, **OPTIMIZERS[setting.name](setting)}
+    """The arguments of a trainer of transformers for an optimizer; ``install_optimizer`` does the rest."""
+    betas = dict(zip(("adam_beta1", "adam_beta2"), setting.betas or (), strict=False))
+    optim = OPTIMIZERS[setting.name].optim
+    return {
+        "weight_decay": setting.weight_decay,
+        **({"optim": optim} if optim else {}),
+        **betas,
+        **({"adam_epsilon": setting.eps} if setting.eps else {}),
+    }
+
+
+def install_optimizer(trainer: "Trainer", setting: Optimizer, learning_rate: float) -> None:
+    """Has a trainer of transformers build the optimizer, where its own arguments do not choose it.
+
+    By its names transformers drops settings without a word: the betas and the weight decay of GaLore, the warm-up of
+    schedule-free optimizers; and not all of its optimizers save a state that it can load.
+    """
+    if setting.name in ("adamw_torch", "adamw_torch_fused") and setting.lora_plus_ratio is None:
+        return
+    make = partial(build, setting, learning_rate, trainer.get_decay_parameter_names)
+    trainer.optimizer_cls_and_kwargs = (lambda: make, {})  # what is no class, transformers calls with the model
+
+
+def build(
+    setting: Optimizer, learning_rate: float, decayed: "Callable[[nn.Module], Sequence[str]]", model: "nn.Module"
+) -> "TorchOptimizer":
+    """The optimizer of a model's trained parameters.
+
+    Args:
+        decayed: the names of the parameters that weight decay applies to.
+    """
+    from tasks.train.own_optimizers import keep_embeddings_in_32_bits, plain_groups, split_groups
+
+    entry = OPTIMIZERS[setting.name]
+    module, _, name = entry.target.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    read = {each: getattr(setting, each) for each in entry.reads if each not in (_PLUS, *_PROJECTION)}
+    options = {**entry.options, **{each: value for each, value in read.items() if value is not None}}
+    if options.get("optim_bits") == 8:
+        keep_embeddings_in_32_bits(model)
+    if setting.lora_plus_ratio is not None:
+        from peft.optimizers import create_loraplus_optimizer
+
+        plus: TorchOptimizer = create_loraplus_optimizer(
+            model, make, lr=learning_rate, loraplus_lr_ratio=setting.lora_plus_ratio,
+            loraplus_weight_decay=setting.weight_decay, **options,
+        )  # fmt: skip
+        return plus
+    groups: object
+    if setting.name == "lomo":
+        groups, options["weight_decay"] = model, setting.weight_decay
+    elif entry.matrices:
+        own = {each: getattr(setting, each, None) or value for each, value in entry.matrices.items()}
+        groups = split_groups(model, decayed(model), setting.weight_decay, own)
+    else:
+        groups = plain_groups(model, decayed(model), setting.weight_decay)
+    built: TorchOptimizer = make(groups, lr=learning_rate, **options)
+    return built

@@ -31,7 +31,9 @@ from tasks.heartbeat import Doing
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
 from tasks.train.kernels import fast_products
+from tasks.train.optimizers import install_optimizer
 from tasks.train.run import deterministic_kernels, seconds_before, trainer_args
+from tasks.train.schedules import schedule_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
@@ -69,10 +71,14 @@ class Optimization:
 
     def __init__(self, run: "TrainingRun", model: torch.nn.Module, updates_per_step: int = 1) -> None:
         known = {each.name for each in fields(TrainingArguments) if each.init}
+        method = run.method
         shared = {
-            name: value for name, value in trainer_args(run.method, run.ctx, run.num_steps).items() if name in known
+            **trainer_args(method, run.ctx, run.num_steps),
+            **schedule_args(method.schedule, method.learning_rate, run.num_steps, updates_per_step),
         }
-        self._trainer = Trainer(model=model, args=TrainingArguments(**shared))
+        args = TrainingArguments(**{name: value for name, value in shared.items() if name in known})
+        self._trainer = Trainer(model=model, args=args)
+        install_optimizer(self._trainer, method.optimizer, method.learning_rate)
         self._trainer.create_optimizer_and_scheduler(run.num_steps * updates_per_step)
         self.world_size = run.ctx.world_size
 

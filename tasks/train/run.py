@@ -38,12 +38,12 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
-from tasks.train.kernels import attention_of, fast_products, kernel_args, prepare_layers, start_scaler
-from tasks.train.optimizers import optimizer_args
+from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
+from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantization import step_in_fp32
 from tasks.train.rewards import install_scores
-from tasks.train.schedules import schedule_args
+from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
 from tasks.train.validating import validating
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, TrainerCallback
 
-    from tasks.context import TrainContext
+    from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.models import Policy
@@ -111,6 +111,8 @@ class TrainingRun:
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
+        if self.method.adapter:
+            hold_in(policy.model, self._frozen_dtype)
         return policy
 
     @cached_property
@@ -157,7 +159,8 @@ class TrainingRun:
         if role == Role.FROZEN_POLICY:
             if self.method.adapter:
                 return None
-            return models.frozen(models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model)
+            reference = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model
+            return models.frozen(hold_in(reference, self._frozen_dtype))
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
@@ -168,7 +171,7 @@ class TrainingRun:
         model = models.load_model(self.inputs[name])
         if role == Role.REWARD_MODEL:
             install_scores(model)
-        return models.frozen(model)
+        return models.frozen(hold_in(model, self._frozen_dtype))
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
@@ -214,10 +217,12 @@ class TrainingRun:
             args=config_class(**{name: value for name, value in arguments.items() if name in known}),
             **arguments_of_trainer,
         )
+        install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
+        install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         self._prepare(trainer, reference, is_line)
         if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
             given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self.method.precision))
+            trainer.add_callback(StepZeroProof(trainer, given, self._proof_tolerance))
         return trainer
 
     def micro_batches(self, step: int) -> Iterator[object]:
@@ -235,7 +240,7 @@ class TrainingRun:
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
-        return partial(require_agreement, self.inputs[_POLICY], self.method.precision)
+        return partial(require_agreement, self.inputs[_POLICY], self._proof_tolerance)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
@@ -271,8 +276,20 @@ class TrainingRun:
     @cached_property
     def _attention(self) -> str | None:
         found = attention_of(self.ctx.resources, self.method.precision)
-        logger.info("precision=%s attention=%s", self.method.precision, found or "default")
+        logger.info(
+            "precision=%s attention=%s weights=%s", self.method.precision, found or "default", self._frozen_dtype
+        )
         return found
+
+    @property
+    def _frozen_dtype(self) -> "Dtype":
+        return self.ctx.resources.frozen_dtype(self.method.precision)
+
+    @property
+    def _proof_tolerance(self) -> str:
+        """Of a policy in fp32 and a reference in bf16 the log-probabilities differ more than by the kernels."""
+        rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
+        return "bf16 reference" if rounded else self.method.precision
 
     def _with_adapter(self, model: "PreTrainedModel", adapter: "PeftConfig") -> "PeftModel":
         set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
@@ -421,6 +438,8 @@ def _train(
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()  # the output of one that averages its steps is the average
 
 
 def seconds_before(ctx: "TrainContext") -> float:

@@ -3,12 +3,12 @@
 import logging
 from typing import TYPE_CHECKING
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from tasks.best import HELD_OUT_LOSS
 from tasks.train.callbacks import has_diverged
 from tasks.train.checkpointing import held_out_loss, held_out_rows
+from tasks.train.own_optimizers import count_measured
 from tasks.train.validation import VAL_LOSS, Patience
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ class Validating(TrainerCallback):
             logger.info("[val] step %d | epoch %d | loss %.4f", step, epoch, loss)
         if is_last:
             return
-        if isinstance(
-            self.trainer.lr_scheduler, ReduceLROnPlateau
-        ):  # transformers steps it in an evaluation of its own
-            self.trainer.lr_scheduler.step(loss)
+        count_measured(self.trainer, loss)
         self.patience.add(loss)
         if self.method.validation.patience and self.patience.waited >= self.method.validation.patience:
             self._end(state, control)

@@ -65,7 +65,7 @@ def test_dpo_starts_at_ln_2_with_its_policy_as_reference(
         assert torch.equal(references[0][name], tensor), name
 
 
-def scale_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def scale_the_reference(monkeypatch: pytest.MonkeyPatch, factor: float = 1.2) -> None:
     """Lets the second policy that is loaded have other weights."""
     original, loads = models.load_policy, []
 
@@ -74,7 +74,7 @@ def scale_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         found = original(*given)
         if len(loads) == 2:
             with torch.no_grad():
-                found.model.model.embed_tokens.weight.mul_(1.2)
+                found.model.model.embed_tokens.weight.mul_(factor)
         return found
 
     monkeypatch.setattr(models, "load_policy", other_reference)

@@ -14,7 +14,7 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
-from tasks.context import Metrics, TrainContext
+from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.thinking import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
@@ -430,3 +430,13 @@ def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_me
     with pytest.raises(ConfigError, match=r"max_length=128: the model \(gpt2\) has a table of 64 positions"):
         evaluate(tmp_path / "out", given)
     assert "dpo/exact_match" in evaluate(tmp_path / "out", given, replace(SMALL, max_length=64))
+
+
+def test_models_that_are_held_in_bf16_measure_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    plain = evaluate(tmp_path, inputs)
+    ctx = TrainContext(output_dir=tmp_path / "bf16", work_dir=tmp_path, resources=Resources(weights="bf16"))
+    rounded = SMALL.run(inputs, ctx)
+    names = [name for name in plain if "perplexity" in name]
+    assert names and all(rounded[name] == pytest.approx(plain[name], rel=2e-2) for name in names)
+    assert all(rounded[name] != plain[name] for name in names)
+    assert rounded["reward_model/accuracy"] == pytest.approx(plain["reward_model/accuracy"], abs=0.1)

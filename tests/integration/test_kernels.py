@@ -9,16 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import modeling_utils
+from transformers import Trainer, modeling_utils
 from transformers import trainer as transformers_trainer
 
-from lineage.errors import StoppedError
+from lineage.artifact import Kind
+from lineage.errors import PipelineError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter
 from tasks.train import kernels
+from tasks.train import run as module
+from tasks.train.models import load_config, whole_model
+from tasks.train.quantization import step_in_fp32
 from tests import tiny_models, training
+from tests.integration.test_dpo_start import scale_the_reference
 from tests.integration.test_own_loop import OptimizedLoop
 from tests.integration.test_padding_free import plain_flash
 from tests.integration.test_resume import SAVING, stop_and_go_on
@@ -297,6 +303,90 @@ def test_a_loop_of_its_own_has_the_attention_of_its_resources(
         own_loop(), root, tmp_path / "eager" / "output", resources=replace(RESOURCES, attention="eager")
     )
     assert run.losses == pytest.approx(expected, rel=1e-5)
+
+
+BF16 = replace(RESOURCES, weights="bf16")
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
+    """The dtypes of frozen and of trained parameters of each model that a trainer of transformers was given."""
+    found: list[tuple[set[torch.dtype], set[torch.dtype]]] = []
+    original = module.fit
+
+    def fit(method: object, trainer: Trainer, *args: object) -> dict[str, float]:
+        step_in_fp32(trainer.model)
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            parameters = [(each.requires_grad, each.dtype) for each in model.parameters()]
+            frozen, trained = ({dtype for grad, dtype in parameters if grad == takes} for takes in (False, True))
+            found.append((frozen, trained))
+        return original(method, trainer, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "fit", fit)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_base_under_an_adapter_is_held_in_bf16(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stage, dtypes = training.method(name, adapter=LORA, precision="bf16"), spied(monkeypatch)
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    head = {torch.float32} if name == "reward" else set()  # the one that the trained copy started from
+    assert dtypes == [({torch.float32}, {torch.float32}), ({torch.bfloat16} | head, {torch.float32})]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert found.losses != expected.losses
+    merged, adapter = weights(found.output), load_file(found.output / "adapter" / "adapter_model.safetensors")
+    assert {each.dtype for key, each in merged.items() if "score" not in key} == {torch.bfloat16}
+    assert {each.dtype for each in adapter.values()} == {torch.float32}
+    for key, each in weights(expected.output).items():
+        torch.testing.assert_close(merged[key].float(), each, atol=2e-3, rtol=1e-2, msg=key)
+
+
+def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, dtypes = training.method("dpo", precision="bf16"), spied(monkeypatch)
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16}, set())]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
+    assert {each.dtype for each in weights(found.output).values()} == {torch.float32}  # all of it was trained
+    scale_the_reference(monkeypatch, 4)
+    with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
+        training.train(stage, root, tmp_path / "other" / "output", resources=BF16)
+
+
+def test_a_base_in_4_bits_has_the_rest_of_its_weights_in_bf16(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", adapter=replace(LORA, quantization="nf4"), precision="bf16")
+    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
+    assert {each.dtype for each in weights(found.output).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_trains_an_adapter_on_a_base_in_bf16(tmp_path: Path, architecture: str) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    stage = training.method("sft", num_steps=2, adapter=LORA, precision="bf16")
+    losses = [
+        training.train(stage, root, tmp_path / each.weights / "output", policy=policy, resources=each).losses
+        for each in (RESOURCES, BF16)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_on_a_base_in_bf16_a_training_resumes_to_the_bit(root: Path, tmp_path: Path) -> None:
+    stage = training.method("dpo", num_steps=6, adapter=replace(LORA, dropout=0.1), precision="bf16")
+    stop_and_go_on(stage, root, tmp_path, replace(SAVING, weights="bf16"))
+
+
+def test_buffers_and_the_head_of_a_reward_model_stay_in_fp32(root: Path) -> None:
+    model = whole_model(Kind.REWARD_MODEL, root / "policy", load_config(root / "policy", num_labels=1))
+    kernels.hold_in(model, "bf16")
+    assert model.score.weight.dtype == model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.slow

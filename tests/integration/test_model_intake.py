@@ -10,8 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.declare.config import load_pipeline
+from flows.planning.disk_room import require_plan_room
 from flows.planning.plan import make_plan
 from flows.stages.given import job_inputs
+from flows.watch.digests import SourceDigests
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
@@ -71,7 +73,7 @@ def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, a
     assert not same(weights(found.output), weights(unadapted.output))
 
 
-@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)])
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4), Adapter(rank=2, alpha=4, quantization="nf4")])
 def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
     source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
     directory = fetch_model(source, tmp_path / "cache")
@@ -182,6 +184,46 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
     moved = own.states("sources.base.base_model=moved")
     assert moved["sft"] == "reuse", "the place of the base is not identity"
     (own.folder / "moved").rename(own.folder / "base")
+
+
+def test_a_change_of_any_part_is_seen_by_who_watches_the_source(tmp_path):
+    base = write_model(tmp_path / "base", "llama")
+    lora = write_adapter(tmp_path / "lora", base)
+    template, other = tmp_path / "own.jinja", tiny.write_tokenizer(tmp_path / "other")
+    template.write_text("<|im_start|>{{ messages }}<|im_end|>")
+    words = [f"store={tmp_path / 'store'}", f"model={lora}", f"sources.base.chat_template={template}"]
+    watched = SourceDigests(load_pipeline([*words, f"sources.base.tokenizer={other}"]))
+    found = [watched.fingerprint("base")]
+    for change in (
+        lambda: template.write_text("<|im_start|>{{ messages }}<|im_end|>."),
+        lambda: edit(other / "tokenizer_config.json", model_max_length=9),
+        lambda: edit(base / "generation_config.json", temperature=0.5),
+        lambda: edit(lora / "adapter_config.json", lora_alpha=16),
+    ):
+        change()
+        found.append(watched.fingerprint("base"))
+    assert len(set(found)) == 5
+
+
+def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):
+    base = write_model(tmp_path / "base", "llama")
+    middle = write_adapter(tmp_path / "middle", base)
+    lora = write_adapter(tmp_path / "lora", base)
+    edit(lora / "adapter_config.json", base_model_name_or_path="../middle")
+    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
+    needs = []
+    for model in (base, middle, lora):
+        plan = make_plan(load_pipeline([f"store={tmp_path / 'store'}", f"model={model}"]))
+        with pytest.raises(ConfigError) as refused:
+            require_plan_room(plan, plan.stages)
+        needs.append(str(refused.value))
+    assert len(set(needs)) == 1 and "cpt needs about" in needs[0]
+
+
+def test_an_adapter_is_no_reward_model(tmp_path):
+    lora = write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama"))
+    with pytest.raises(ConfigError, match="is an adapter, and this source is of kind reward_model; a whole model"):
+        pin("reward", Source(path=str(lora), kind=Kind.REWARD_MODEL), DigestCache(None))
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])

@@ -1,6 +1,7 @@
 """A source ``wheel:NAME==VERSION``: pinned without a download, verified, converted once, then a model directory."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lineage.errors import ConfigError
 from lineage.sources import never_changes, pin
 from tasks import wheel_model as module
 from tasks.fetch_model import fetch_model
+from tasks.train.adapter_files import base_and_adapters
 from tests import tiny_gguf
 
 pytest.importorskip("gguf")
@@ -86,6 +88,9 @@ def test_it_is_converted_once_into_a_model_directory(
     monkeypatch.setattr(module, "_produce", None)
     assert fetch_model(source(revision), tmp_path / "cache") == directory
     assert sorted(path.name for path in directory.parent.glob("*/")) == [directory.name]
+    padded = fetch_model(replace(source(revision), pad_token="<|im_end|>"), tmp_path / "cache")
+    assert AutoTokenizer.from_pretrained(padded).pad_token == "<|im_end|>"
+    assert base_and_adapters(padded) == (directory, [])
 
 
 def test_a_damaged_one_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,11 @@ def test_what_cannot_act_is_refused(fields: dict[str, object], message: str) -> 
         Adaptive(**fields)  # type: ignore[arg-type]
 
 
+def test_two_that_cut_by_the_same_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule.adaptive=.*reduce_lr_on_plateau has no such field"):
+        Schedule(name="reduce_lr_on_plateau", adaptive=Adaptive())
+
+
 def test_it_is_identity_and_off_it_leaves_no_trace() -> None:
     assert "schedule" not in SFT().recipe()
     recipe = SFT(schedule=Schedule(adaptive=Adaptive(spike_z=5.0))).recipe()

@@ -12,7 +12,7 @@ from tasks.context import Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.dpo import DPO
-from tasks.method import Training
+from tasks.method import LOOP_FIELDS, Training
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 from tasks.train.compatibility import RULES, Case, Fields, Rule, assigned, refusals
@@ -23,7 +23,7 @@ class OwnLoop(Training):
     """A method with a loop of its own, as a user may add one."""
 
     reads: ClassVar = TEXT
-    applies: ClassVar = frozenset({"precision"})
+    applies: ClassVar = LOOP_FIELDS
 
     def loop(self, run):
         raise NotImplementedError

@@ -124,7 +124,7 @@ def test_groups_of_the_user_come_from_config_dir(tmp_path):
         ("stages.left.method.num_steps=2.5", "valid integer"),
         ("stages.left.method.num_steps=many", 'num_steps="many": .*valid integer'),
         ("stages.left.method.warmup_ratio=-1", "greater than or equal to 0"),
-        ("stages.left.method.lr_schedule=sine", "'constant', 'linear' or 'cosine'"),
+        ("stages.left.method.lr_schedule=sine", "'constant', .*'linear', 'cosine', .* or 'reduce_lr_on_plateau'"),
         ("stages.left.method.learning_rate=1,2", "several values for one field"),
         (
             "stages.left.inputs.policy=data",

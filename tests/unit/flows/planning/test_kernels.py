@@ -103,6 +103,23 @@ def test_kernels_are_deterministic_on_cpus_and_on_gpus_when_asked(value, on_cpu,
     assert stages["dpo"].resources.is_deterministic == on_gpu
 
 
+def test_what_is_frozen_is_in_bf16_on_a_gpu():
+    overrides = ["resources=gpu", "stages.sft.method.precision=fp32", "stages.reward.resources.gpus_per_worker=0"]
+    stages = load_pipeline([*overrides, "stages.evaluate.resources.weights=fp32"]).stages
+    found = {
+        name: stage.resources.frozen_dtype(getattr(stage.method, "precision", None)) for name, stage in stages.items()
+    }
+    assert [found[name] for name in ("cpt", "sft", "reward", "dpo", "evaluate")] == [
+        "bf16",
+        "fp32",
+        "fp32",
+        "bf16",
+        "fp32",
+    ]
+    assert load_pipeline(["resources=gpu"]).stages["evaluate"].resources.frozen_dtype(None) == "bf16"
+    assert load_pipeline([]).stages["evaluate"].resources.frozen_dtype(None) == "fp32"
+
+
 def test_a_certificate_is_made_with_deterministic_kernels_unless_the_stage_says_otherwise():
     stages = load_pipeline(["resources=gpu", "stages.dpo.resources.deterministic=false"]).stages
     assert [certify._deterministic(stages[name]).resources.is_deterministic for name in ("sft", "dpo")] == [True, False]

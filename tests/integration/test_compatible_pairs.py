@@ -1,0 +1,66 @@
+"""What ``posttrain compat`` says works together does train: each pair of settings in at least one training."""
+
+import math
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from flows.reports.compat import Choice, all_outcomes, choices, outcome
+from tasks.train.optimizers import OPTIMIZERS
+from tests import training
+from tests.stage_folder import write_inputs
+from tests.training import same, weights
+
+SETTINGS = ("method", "adapter", "quantization", "optimizer", "schedule", "precision")  # of one worker
+SHARES = 4  # in which the trainings are divided, so that test workers share them
+Pairs = set[frozenset[Choice]]
+
+
+def pairs_that_work() -> Pairs:
+    found = (frozenset(each.choices) for each in all_outcomes()[1] if each.works == "yes")
+    return {pair for pair in found if all(choice.setting in SETTINGS and is_installed(choice) for choice in pair)}
+
+
+def is_installed(choice: Choice) -> bool:
+    package = OPTIMIZERS[choice.value].package if choice.setting == "optimizer" else None
+    return package is None or not package.is_missing
+
+
+def covering(pairs: Pairs) -> Iterator[tuple[Choice, ...]]:
+    """Values of all settings that work together, greedily few, so that each pair is in one of them."""
+    left = set(pairs)
+    values = choices()
+    while left:
+        chosen = sorted(min(left, key=lambda pair: sorted(map(str, pair))), key=str)
+        for setting in SETTINGS:
+            if all(each.setting != setting for each in chosen):
+                fitting = [each for each in values[setting] if outcome(*chosen, each).works == "yes"]
+                chosen.append(max(fitting, key=lambda new: sum(frozenset((new, old)) in left for old in chosen)))
+        left -= {frozenset(pair) for pair in combinations(chosen, 2)}
+        yield tuple(chosen)
+
+
+def test_every_pair_that_works_is_in_one_training() -> None:
+    pairs = pairs_that_work()
+    trained = {frozenset(pair) for chosen in covering(pairs) for pair in combinations(chosen, 2)}
+    assert pairs <= trained and len(pairs) > 50
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.slow  # as many trainings as pairs of an optimizer and an adapter, about
+@pytest.mark.parametrize("share", range(SHARES))
+def test_what_works_together_trains(root: Path, tmp_path: Path, share: int) -> None:
+    start = weights(root / "policy")
+    for number, chosen in enumerate(list(covering(pairs_that_work()))[share::SHARES]):
+        case = outcome(*chosen).case
+        assert case
+        named = " ".join(map(str, chosen))
+        done = training.train(case.method, root, tmp_path / str(number), resources=case.resources)
+        assert all(map(math.isfinite, done.losses)) and len(done.losses) == case.method.num_steps, named
+        assert not same(weights(done.output), start), named

@@ -1,0 +1,159 @@
+"""Every optimizer and schedule trains, reaches the trainer, and survives an interruption to the bit."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tasks.best import Best
+from tasks.method import Adapter, Optimizer, Schedule, Training
+from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.validation import Validation
+from tests import stage_folder, tiny, training
+from tests.stage_folder import StageFolder
+from tests.training import same, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN_HERE = [name for name, entry in OPTIMIZERS.items() if not entry.needs_gpu]
+HALF = {"schedule_free_radam": 4}  # steps; its first ones change nothing
+LORA = Adapter(rank=4, alpha=8)
+CONSTANT = Schedule(name="constant", warmup=0.0)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs with matrices that are large enough for a state in few bits."""
+    folder = stage_folder.write_inputs(tmp_path_factory.mktemp("inputs"))
+    shutil.rmtree(folder / "policy")
+    tiny.write_policy(folder / "policy", hidden_size=64)
+    return folder
+
+
+def setting(name: str, **fields: object) -> Optimizer:
+    package = OPTIMIZERS[name].package
+    if package:
+        pytest.importorskip(package.module)
+    return Optimizer(name=name, **({"rank": 4} if OPTIMIZERS[name].projects else {}), **fields)
+
+
+def stage(name: str, optimizer: Optimizer, **fields: object) -> Training:
+    rate = 1.0 if optimizer.name == "prodigy" else 3e-3
+    schedule = Schedule(name="constant" if OPTIMIZERS[optimizer.name].averages else "cosine")
+    own = {"num_steps": 4, "learning_rate": rate, "optimizer": optimizer, "schedule": schedule}
+    return training.method(name, **{**own, **fields})
+
+
+@pytest.fixture(scope="module")
+def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of each method under AdamW."""
+    folder = tmp_path_factory.mktemp("baselines")
+    return {
+        name: weights(training.train(stage(name, Optimizer()), root, folder / name).output) for name in training.METHODS
+    }
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_a_training_resumes_to_the_bit_and_is_that_of_its_optimizer(
+    root: Path, tmp_path: Path, baselines: dict[str, dict[str, torch.Tensor]], name: str
+) -> None:
+    half = HALF.get(name, 2)
+    method = stage("sft", setting(name), num_steps=2 * half)
+    folder = StageFolder(tmp_path / "stage", root, micro_batch_size=8, save_steps=half)
+    folder(method)
+    unbroken = weights(folder.output)
+    assert folder.store.steps() == [half]
+    shutil.rmtree(folder.output)
+    folder(method, resume=half)
+    assert same(weights(folder.output), unbroken)
+    assert not same(unbroken, weights(root / "policy"))
+    if not name.startswith("adamw_torch_fused"):
+        assert name == "adamw_torch" or not same(unbroken, baselines["sft"])
+
+
+@pytest.mark.parametrize("name", ["cpt", "reward", "dpo"])
+def test_every_method_trains_with_an_optimizer_that_its_trainer_has_no_argument_for(
+    root: Path, tmp_path: Path, baselines: dict[str, dict[str, torch.Tensor]], name: str
+) -> None:
+    run = training.train(stage(name, setting("muon")), root, tmp_path / "output")
+    assert not same(weights(run.output), baselines[name])
+    assert len(run.losses) == 4
+
+
+def test_lora_plus_trains_b_with_its_own_rate(root: Path, tmp_path: Path) -> None:
+    def trained(ratio: float | None) -> dict[str, torch.Tensor]:
+        method = stage("sft", Optimizer(lora_plus_ratio=ratio), num_steps=1, adapter=LORA, schedule=CONSTANT)
+        output = training.train(method, root, tmp_path / str(ratio)).output
+        return load_file(output / "adapter" / "adapter_model.safetensors")
+
+    plain, one, four = trained(None), trained(1.0), trained(4.0)
+    assert same(one, plain)
+    for name, weight in four.items():
+        if "lora_B" in name:  # it starts at 0, so it is one step of AdamW, whose size is the learning rate
+            torch.testing.assert_close(weight, 4 * plain[name])
+        else:
+            assert torch.equal(weight, plain[name])
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd"])
+def test_checkpoints_and_the_output_of_a_schedule_free_optimizer_hold_its_average(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    method = stage("sft", setting(name), schedule=CONSTANT)
+    whole, short = (StageFolder(tmp_path / each, root, save_steps=2) for each in ("whole", "short"))
+    whole(method)
+    short(replace(method, num_steps=2))
+    assert same(load_file(whole.store.path(2) / "model.safetensors"), weights(short.output))
+    state = torch.load(whole.store.path(2) / "optimizer.pt", weights_only=True)["state"]
+    assert all({"z", "trained"} <= each.keys() for each in state.values())
+
+
+def test_measuring_a_schedule_free_model_changes_no_bit_of_its_training(root: Path, tmp_path: Path) -> None:
+    method = stage("sft", setting("schedule_free_adamw"))
+    measured, plain = StageFolder(tmp_path / "measured", root), StageFolder(tmp_path / "plain", root)
+    measured(replace(method, best=Best(every_steps=1)))
+    plain(method)
+    assert list(measured.held_out()) == [1, 2, 3, 4]
+    assert same(weights(measured.output), weights(plain.output))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        (Schedule(name="polynomial", power=2.0, min_learning_rate=3e-4, warmup=1), [0, 1, 0.5, 0.2]),
+        (Schedule(name="warmup_stable_decay", decay=2, decay_type="linear", warmup=1), [0, 1, 1, 0.5]),
+        (Schedule(name="constant_with_warmup", warmup=2), [0, 0.5, 1, 1]),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_schedule_reaches_the_trainer(root: Path, tmp_path: Path, schedule: Schedule, shares: list[float]) -> None:
+    run = training.train(stage("sft", Optimizer(), schedule=schedule), root, tmp_path / "output")
+    assert [metrics["learning_rate"] / 3e-3 for _, metrics in run.reports] == pytest.approx(shares)
+
+
+def test_the_plateau_follows_the_validation_and_resumes_to_the_bit(root: Path, tmp_path: Path) -> None:
+    schedule = Schedule(name="reduce_lr_on_plateau", warmup=1, factor=0.5, patience=0, min_learning_rate=0.125)
+    method = stage(
+        "sft", Optimizer(name="sgd"), num_steps=8, learning_rate=0.5, schedule=schedule,
+        validation=Validation(every_steps=1), max_grad_norm=1e9,
+    )  # fmt: skip
+    folder = StageFolder(tmp_path / "stage", root, save_steps=4)
+    folder(method)
+    unbroken, reports = weights(folder.output), folder.reports[:]
+    losses = [metrics["val/loss"] for _, metrics in reports]
+    expected, rate, best = [0.0], 0.5, losses[0]
+    for loss in losses[1:]:
+        expected.append(rate)
+        if loss < best * (1 - 1e-4):
+            best = loss
+        else:
+            rate = max(rate / 2, 0.125)
+    assert [metrics["learning_rate"] for _, metrics in reports] == pytest.approx(expected)
+    assert expected[-1] < 0.5, "the loss never rose, so nothing was tested"
+    shutil.rmtree(folder.output)
+    folder(method, resume=4)
+    assert same(weights(folder.output), unbroken)
+    assert [metrics["learning_rate"] for _, metrics in folder.reports[8:]] == pytest.approx(expected[4:])
