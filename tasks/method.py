@@ -119,9 +119,9 @@ class Training(TrainingRecipe):
 
         run = TrainingRun(self, inputs, ctx)
         metrics = self.loop(run)
-        run.save()
+        saved = run.save()
         epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
-        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs})}
+        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs}), **saved}
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

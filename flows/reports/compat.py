@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Literal, get_args, get_type_hints
 
 import yaml
@@ -198,7 +198,7 @@ def _rule_dict(rule: Rule) -> dict[str, object]:
     return {
         "rule": rule.id,
         "fields": list(rule.fields),
-        "example": {"stage": rule.stage, "overrides": assigned(rule.example), "config": dict(rule.config)},
+        "example": assigned(_example(rule)),
         "reason": rule.reason,
         "nearest": assigned(rule_nearest(rule)),
     }
@@ -242,9 +242,15 @@ def _values_text() -> str:
 def rule_rows() -> list[tuple[str, str, str, str]]:
     """Every rule with its example, its reason, and what to set instead."""
     return [
-        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
+        (rule.id, " ".join(assigned(_example(rule))), rule.reason, " ".join(assigned(rule_nearest(rule))))
         for rule in RULES
     ]
+
+
+def _example(rule: Rule) -> Fields:
+    """What a rule refuses; the method's name and the model's config in the words of ``Rule.fields``."""
+    method = {"method": rule.stage} if rule.stage != "sft" else {}
+    return {**method, **rule.example, **{f"config.{key}": value for key, value in rule.config.items()}}
 
 
 def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
@@ -257,13 +263,22 @@ def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
 
 
 def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """A choice, the values of another setting that it does not work with, and the rule that says why."""
-    refused = [each for each in pairs if each.works == "no"]
+    """A choice, the values of another setting that it does not work with, and the rule, or the reason, why.
+
+    Of the two settings that a rule joins, that one begins a row which makes fewer of them.
+    """
     rows: list[tuple[str, str, str]] = []
-    for key, group in groupby(refused, key=lambda each: (str(each.choices[0]), each.choices[1].setting, each.rule)):
-        left, setting, rule = key
-        values = ", ".join(each.choices[1].value for each in group)
-        rows.append((left, f"{setting}={values}", rule or "..."))
+    groups: dict[tuple[str, ...], list[tuple[Choice, ...]]] = {}
+    for each in pairs:
+        if each.works == "no":
+            key = (*(one.setting for one in each.choices), each.rule or each.reason or "")
+            groups.setdefault(key, []).append(each.choices)
+    for (*_, why), found in groups.items():
+        if len({right for _, right in found}) < len({left for left, _ in found}):
+            found = [(right, left) for left, right in found]
+        for first in dict.fromkeys(each[0] for each in found):
+            others = [other for left, other in found if left == first]
+            rows.append((str(first), f"{others[0].setting}={', '.join(each.value for each in others)}", why))
     return rows
 
 

@@ -38,10 +38,11 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
-from tasks.train.quantization import step_in_fp32
+from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
@@ -247,12 +248,22 @@ class TrainingRun:
         self.trained = trainer.model
         return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
 
-    def save(self) -> None:
-        """Writes the trained model with its tokenizer and chat template; rank 0 only."""
+    def save(self) -> dict[str, float]:
+        """Writes the trained model with its tokenizer and chat template; rank 0 only.
+
+        Returns:
+            Where an adapter was merged that was trained on few bits: the golden prompts before and after, as metrics.
+        """
         model = self.policy.model if self.trained is None else self.trained
-        models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
+        merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter and is_quantized(model)
+        prompts = golden_prompts(self.rows) if merges else []
+        before = golden_values(model, prompts)
+        merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        if merged is None or not prompts:
+            return {}
+        return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
 
     @cached_property
     def _ordered_rows(self) -> Dataset:

@@ -14,7 +14,7 @@ from tests.stage_folder import write_inputs
 from tests.training import same, weights
 
 SETTINGS = ("method", "adapter", "quantization", "optimizer", "schedule", "precision")  # of one worker
-SHARES = 4  # in which the trainings are divided, so that test workers share them
+SHARES = 8  # in which the trainings are divided, so that test workers share them
 Pairs = set[frozenset[Choice]]
 
 
@@ -31,7 +31,7 @@ def is_installed(choice: Choice) -> bool:
 def covering(pairs: Pairs) -> Iterator[tuple[Choice, ...]]:
     """Values of all settings that work together, greedily few, so that each pair is in one of them."""
     left = set(pairs)
-    values = choices()
+    values = {setting: [each for each in found if is_installed(each)] for setting, found in choices().items()}
     while left:
         chosen = sorted(min(left, key=lambda pair: sorted(map(str, pair))), key=str)
         for setting in SETTINGS:
