@@ -19,6 +19,7 @@ from tasks.recipe import (
     TrainingRecipe,
 )
 from tasks.train.adapters import Adapter
+from tasks.train.adaptive import Adaptive
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Schedule
@@ -38,6 +39,7 @@ __all__ = [
     "TEACHER",
     "VALUE_MODEL",
     "Adapter",
+    "Adaptive",
     "Input",
     "Inputs",
     "Method",
@@ -96,6 +98,11 @@ class Training(TrainingRecipe):
             raise ConfigError(
                 f"method.validation: {cls} has a loop of its own, which measures no held-out rows; set validation=null"
             )
+        if self.schedule.adaptive is not None:
+            raise ConfigError(
+                f"method.schedule.adaptive: {cls} has a loop of its own, which does not watch the loss; set "
+                "schedule.adaptive=null"
+            )
         defaults = {each.name: each.default for each in fields(self)}
         for name in sorted(LOOP_FIELDS - self.applies):
             difference = _difference(name, getattr(self, name), defaults[name])
@@ -112,9 +119,9 @@ class Training(TrainingRecipe):
 
         run = TrainingRun(self, inputs, ctx)
         metrics = self.loop(run)
-        run.save()
+        saved = run.save()
         epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
-        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs})}
+        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs}), **saved}
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

@@ -32,10 +32,11 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     """Every training of the declared pipeline, with what refuses it.
 
     Raises:
-        ConfigError: something else is wrong with the pipeline.
+        ConfigError: a package is missing, or something else is wrong with the pipeline.
     """
     from flows.declare.compose import compose_tree
     from flows.declare.config import pipeline_of, stages_of
+    from flows.planning.kernels import check_kernels
     from flows.planning.root_model import root_config
     from tasks.method import Training
     from tasks.train.compatibility import Case, refusals
@@ -50,6 +51,7 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     if any(found.values()):
         return found
     pipeline = pipeline_of(tree, overrides, config_dir)
+    check_kernels(pipeline)  # packages
     return {
         name: list(refusals(Case(method=case.method, resources=case.resources, config=root_config(pipeline, name))))
         for name, case in cases.items()

@@ -18,6 +18,7 @@ from tasks.fetch_model import CONFIG, checked_config, model_json
 from tasks.method import Training
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
 from tasks.train.compatibility import check_compatible
+from tasks.train.quantization import require_available, why_not_on_quantized
 
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
 
@@ -43,10 +44,10 @@ def check_models(pipeline: Pipeline) -> None:
     for name in pipeline.order():
         stage = pipeline.stages[name]
         recipe = stage.method.recipe()
-        if config := root_config(pipeline, name):
+        config = _policy_config(pipeline, name)
+        if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
-            if isinstance(stage.method, Training) and POLICY in stage.inputs:
-                _check_precision(name, config)
+        _check_quantization(name, pipeline, config)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
             raise ConfigError(
@@ -58,15 +59,33 @@ def check_models(pipeline: Pipeline) -> None:
         has_template[name] = policy_has or bool(recipe.get("chat_template"))
 
 
-def _check_precision(name: str, config: Mapping[str, object]) -> None:
-    """That a policy's model was not quantized before."""
+def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
+    """Config of the model that a stage starts from; empty where it is not known.
+
+    A model that was quantized before is so for the first stage alone: what that one saves is dequantized.
+    """
+    config = root_config(pipeline, name)
+    policy = pipeline.stages[name].inputs.get(POLICY)
+    if policy is None or pipeline.is_source(policy):
+        return config
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:
+    """That the packages for a base in few bits are installed, and that its format is a known one."""
+    method, resources = pipeline.stages[name].method, pipeline.stages[name].resources
+    if not isinstance(method, Training):
+        return
+    on_gpu = resources.gpus_per_worker > 0
+    if method.quantization:
+        require_available(method.quantization, on_gpu=on_gpu)
     found = quantization_format(config)
-    if found:
-        raise ConfigError(
-            f"stages.{name}: the model that its policy comes from is quantized ({found}), and its weights cannot be "
-            "trained; a model in full precision is accepted; give the one before it was quantized, with adapter=qlora "
-            "to train on 4 bits"
-        )
+    reason = found and why_not_on_quantized(
+        found, adapter=method.adapter is not None, quantization=method.quantization,
+        saves_adapter=method.save == "adapter", on_gpu=on_gpu,
+    )  # fmt: skip
+    if reason:
+        raise ConfigError(f"stages.{name}: its model is quantized ({found}): {reason}")
 
 
 def check_replay(pipeline: Pipeline) -> None:

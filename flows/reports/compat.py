@@ -198,7 +198,7 @@ def _rule_dict(rule: Rule) -> dict[str, object]:
     return {
         "rule": rule.id,
         "fields": list(rule.fields),
-        "example": {"stage": rule.stage, "overrides": assigned(rule.example), "config": dict(rule.config)},
+        "example": assigned(_example(rule)),
         "reason": rule.reason,
         "nearest": assigned(rule_nearest(rule)),
     }
@@ -242,9 +242,15 @@ def _values_text() -> str:
 def rule_rows() -> list[tuple[str, str, str, str]]:
     """Every rule with its example, its reason, and what to set instead."""
     return [
-        (rule.id, " ".join(assigned(rule.example)), rule.reason, " ".join(assigned(rule_nearest(rule))))
+        (rule.id, " ".join(assigned(_example(rule))), rule.reason, " ".join(assigned(rule_nearest(rule))))
         for rule in RULES
     ]
+
+
+def _example(rule: Rule) -> Fields:
+    """What a rule refuses; the method's name and the model's config in the words of ``Rule.fields``."""
+    method = {"method": rule.stage} if rule.stage != "sft" else {}
+    return {**method, **rule.example, **{f"config.{key}": value for key, value in rule.config.items()}}
 
 
 def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:

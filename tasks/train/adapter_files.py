@@ -40,6 +40,7 @@ class Base:
         hub_id, wheel, revision: of a model of the hub, or of a wheel (``wheel:NAME==VERSION``). The path of a directory
             is in the manifest beside ``output/``, because it is not part of an artifact's identity.
         options: what the source of the base sets beside its path.
+        rounding: ``Quantization.rounding`` of the base into which the adapter is merged; None: full precision.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Base:
     wheel: str | None = None
     revision: str | None = None
     options: Mapping[str, object] | None = None
+    rounding: Mapping[str, object] | None = None
 
     @staticmethod
     def of(policy: Input) -> "Base":
@@ -62,7 +64,8 @@ class Base:
         )  # fmt: skip
 
     def write(self, directory: Path) -> None:
-        values = {name: value for name, value in asdict(self).items() if name != "options" or value}
+        later = ("options", "rounding")
+        values = {name: value for name, value in asdict(self).items() if name not in later or value}
         (directory / BASE_FILE).write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -92,6 +95,14 @@ def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
             directory = _base_directory(directory)
         else:
             return directory, adapters
+
+
+def rounding_of_base(adapter: Path) -> Mapping[str, object] | None:
+    """``Base.rounding`` of a saved adapter; None where another program saved it."""
+    if not is_adapter(adapter):
+        return None
+    rounding: Mapping[str, object] | None = json.loads((adapter / BASE_FILE).read_text()).get("rounding")
+    return rounding
 
 
 def _base_directory(adapter: Path) -> Path:

@@ -10,7 +10,8 @@ from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
-from tasks.train.quantization import Format, Quantization, detect_quantized_layers
+from tasks.train.quantization import Format, Quantization
+from tasks.train.quantized_base import detect_quantized_layers, is_quantized
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -81,7 +82,7 @@ def peft_config(
 def _lora(adapter: Adapter, quantization: Quantization | None, model: "PreTrainedModel") -> "PeftConfig":
     from peft import LoraConfig
 
-    detect_quantized_layers(quantization is not None)
+    detect_quantized_layers(is_quantized(model))
     is_reward_model = model.get_output_embeddings() is None
     stated = {
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
@@ -92,8 +93,8 @@ def _lora(adapter: Adapter, quantization: Quantization | None, model: "PreTraine
     layers = _layers_beside_experts(LoraConfig(**stated, target_modules=targets), model)
     if layers is None:
         return LoraConfig(**stated, target_modules=targets)
-    if quantization:
-        logger.warning("quantization=%s: experts are rounded and frozen; adapted: %s", quantization.format, layers)
+    if is_quantized(model):
+        logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
         return LoraConfig(**stated, target_modules=layers)
     if adapter.dropout:
         raise ConfigError(

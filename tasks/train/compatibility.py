@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lineage.errors import ConfigError
+from lineage.model_files import quantization_format
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.optimizers import OPTIMIZERS, Entry
+from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
@@ -45,7 +47,10 @@ class Case:
         if path == "method":
             return path, type(self.method).__name__
         if path.startswith("config."):
-            return path, self.config.get(path.removeprefix("config."))
+            node: object = self.config
+            for name in path.split(".")[1:]:
+                node = node.get(name) if isinstance(node, Mapping) else None
+            return path, node
         value: object = self
         names = path.split(".")
         for depth, name in enumerate(names, start=1):
@@ -208,6 +213,30 @@ def _computes_below_precision(case: Case) -> bool:
     return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
 
 
+_QUANTIZED: Fields = {
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+}
+
+
+def _format_row(case: Case) -> FormatRow | None:
+    """Of the format that the training rounds its base to."""
+    return FORMATS[case.method.quantization.format] if case.method.quantization else None
+
+
+def _model_row(case: Case) -> FormatRow | None:
+    """Of the format that the model is in."""
+    name = QUANTIZED_BEFORE.get(quantization_format(case.config) or "")
+    return FORMATS[name] if name else None
+
+
+def _format_nf4(case: Case) -> Fields:
+    """Four bits that need neither a GPU nor a package, without the options of another format."""
+    setting = case.method.quantization
+    assert setting
+    unread = [name for name in ("group_size",) if getattr(setting, name) is not None]
+    return {"method.quantization.format": "nf4", **{f"method.quantization.{name}": None for name in unread}}
+
+
 RULES: tuple[Rule, ...] = (
     # Adapters and quantized bases.
     Rule(
@@ -217,6 +246,63 @@ RULES: tuple[Rule, ...] = (
         reason="a base in few bits is frozen, so only an adapter can be trained on it",
         nearest={"method.adapter.type": "lora"},
         example={"method.quantization.format": "nf4", "method.adapter": None},
+    ),
+    Rule(
+        id="quantization-gpu",
+        fields=("method.quantization.format", "resources.gpus_per_worker"),
+        refuses=lambda case: (row := _format_row(case)) and row.gpu and not case.on_gpu,
+        reason="this format is computed by kernels for GPUs alone",
+        nearest=_format_nf4,
+        example={"method.adapter.type": "lora", "method.quantization.format": "hqq"},
+    ),
+    Rule(
+        id="quantization-conv1d",
+        fields=("method.quantization.format", "config.model_type"),
+        refuses=lambda case: (
+            (row := _format_row(case)) and not row.conv1d and case.get("config.model_type") in CONV1D_MODELS
+        ),
+        reason="the layers of this model are no linear layers of torch, which this format alone rounds",
+        nearest=_format_nf4,
+        example={"method.adapter.type": "lora", "method.quantization.format": "torchao_int8"},
+        config={"model_type": "gpt2"},
+    ),
+    Rule(
+        id="quantized-model-full-training",
+        fields=("config.quantization_config.quant_method", "method.adapter"),
+        refuses=lambda case: quantization_format(case.config) and case.method.adapter is None,
+        reason="the model is in few bits already, and such weights cannot be trained",
+        nearest={"method.adapter.type": "lora"},
+        example={},
+        config=_QUANTIZED,
+    ),
+    Rule(
+        id="quantized-model-quantization",
+        fields=("config.quantization_config.quant_method", "method.quantization.format"),
+        refuses=lambda case: quantization_format(case.config) and case.method.quantization,
+        reason="the model is in few bits already, and would be rounded again",
+        nearest={"method.quantization": None},
+        example={"method.adapter.type": "lora", "method.quantization.format": "nf4"},
+        config=_QUANTIZED,
+    ),
+    Rule(
+        id="quantized-model-gpu",
+        fields=("config.quantization_config.quant_method", "resources.gpus_per_worker"),
+        refuses=lambda case: (row := _model_row(case)) and row.gpu and not case.on_gpu,
+        reason="the model is in a format that is computed by kernels for GPUs alone",
+        nearest={"resources.gpus_per_worker": 1},
+        example={"method.adapter.type": "lora", "method.save": "adapter"},
+        config={"quantization_config": {"quant_method": "gptq"}},
+    ),
+    Rule(
+        id="quantized-model-merge",
+        fields=("config.quantization_config.quant_method", "method.save"),
+        refuses=lambda case: (
+            (row := _model_row(case)) and not row.dequantizes and case.method.adapter and case.method.save is None
+        ),
+        reason="the model is in a format that cannot be dequantized, so that no adapter can be merged into it",
+        nearest={"method.save": "adapter"},
+        example={"method.adapter.type": "lora", "resources.gpus_per_worker": 1},
+        config={"quantization_config": {"quant_method": "gptq"}},
     ),
     # Precision.
     Rule(
@@ -437,6 +523,31 @@ RULES: tuple[Rule, ...] = (
         reason="warm-up and decay are more than all steps",
         nearest={"method.schedule.decay": None},
         example={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
+    ),
+    Rule(
+        id="adaptive-zero",
+        fields=("method.schedule.adaptive.smoothing", "resources.zero_stage"),
+        refuses=lambda case: case.method.schedule.adaptive and case.resources.zero_stage,
+        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="adaptive-optimizer",
+        fields=("method.schedule.adaptive.smoothing", "method.optimizer.name"),
+        refuses=lambda case: case.method.schedule.adaptive and (case.optimizer.averages or case.optimizer.in_backward),
+        reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
+        "schedule-free optimizers and those that update inside the backward pass do not follow",
+        nearest={"method.schedule.adaptive": None},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "method.schedule.name": "constant",
+            "method.optimizer.name": "schedule_free_adamw",
+        },
     ),
     Rule(
         id="plateau-validation",

@@ -72,7 +72,8 @@ def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
     if dtype == "bf16":
         head = {id(each) for each in model.score.parameters()} if hasattr(model, "score") else set()
         for parameter in model.parameters():
-            if parameter.dtype == torch.float32 and type(parameter.data) is torch.Tensor and id(parameter) not in head:
+            packed = type(parameter) is not torch.nn.Parameter  # of a quantized base, whatever dtype stores it
+            if parameter.dtype == torch.float32 and not packed and id(parameter) not in head:
                 parameter.data = parameter.data.bfloat16()
         model.config.dtype = torch.bfloat16
     return model

@@ -1,20 +1,29 @@
 """Loads the models of a stage, and saves its output so that it loads alone."""
 
+import copy
 import logging
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from lineage.model_files import quantization_format, read_json
 from tasks.fetch_model import copy_tokenizer_files
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
-from tasks.train.adapter_files import Base, base_and_adapters, plain_config, save_adapter
-from tasks.train.quantization import FourBit, detect_quantized_layers, is_quantized, keep_layout, quantize_experts
+from tasks.train.adapter_files import Base, base_and_adapters, plain_config, rounding_of_base, save_adapter
+from tasks.train.quantization import options_quantized_before, why_not_on_quantized
+from tasks.train.quantized_base import (
+    Quantizer,
+    detect_quantized_layers,
+    fill_dequantized,
+    is_quantized,
+    keep_layout,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -44,6 +53,7 @@ _BEAMS = ("early_stopping", "length_penalty")
 
 logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +111,11 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
 def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
-    Under QLoRA its linear layers, which are frozen, are in 4 bits.
+    Under QLoRA its linear layers, which are frozen, are in few bits.
     """
-    model = whole_model(Kind.CHECKPOINT, policy.path, four_bit=FourBit.of(method.quantization, method.precision, ctx))
+    require_trainable(method, policy, ctx)
+    quantizer = Quantizer.of(method.quantization, method.precision, ctx)
+    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer)
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
@@ -111,12 +123,12 @@ def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import set_seed
 
+    require_trainable(method, policy, ctx)
     tokenizer = load_tokenizer(policy)
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
-    model = whole_model(
-        Kind.REWARD_MODEL, policy.path, config, four_bit=FourBit.of(method.quantization, method.precision, ctx)
-    )
+    quantizer = Quantizer.of(method.quantization, method.precision, ctx)
+    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 
@@ -241,21 +253,41 @@ def load_model(model: Input) -> "PreTrainedModel":
     return whole_model(model.kind, model.path)
 
 
+def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> None:
+    """Requires that a policy that was quantized before can be trained as the method does.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    base, adapters = base_and_adapters(policy.path)
+    found = quantization_format(read_json(base, _CONFIG))
+    if found is None or adapters:  # they are merged into the dequantized base
+        return
+    reason = why_not_on_quantized(
+        found, adapter=method.adapter is not None, quantization=method.quantization,
+        saves_adapter=method.save == "adapter", on_gpu=ctx.resources.gpus_per_worker > 0,
+    )  # fmt: skip
+    if reason:
+        raise ConfigError(f"model={policy.name} is quantized ({found}): {reason}")
+
+
 def whole_model(
     kind: Kind,
     directory: Path,
     config: "PreTrainedConfig | None" = None,
     *,
     last: Path | None = None,
-    four_bit: FourBit | None = None,
+    rounding: Mapping[str, object] | None = None,
+    quantizer: Quantizer | None = None,
 ) -> "PreTrainedModel":
-    """A model in fp32, with every adapter merged.
+    """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
 
     Args:
         kind: a policy, or a reward model; of a policy's directory a reward model is its backbone under a new head.
         config: replaces that of the directory.
         last: one more adapter, merged after those of the directory.
-        four_bit: how its linear layers are quantized after the merge.
+        rounding: of the base of ``last`` (``Quantization.rounding``); None: that base is in full precision.
+        quantizer: how its linear layers are rounded after the merge.
 
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
@@ -263,33 +295,63 @@ def whole_model(
     from transformers import GenerationConfig
 
     base, adapters = base_and_adapters(directory)
-    adapters += [last] if last else []
+    merges = [(adapter, rounding_of_base(adapter)) for adapter in adapters]
+    merges += [(last, rounding)] if last else []
     config = config or load_config(directory)
-    model = _full_model(kind, base, config, four_bit if not adapters else None)
-    for adapter in adapters:
+    model = _full_model(kind, base, config, quantizer if not merges else None)
+    if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
+        model = _dequantized(model)
+    for adapter, rounded in merges:
+        if rounded:
+            of_base = Quantizer.like(rounded)
+            model = fill_dequantized(model, of_base.finish(of_base.applied(model)))
         model = _merged(model, adapter)
-    if adapters and (directory / _GENERATION).exists() and model.can_generate():
+    if merges and (directory / _GENERATION).exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    if four_bit:
-        model = four_bit.applied(model) if adapters else model
-        keep_layout(model)
-        quantize_experts(model)
+    if quantizer:
+        model = quantizer.finish(quantizer.applied(model) if merges else model)
     return model
 
 
-def _full_model(kind: Kind, directory: Path, config: "PreTrainedConfig", four_bit: FourBit | None) -> "PreTrainedModel":
+def _full_model(
+    kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None
+) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.trainer.reward_trainer import suppress_seqcls_warning
 
     auto = AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
+    options: dict[str, object] = {}
+    found = quantization_format(read_json(directory, _CONFIG))
+    if found:
+        config = copy.deepcopy(config)
+        config.quantization_config = load_config(directory).quantization_config
+        options = options_quantized_before(found)
+    elif quantizer:
+        with torch.device("meta"):
+            skeleton = auto.from_config(config)
+        options = quantizer.options(quantizer.kept(skeleton))
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         model: PreTrainedModel = auto.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True,
-            **local_options(directory),
-            **(four_bit.options() if four_bit else {}),
-        )  # fmt: skip
+            directory, config=config, dtype=torch.float32, use_safetensors=True, **local_options(directory), **options
+        )
+    if found:
+        keep_layout(model)
     return model
+
+
+def _dequantized(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The same model in fp32."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with torch.random.fork_rng(devices=[]), no_init_weights():
+        plain = type(model)(plain_config(model)).to(torch.float32)
+    plain.tie_weights()
+    plain.name_or_path = plain.config.name_or_path = model.name_or_path
+    if plain.can_generate():
+        plain.generation_config = model.generation_config
+    return fill_dequantized(plain, model)
 
 
 def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
@@ -322,35 +384,51 @@ def _misfit(model: "PreTrainedModel", adapter: Path, cause: str) -> ConfigError:
 
 def save_output(
     method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext"
-) -> None:
+) -> "PreTrainedModel | None":
     """Writes the trained model, with the tokenizer and chat template of its input; rank 0 only.
 
     A LoRA is merged into the weights, and also saved alone in ``adapter/``; with ``save=adapter`` only the adapter is
-    written, and it names its base. An adapter that was trained on a base in 4 bits is merged into the input base in
-    full precision. Both ways of saving are then the same model for the next stage and for serving; it differs from the
-    model in training by the quantization error of the base.
+    written, and it names its base. An adapter that was trained on a base in few bits is merged into the input base in
+    full precision, and then differs from the model in training by the quantization error of the base; or, with
+    ``quantization.merge=dequantized``, into the weights that it was trained on. Both ways of saving are the same model
+    for the next stage and for serving.
+
+    Returns:
+        The model that was merged into a base in few bits; None: there was none, or only the adapter is written.
     """
     from peft import PeftModel
 
     from tasks.train.kernels import hold_in
 
+    merged: PreTrainedModel | None = None
     if ctx.rank != 0:
-        return
+        return None
     if not isinstance(model, PeftModel):
         model.save_pretrained(ctx.output_dir, safe_serialization=True)
     elif method.save == "adapter":
-        _save_adapter_alone(model, policy, ctx.output_dir)
+        _save_adapter_alone(model, policy, ctx.output_dir, _rounding(method))
     else:
+        rounded = is_quantized(model.get_base_model())
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
         merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
         merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
         merged.save_pretrained(ctx.output_dir, safe_serialization=True)
+        merged = merged if rounded else None
     copy_tokenizer(policy.path, ctx.output_dir)
+    return merged
 
 
-def _save_adapter_alone(model: "PeftModel", policy: Input, directory: Path) -> None:
+def _rounding(method: TrainingRecipe) -> dict[str, object] | None:
+    """What the weights were rounded to into which the adapter is merged; None: to nothing."""
+    setting = method.quantization
+    return setting.rounding() if setting and setting.merge == "dequantized" else None
+
+
+def _save_adapter_alone(
+    model: "PeftModel", policy: Input, directory: Path, rounding: Mapping[str, object] | None
+) -> None:
     save_adapter(model, directory, policy)
-    Base.of(policy).write(directory)
+    replace(Base.of(policy), rounding=rounding).write(directory)
     base = model.get_base_model()
     plain_config(base).save_pretrained(directory)
     if base.can_generate():
@@ -362,7 +440,7 @@ def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: P
     if not is_quantized(base):
         whole: PreTrainedModel = model.merge_and_unload()
         return whole
-    whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter)
+    whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter, rounding=_rounding(method))
     if base.can_generate():
         whole.generation_config = base.generation_config
     return whole

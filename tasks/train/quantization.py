@@ -1,21 +1,31 @@
-"""A base in 4 bits under an adapter, NF4 with double quantization: QLoRA, Dettmers et al. 2023, arXiv:2305.14314."""
+"""Quantized bases: the setting, and transformers' configuration of each format.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+Linear layers, except the head, are held in few bits and frozen, and an adapter is trained beside them: QLoRA, Dettmers
+et al. 2023, arXiv:2305.14314.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from lineage.fingerprint import without_nones
 
 if TYPE_CHECKING:
     from torch import dtype
-    from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    from tasks.context import TrainContext
+Format = Literal[
+    "nf4", "fp4", "int8", "torchao_int8", "torchao_int8_dynamic", "torchao_float8", "quanto_int8", "quanto_int4",
+    "quanto_float8", "hqq", "eetq", "fp8", "gptq", "awq", "aqlm", "mxfp4",
+]  # fmt: skip
+Dtype = Literal["fp32", "bf16", "fp16"]
 
-
-Format = Literal["nf4"]
-
-_EXPERT_DIMENSIONS = 3  # experts x outputs x inputs
+_ALWAYS_READ = ("format", "skip_modules", "merge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +33,55 @@ class Quantization:
     """How the frozen base is held while an adapter is trained on it.
 
     Args:
-        format: ``nf4``: QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+        format: an entry of ``FORMATS``.
+        double: whether the scales of the blocks are rounded too, to 8 bits; None: they are.
+        compute_dtype: of the products with dequantized weights; None: that of the training's precision.
+        storage_dtype: of the tensors that hold the packed bits; it changes no number, and is not in the recipe.
+        skip_modules: names of further modules that stay in full precision, separated by commas, as transformers
+            matches them: a prefix, a regular expression or a suffix of the full name.
+        group_size: weights that share a scale; None: the format's own.
+        merge: the base that the trained adapter is merged into: ``original`` has full precision; ``dequantized`` has
+            the rounded weights that the adapter was trained on, so that the merged model is the trained one.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     format: Format
+    double: bool | None = None
+    compute_dtype: Dtype | None = None
+    storage_dtype: Literal["uint8", "fp32", "bf16", "fp16"] | None = None
+    skip_modules: str | None = None
+    group_size: Annotated[int, Gt(0)] | None = None
+    merge: Literal["original", "dequantized"] = "original"
+
+    def __post_init__(self) -> None:
+        row = FORMATS[self.format]
+        if row.configure is None:
+            needs = f", on a GPU, with {row.package[1]}" if row.package else ""
+            raise ConfigError(f"quantization.format={self.format}: {row.reason}{needs}")
+        accepted = {*_ALWAYS_READ, *row.reads}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and each.name not in accepted:
+                readers = ", ".join(name for name, other in FORMATS.items() if each.name in other.reads)
+                raise ConfigError(
+                    f"quantization.{each.name}={value}: {self.format} has no such option; it is read by {readers}; "
+                    f"set quantization.{each.name}=null, or one of these formats"
+                )
+        if self.merge == "dequantized" and not row.dequantizes:
+            raise ConfigError(
+                f"quantization.merge=dequantized: weights in {self.format} cannot be dequantized here; set "
+                "quantization.merge=original, which merges the adapter into the base in full precision"
+            )
+        if not all(self.skipped_names):
+            raise ConfigError(
+                f"quantization.skip_modules={self.skip_modules!r}: a name is empty; names of modules separated by "
+                "commas are accepted, for example q_proj,v_proj"
+            )
+
+    @property
+    def skipped_names(self) -> list[str]:
+        return [name.strip() for name in self.skip_modules.split(",")] if self.skip_modules is not None else []
 
     def identity(self, recipe: dict[str, object]) -> dict[str, object]:
         """Its part of a recipe whose other parts are known: of the adapter, as before it was a setting of its own."""
@@ -38,101 +91,218 @@ class Quantization:
                 f"quantization.format={self.format}: a base in few bits is frozen, so that only an adapter can be "
                 "trained on it; set adapter=lora, or quantization=none for this stage"
             )
-        return {"adapter": {**adapter, "quantization": self.format}}
+        values = without_nones(asdict(self))
+        assert isinstance(values, dict)
+        own = {
+            name: value
+            for name, value in values.items()
+            if name not in ("format", "storage_dtype")
+            and (name, value) not in (("double", True), ("merge", "original"))
+        }
+        return {"adapter": {**adapter, "quantization": self.format}, **({"quantization": own} if own else {})}
+
+    def rounding(self) -> dict[str, object]:
+        """The fields that decide what the weights are rounded to."""
+        values = without_nones(asdict(self))
+        assert isinstance(values, dict)
+        return {name: values[name] for name in ("format", "double", "skip_modules", "group_size") if name in values}
+
+
+Configure = Callable[[Quantization, "dtype", "list[str] | None"], "QuantizationConfigMixin"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FourBit:
-    """How linear layers except the head are loaded: 4 bits a weight, multiplied in ``compute_dtype``."""
+class FormatRow:
+    """One format.
 
-    compute_dtype: "dtype"
-    device: str
-    name: str = "nf4"
-
-    @staticmethod
-    def of(quantization: Quantization | None, precision: str, ctx: "TrainContext") -> "FourBit | None":
-        """From a training's settings; None: full precision."""
-        if quantization is None:
-            return None
-        import torch
-        from accelerate import PartialState
-
-        device = str(PartialState().device) if ctx.resources.gpus_per_worker else "cpu"
-        compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return FourBit(compute_dtype=compute_dtype, device=device, name=quantization.format)
-
-    def options(self) -> dict[str, object]:
-        """Arguments of ``from_pretrained``."""
-        from transformers import BitsAndBytesConfig
-
-        config = BitsAndBytesConfig(**QUANTIZATIONS[self.name], bnb_4bit_compute_dtype=self.compute_dtype)
-        return {"quantization_config": config, "device_map": {"": self.device}}
-
-    def applied(self, model: "PreTrainedModel") -> "PreTrainedModel":
-        """Quantizes a model that is in memory in full precision."""
-        rounded: PreTrainedModel = type(model).from_pretrained(
-            None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype, **self.options()
-        )
-        rounded.name_or_path = rounded.config.name_or_path = model.name_or_path  # PEFT asks the hub for a nameless one
-        if rounded.can_generate():
-            rounded.generation_config = model.generation_config
-        return rounded
-
-
-# Format -> arguments of BitsAndBytesConfig.
-QUANTIZATIONS: Mapping[str, Mapping[str, object]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-}
-
-
-def quantize_experts(model: "PreTrainedModel") -> None:
-    """Quantizes the experts of a mixture too, which transformers leaves in full precision.
-
-    Their weights are one parameter of three dimensions, not linear layers. They are dequantized at each use, one layer
-    at a time.
+    Args:
+        configure: transformers' configuration, from the setting, the dtype of products, and the modules that stay in
+            full precision, None for transformers' own choice; None: the format is read only from models that were
+            quantized before.
+        reads: the fields of the setting that it has, beside those of every format.
+        package: module, and what pip installs; None: it comes with the pipeline.
+        gpu: it needs one.
+        conv1d: it also rounds the layers of GPT-2, which are not linear layers of torch.
+        dequantizes: whether ``rounded_weights`` reads its weights.
+        reason: why it cannot be trained on, or what else it needs; empty: nothing.
     """
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
-    from torch.nn.modules.conv import _ConvNd
 
-    config = model.config.quantization_config
-    for module in list(model.modules()):
-        if isinstance(module, _ConvNd):
-            continue
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim == _EXPERT_DIMENSIONS and parameter.is_floating_point():
-                replace_parameter_4bit(
-                    module, name, compress_statistics=config.bnb_4bit_use_double_quant,
-                    quant_type=config.bnb_4bit_quant_type,
-                )  # fmt: skip
+    configure: Configure | None = None
+    reads: tuple[str, ...] = ()
+    package: tuple[str, str] | None = None
+    gpu: bool = False
+    conv1d: bool = False
+    dequantizes: bool = True
+    reason: str = ""
 
 
-def detect_quantized_layers(enabled: bool) -> None:
-    """Sets whether PEFT checks for layers of bitsandbytes when it adds an adapter: the check imports bitsandbytes."""
-    from peft.tuners.lora import model
+def torch_dtype(name: str) -> "dtype":
+    """Torch's own dtype of a name."""
+    import torch
 
-    model.is_bnb_available = model.is_bnb_4bit_available = lambda: enabled
-
-
-def is_quantized(model: "PreTrainedModel") -> bool:
-    """Whether a model's linear layers are in 4 bits."""
-    return "quantization_config" in model.config
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8}[name]
 
 
-def keep_layout(model: "PreTrainedModel") -> None:
-    """Keeps bitsandbytes from changing the layout of weights on a CPU.
+def _four_bits(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import BitsAndBytesConfig
 
-    On a CPU with bf16 instructions, the first call in evaluation mode would change it for good, for a kernel from a
-    separate package: the steps after a measurement would compute other numbers, or fail without that package.
+    stored = {"bnb_4bit_quant_storage": torch_dtype(setting.storage_dtype)} if setting.storage_dtype else {}
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=setting.format, bnb_4bit_use_double_quant=setting.double is not False,
+        bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=skip, **stored,
+    )  # fmt: skip
+
+
+def _int8(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import BitsAndBytesConfig
+
+    # It warns at each product that inputs are rounded to fp16, which the documentation says once.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+
+
+def _torchao(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerGroup,
+    )
+    from transformers import TorchAoConfig
+
+    if setting.format == "torchao_int8_dynamic":
+        kind = Int8DynamicActivationInt8WeightConfig()
+    elif setting.format == "torchao_float8":
+        kind = Float8WeightOnlyConfig()
+    elif setting.group_size:
+        kind = Int8WeightOnlyConfig(granularity=PerGroup(setting.group_size))
+    else:
+        kind = Int8WeightOnlyConfig()
+    return TorchAoConfig(kind, modules_to_not_convert=skip)
+
+
+def _quanto(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import QuantoConfig
+
+    return QuantoConfig(weights=setting.format.removeprefix("quanto_"), modules_to_not_convert=skip)
+
+
+def _hqq(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import HqqConfig
+
+    return HqqConfig(nbits=4, group_size=setting.group_size or 64, skip_modules=skip or ["lm_head", "score"])
+
+
+def _eetq(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import EetqConfig
+
+    return EetqConfig(weights="int8", modules_to_not_convert=skip)
+
+
+def _fp8(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    from transformers import FineGrainedFP8Config
+
+    return FineGrainedFP8Config(modules_to_not_convert=skip)
+
+
+_BLOCKS = ("double", "compute_dtype", "storage_dtype")
+_TORCHAO = ("torchao", 'pip install "posttrain[torchao]"')
+_QUANTO = ("optimum.quanto", 'pip install "posttrain[quanto]"')
+_KERNELS = ("kernels", "pip install kernels")
+_GPTQMODEL = ("gptqmodel", "pip install gptqmodel optimum, which needs torch>=2.14")
+_CALIBRATED = "its own tool makes it, with calibration data; a model=... that it has made is accepted"
+
+FORMATS: Mapping[str, FormatRow] = {
+    "nf4": FormatRow(configure=_four_bits, reads=_BLOCKS, conv1d=True),
+    "fp4": FormatRow(configure=_four_bits, reads=_BLOCKS, conv1d=True),
+    "int8": FormatRow(configure=_int8, conv1d=True),
+    "torchao_int8": FormatRow(configure=_torchao, reads=("group_size",), package=_TORCHAO),
+    "torchao_int8_dynamic": FormatRow(configure=_torchao, package=_TORCHAO),
+    "torchao_float8": FormatRow(configure=_torchao, package=_TORCHAO),
+    "quanto_int8": FormatRow(configure=_quanto, package=_QUANTO),
+    "quanto_int4": FormatRow(configure=_quanto, package=_QUANTO),
+    "quanto_float8": FormatRow(configure=_quanto, package=_QUANTO),
+    "hqq": FormatRow(
+        configure=_hqq, reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False
+    ),
+    "eetq": FormatRow(configure=_eetq, package=_KERNELS, gpu=True, dequantizes=False),
+    "fp8": FormatRow(configure=_fp8, package=_KERNELS, gpu=True, dequantizes=False),
+    "gptq": FormatRow(package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
+    "awq": FormatRow(package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
+    "aqlm": FormatRow(
+        package=("aqlm", 'pip install "aqlm[gpu]"'), gpu=True, dequantizes=False, reason=_CALIBRATED
+    ),
+    "mxfp4": FormatRow(
+        dequantizes=False,
+        reason="nothing trains on such weights: a model=... in it is accepted, and dequantized as it is loaded",
+    ),
+}  # fmt: skip
+
+# The format of a model that was quantized before, as ``lineage.model_files.quantization_format`` names it -> ours.
+QUANTIZED_BEFORE: Mapping[str, Format] = {
+    "bitsandbytes nf4": "nf4", "bitsandbytes fp4": "fp4", "bitsandbytes int8": "int8", "torchao": "torchao_int8",
+    "hqq": "hqq", "eetq": "eetq", "gptq": "gptq", "awq": "awq", "aqlm": "aqlm",
+}  # fmt: skip
+CONV1D_MODELS = ("gpt2", "openai-gpt")  # whose layers are ``transformers.pytorch_utils.Conv1D``
+DEQUANTIZED_ON_LOAD = ("fp8", "mxfp4")  # nothing is left of their rounding but the values
+
+
+def options_quantized_before(found: str) -> dict[str, object]:
+    """Arguments of ``from_pretrained`` for a model that was quantized before."""
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    configs = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    return {"quantization_config": configs[found](dequantize=True)} if found in DEQUANTIZED_ON_LOAD else {}
+
+
+def missing(name: Format, *, on_gpu: bool) -> str | None:
+    """What a format lacks on this machine, and what to do; None: nothing."""
+    row = FORMATS[name]
+    trained_here = ", ".join(other for other, each in FORMATS.items() if each.configure and not each.gpu)
+    if row.gpu and not on_gpu:
+        return f"{name} needs a GPU; set resources.gpus_per_worker=1, or a format that needs none: {trained_here}"
+    if row.package and not _is_installed(row.package[0]):
+        return f"{name} needs the package {row.package[0]}, which is not installed; run: {row.package[1]}"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is a part of
+        return False
+
+
+def require_available(setting: Quantization, *, on_gpu: bool) -> None:
+    """Requires the package and the hardware of a format.
+
+    Raises:
+        ConfigError: names what is missing, and how to get it.
     """
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    lacking = missing(setting.format, on_gpu=on_gpu)
+    if lacking:
+        raise ConfigError(f"quantization.format={setting.format}: {lacking}")
 
 
-def step_in_fp32(model: "PreTrainedModel") -> None:
-    """Casts trained parameters to fp32: TRL casts an adapter on a quantized base to bf16, which loses small steps."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+def why_not_on_quantized(
+    found: str, *, adapter: bool, quantization: Quantization | None, saves_adapter: bool, on_gpu: bool
+) -> str | None:
+    """Why a training cannot start from a model that was quantized before, and what to do; None: it can.
+
+    Args:
+        found: its format, from its ``config.json``.
+    """
+    if not adapter:
+        return "its weights cannot be trained; set adapter=lora, or start from the model before it was quantized"
+    if quantization is not None:
+        return "quantization is set too, and would round it again; set quantization=none and adapter=lora"
+    if found in DEQUANTIZED_ON_LOAD:
+        return None
+    name = QUANTIZED_BEFORE.get(found)
+    if name is None:
+        known = ", ".join([*QUANTIZED_BEFORE, *DEQUANTIZED_ON_LOAD])
+        return f"no adapter was trained on this format yet; accepted: {known}; start from the model in full precision"
+    lacking = missing(name, on_gpu=on_gpu)
+    if lacking is None and not FORMATS[name].dequantizes and not saves_adapter:
+        return "it cannot be dequantized, so that no adapter can be merged into it; set save=adapter"
+    return lacking

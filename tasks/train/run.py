@@ -27,6 +27,7 @@ from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
+from tasks.train.adapting import AdaptiveRate
 from tasks.train.callbacks import (
     NewRandomState,
     Recorder,
@@ -37,10 +38,11 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
-from tasks.train.quantization import step_in_fp32
+from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
@@ -246,12 +248,22 @@ class TrainingRun:
         self.trained = trainer.model
         return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
 
-    def save(self) -> None:
-        """Writes the trained model with its tokenizer and chat template; rank 0 only."""
+    def save(self) -> dict[str, float]:
+        """Writes the trained model with its tokenizer and chat template; rank 0 only.
+
+        Returns:
+            Where an adapter was merged that was trained on few bits: the golden prompts before and after, as metrics.
+        """
         model = self.policy.model if self.trained is None else self.trained
-        models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
+        merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter and is_quantized(model)
+        prompts = golden_prompts(self.rows) if merges else []
+        before = golden_values(model, prompts)
+        merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        if merged is None or not prompts:
+            return {}
+        return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
 
     @cached_property
     def _ordered_rows(self) -> Dataset:
@@ -389,13 +401,15 @@ def fit(
     start = time.perf_counter()
     validation = validating(method, trainer, inputs, ctx, num_rows)
     best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -408,6 +422,8 @@ def fit(
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if rate:
+        notes |= rate.metrics
     if validation and validation.ended_at:
         notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:

@@ -22,7 +22,7 @@ from tasks.method import Adapter
 from tasks.train import kernels
 from tasks.train import run as module
 from tasks.train.models import load_config, whole_model
-from tasks.train.quantization import step_in_fp32
+from tasks.train.quantized_base import step_in_fp32
 from tests import tiny_models, training
 from tests.integration.test_dpo_start import scale_the_reference
 from tests.integration.test_own_loop import OptimizedLoop

@@ -226,12 +226,29 @@ def test_an_adapter_is_no_reward_model(tmp_path):
         pin("reward", Source(path=str(lora), kind=Kind.REWARD_MODEL), DigestCache(None))
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_a_model_that_was_quantized_before_is_recognised_by_the_plan(tmp_path, adapter):
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "adapter", "refusal"),
+    [
+        (NF4, "full", r"stages\.cpt: config\..*quant_method=bitsandbytes, .* set stages.cpt.method.adapter.type=lora"),
+        (NF4, "lora", None),
+        (NF4, "qlora", "would be rounded again; set stages.cpt.method.quantization=null"),
+        ({"quant_method": "gptq", "bits": 4}, "lora", "for GPUs alone; set stages.cpt.resources.gpus_per_worker=1"),
+        ({"quant_method": "spqr"}, "lora", "stages.cpt: its model is quantized .spqr.: no adapter was trained on"),
+    ],
+    ids=["full", "lora", "qlora", "gptq", "unknown"],
+)
+def test_a_model_that_was_quantized_before_is_recognised_by_the_plan(tmp_path, config, adapter, refusal):
     model = write_model(tmp_path / "model", "llama")
-    edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ConfigError, match=r"stages\.cpt: the model that its policy comes from is quantized \(gptq\)"):
-        make_plan(load_pipeline([f"model={model}", f"adapter={adapter}"]))
+    edit(model / "config.json", quantization_config=config)
+    pipeline = load_pipeline([f"model={model}", f"adapter={adapter}", "stages.sft.method.chat_template=chatml"])
+    if refusal is None:
+        make_plan(pipeline)
+        return
+    with pytest.raises(ConfigError, match=refusal):
+        make_plan(pipeline)
 
 
 def test_the_plan_refuses_what_a_model_would_ignore(tmp_path):

@@ -16,9 +16,9 @@ from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.method import Adapter, Training
+from tasks.method import Adapter, Quantization, Training
 from tasks.train.models import whole_model
-from tasks.train.quantization import FourBit
+from tasks.train.quantized_base import Quantizer
 from tests import training
 from tests.tiny_models import MIXTURES, write_model
 from tests.training import same, weights
@@ -26,6 +26,7 @@ from tests.training import same, weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QLORA = Adapter(rank=4, alpha=8, dropout=0.1, quantization="nf4")
+NF4 = Quantizer(setting=Quantization(format="nf4"), compute_dtype=torch.float32)
 ATTENTION = replace(QLORA, target_modules="q_proj,v_proj")
 
 
@@ -93,9 +94,7 @@ def test_the_output_is_the_adapter_on_the_base_as_it_was_given(root: Path, tmp_p
     on_base = logits(PeftModel.from_pretrained(base, output / "adapter"))
     torch.testing.assert_close(merged, on_base)
 
-    four_bit = whole_model(
-        Kind.CHECKPOINT, root / "policy", four_bit=FourBit(compute_dtype=torch.float32, device="cpu")
-    )
+    four_bit = whole_model(Kind.CHECKPOINT, root / "policy", quantizer=NF4)
     rounded = logits(four_bit)
     trained = logits(PeftModel.from_pretrained(four_bit, output / "adapter"))
     off, rounding, learned = ((left - right).norm() for left, right in (
@@ -120,7 +119,7 @@ def test_a_base_in_4_bits_changes_the_run_and_precision_its_products(root: Path,
 
 
 def test_measuring_between_steps_leaves_the_base_as_it_is(root: Path) -> None:
-    model = whole_model(Kind.CHECKPOINT, root / "policy", four_bit=FourBit(compute_dtype=torch.float32, device="cpu"))
+    model = whole_model(Kind.CHECKPOINT, root / "policy", quantizer=NF4)
     weight = model.model.layers[0].self_attn.q_proj.weight
     before = weight.data.clone()
     with torch.no_grad():
@@ -164,8 +163,7 @@ def test_bitsandbytes_is_imported_where_it_is_used_and_not_before(root: Path, tm
 def test_the_experts_of_a_mixture_are_in_4_bits_too(root: Path, tmp_path: Path, architecture: str) -> None:
     # bitsandbytes' kernel for CPUs needs rows of whole blocks of 64.
     policy = write_model(tmp_path / "policy", architecture, hidden_size=64, moe_intermediate_size=64)
-    four_bit = FourBit(compute_dtype=torch.float32, device="cpu")
-    model = whole_model(Kind.CHECKPOINT, policy, four_bit=four_bit)
+    model = whole_model(Kind.CHECKPOINT, policy, quantizer=NF4)
     full = whole_model(Kind.CHECKPOINT, policy)
     experts = [name for name, parameter in full.named_parameters() if parameter.ndim == 3]
     assert experts

@@ -1,6 +1,7 @@
 """``posttrain compat``: what works with what, and whether the stages of a pipeline do."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -78,5 +79,7 @@ def test_it_knows_the_model_of_a_stage(command, tmp_path):
 def test_what_else_is_wrong_with_a_pipeline_is_the_users_error(command):
     found = command("compat", "stages.sft.method.sed=1")
     assert found.returncode == 2 and "unknown key" in found.stderr
+    found = command("compat", "optimizer=grokadamw")
+    assert find_spec("grokadamw") or (found.returncode == 2 and "pip install" in found.stderr)
     found = command("compat", "stages.sft.inputs.policy=nothing")
     assert found.returncode == 2 and "no such stage or source" in found.stderr

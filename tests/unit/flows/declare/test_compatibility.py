@@ -62,7 +62,8 @@ def test_a_rule_refuses_its_example_and_what_it_says_to_set_passes_every_rule(na
     assert name in refused
     assert len(refused) == 1, "an example of one rule alone: its setting to change is then the nearest"
     assert list(refusals(case(rule, rule.example, refused[name].nearest))) == []
-    assert list(refusals(case(rule))) == [], "the base of the examples works, so that the example is what is refused"
+    if not rule.config:  # a model may be refused whatever is set
+        assert list(refusals(case(rule))) == [], "the base works, so that the example is what is refused"
 
 
 def test_names_are_unique_and_a_rule_joins_settings():

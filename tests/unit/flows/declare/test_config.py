@@ -170,7 +170,7 @@ def test_a_mistake_says_what_is_accepted(override, message):
         (["stages.left.inputs.policy=right", "stages.right.inputs.policy=left"], "the stages form a cycle: .*left.*right"),  # noqa: E501
         (["resources.num_workers=2", "resources.micro_batch_size=4", "resources.launcher=process"], "runs one worker"),
         (["adapter=lora", "save=lora"], 'save="lora": input should be \'adapter\''),
-        (["adapter=qlora", "adapter.quantization=fp4"], 'adapter.quantization="fp4": input should be \'nf4\''),
+        (["adapter=qlora", "adapter.quantization=nf5"], 'adapter.quantization="nf5": input should be \'nf4\''),
         (["adapter=lora", "adapter.target_modules='q_proj,'"], "target_modules='q_proj,': a name is empty; names"),
         (["resources.keep_best={metric: held_out_loss}"], "left: resources.keep_best.metric=held_out_loss, "
          "method.best=null, method.validation=null: held_out_loss "

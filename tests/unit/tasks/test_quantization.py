@@ -1,0 +1,149 @@
+"""The formats of quantized bases: what each reads, what it needs, and what is part of a recipe."""
+
+import importlib.util
+from dataclasses import fields
+
+import pytest
+
+from flows.declare.compose import CONF
+from flows.declare.config import load_pipeline
+from flows.planning.preflight import check_models
+from lineage.errors import ConfigError
+from lineage.model_files import quantization_format
+from tasks.method import Adapter, Quantization
+from tasks.sft import SFT
+from tasks.train import quantization
+from tasks.train.quantization import FORMATS, missing, why_not_on_quantized
+
+SFT_FIELDS = {"learning_rate": 1e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 64}
+VALUES = {"double": False, "compute_dtype": "bf16", "storage_dtype": "bf16", "group_size": 32}
+ON_LOAD = [name for name, row in FORMATS.items() if row.configure]
+
+
+def recipe(**values):
+    return SFT(**SFT_FIELDS, adapter=Adapter(), quantization=Quantization(**values)).recipe()
+
+
+@pytest.mark.parametrize("name", ON_LOAD)
+def test_a_format_takes_the_options_that_it_reads_and_refuses_the_others(name):
+    assert set(VALUES) | {"format", "skip_modules", "merge"} == {each.name for each in fields(Quantization)}
+    for option, value in VALUES.items():
+        if option in FORMATS[name].reads:
+            Quantization(format=name, **{option: value})
+            continue
+        with pytest.raises(ConfigError, match=rf"quantization.{option}=.*{name} has no such option; it is read by \w+"):
+            Quantization(format=name, **{option: value})
+
+
+@pytest.mark.parametrize("name", FORMATS.keys() - set(ON_LOAD))
+def test_a_format_that_only_models_come_in_is_refused_with_what_is_accepted(name):
+    with pytest.raises(ConfigError, match=rf"quantization.format={name}: .*model=\.\.\. .*accepted"):
+        Quantization(format=name)
+
+
+@pytest.mark.parametrize("name", [name for name in ON_LOAD if not FORMATS[name].dequantizes])
+def test_a_merge_into_weights_that_cannot_be_dequantized_is_refused(name):
+    Quantization(format=name)
+    with pytest.raises(ConfigError, match=r"merge=dequantized: .*set quantization.merge=original"):
+        Quantization(format=name, merge="dequantized")
+
+
+def test_defaults_are_the_recipe_of_nf4_as_before_it_had_options():
+    plain = recipe(format="nf4")
+    assert plain["adapter"]["quantization"] == "nf4" and "quantization" not in plain
+    assert recipe(format="nf4", double=True, merge="original", storage_dtype="bf16") == plain
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"double": False}, {"compute_dtype": "bf16"}, {"skip_modules": "q_proj"}, {"merge": "dequantized"}],
+    ids=lambda values: next(iter(values)),
+)
+def test_what_changes_the_model_is_part_of_the_recipe(values):
+    assert recipe(format="nf4", **values)["quantization"] == values
+
+
+def test_each_format_that_is_made_on_load_is_a_group():
+    assert {path.stem for path in (CONF / "quantization").glob("*.yaml")} == {*ON_LOAD, "none"}
+
+
+@pytest.mark.parametrize("name", [name for name in ON_LOAD if FORMATS[name].gpu])
+def test_the_plan_refuses_a_format_that_needs_a_gpu_without_one(name):
+    with pytest.raises(ConfigError, match=rf"quantization.format={name}.*set stages.cpt.*format=nf4"):
+        load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"])
+    assert f"{name} needs a GPU; set resources.gpus_per_worker=1, or a format that needs none: nf4" in missing(
+        name, on_gpu=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "command"),
+    [
+        ("torchao_int8", "torchao", 'pip install "posttrain[torchao]"'),
+        ("torchao_float8", "torchao", 'pip install "posttrain[torchao]"'),
+        ("quanto_int4", "optimum", 'pip install "posttrain[quanto]"'),
+        ("hqq", "hqq", "pip install hqq termcolor"),
+        ("eetq", "kernels", "pip install kernels"),
+        ("fp8", "kernels", "pip install kernels"),
+    ],
+)
+def test_the_plan_refuses_a_format_without_its_package_and_says_how_to_install_it(monkeypatch, name, module, command):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        quantization.importlib.util, "find_spec",
+        lambda each: None if each.partition(".")[0] == module else found(each),
+    )  # fmt: skip
+    gpu = ["resources.gpus_per_worker=1"] if FORMATS[name].gpu else []
+    pipeline = load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none", *gpu])
+    with pytest.raises(ConfigError, match="is not installed; run: ") as refused:
+        check_models(pipeline)
+    assert str(refused.value).endswith(command)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+def test_formats_of_bitsandbytes_need_nothing_more(name):
+    check_models(load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes int8"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+    ],
+)
+def test_the_format_of_a_model_is_read_from_its_config(config, found):
+    assert quantization_format({"quantization_config": config}) == found
+    assert quantization_format({"text_config": {"quantization_config": config}}) == found
+
+
+@pytest.mark.parametrize(
+    ("found", "fields", "reason"),
+    [
+        ("bitsandbytes nf4", {}, None),
+        ("bitsandbytes int8", {}, None),
+        ("mxfp4", {}, None),
+        ("fp8", {}, None),
+        ("bitsandbytes nf4", {"adapter": False}, "its weights cannot be trained; set adapter=lora"),
+        ("mxfp4", {"adapter": False}, "its weights cannot be trained; set adapter=lora"),
+        ("bitsandbytes nf4", {"quantization": Quantization(format="nf4")}, "would round it again"),
+        ("gptq", {}, "gptq needs a GPU; set resources.gpus_per_worker=1"),
+        ("gptq", {"on_gpu": True}, "pip install gptqmodel optimum, which needs torch>=2.14"),
+        ("awq", {"on_gpu": True}, "pip install gptqmodel"),
+        ("aqlm", {"on_gpu": True}, 'pip install "aqlm'),
+        ("spqr", {}, "no adapter was trained on this format yet; accepted: bitsandbytes nf4"),
+    ],
+)
+def test_what_can_be_trained_on_a_model_that_was_quantized_before(found, fields, reason):
+    options = {"adapter": True, "quantization": None, "saves_adapter": False, "on_gpu": False, **fields}
+    said = why_not_on_quantized(found, **options)
+    assert said is None if reason is None else reason in said
+
+
+def test_a_model_that_cannot_be_dequantized_keeps_its_adapter_apart(monkeypatch):
+    monkeypatch.setattr(quantization, "_is_installed", lambda module: True)
+    options = {"adapter": True, "quantization": None, "on_gpu": True}
+    assert "set save=adapter" in why_not_on_quantized("gptq", saves_adapter=False, **options)
+    assert why_not_on_quantized("gptq", saves_adapter=True, **options) is None
