@@ -562,6 +562,31 @@ RULES: tuple[Rule, ...] = (
         example={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
     ),
     Rule(
+        id="adaptive-zero",
+        fields=("method.schedule.adaptive.smoothing", "resources.zero_stage"),
+        refuses=lambda case: case.method.schedule.adaptive and case.resources.zero_stage,
+        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="adaptive-optimizer",
+        fields=("method.schedule.adaptive.smoothing", "method.optimizer.name"),
+        refuses=lambda case: case.method.schedule.adaptive and (case.optimizer.averages or case.optimizer.in_backward),
+        reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
+        "schedule-free optimizers and those that update inside the backward pass do not follow",
+        nearest={"method.schedule.adaptive": None},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "method.schedule.name": "constant",
+            "method.optimizer.name": "schedule_free_adamw",
+        },
+    ),
+    Rule(
         id="plateau-validation",
         fields=("method.schedule.name", "method.validation"),
         refuses=lambda case: case.get("method.schedule.name") == PLATEAU and case.method.validation is None,

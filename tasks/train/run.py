@@ -27,6 +27,7 @@ from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
+from tasks.train.adapting import AdaptiveRate
 from tasks.train.callbacks import (
     NewRandomState,
     Recorder,
@@ -410,13 +411,15 @@ def fit(
     start = time.perf_counter()
     validation = validating(method, trainer, inputs, ctx, num_rows)
     best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -429,6 +432,8 @@ def fit(
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if rate:
+        notes |= rate.metrics
     if validation and validation.ended_at:
         notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:
