@@ -19,6 +19,7 @@ from tasks.recipe import (
     TrainingRecipe,
 )
 from tasks.train.adapters import Adapter
+from tasks.train.adaptive import Adaptive
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Schedule
@@ -38,6 +39,7 @@ __all__ = [
     "TEACHER",
     "VALUE_MODEL",
     "Adapter",
+    "Adaptive",
     "Input",
     "Inputs",
     "Method",
@@ -95,6 +97,11 @@ class Training(TrainingRecipe):
         if self.validation is not None:
             raise ConfigError(
                 f"method.validation: {cls} has a loop of its own, which measures no held-out rows; set validation=null"
+            )
+        if self.schedule.adaptive is not None:
+            raise ConfigError(
+                f"method.schedule.adaptive: {cls} has a loop of its own, which does not watch the loss; set "
+                "schedule.adaptive=null"
             )
         defaults = {each.name: each.default for each in fields(self)}
         for name in sorted(LOOP_FIELDS - self.applies):

@@ -171,7 +171,7 @@ class TrainingRecipe(Method):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # of the arithmetic; auto: bf16 on a GPU, else fp32
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
     lr_schedule: ScheduleName | None = None  # short for schedule.name
@@ -286,6 +286,14 @@ class TrainingRecipe(Method):
             object.__setattr__(self, "learning_rate", float(f"{self.default_learning_rate * factor:g}"))
 
     def _check_best(self) -> None:
+        adaptive = self.schedule.adaptive
+        if adaptive and adaptive.divergence_z and self.best is None:
+            if self.validation is None:
+                raise ConfigError(
+                    f"schedule.adaptive.divergence_z={adaptive.divergence_z:g}: best is not set, so there is no best "
+                    "checkpoint to go back to; set best.every_steps=N or validation.every_steps=N, or divergence_z=null"
+                )
+            object.__setattr__(self, "best", Best())
         needs_best = [name for name in ("output", "on_divergence") if getattr(self, name) == "best"]
         if needs_best and self.best is None:
             if self.validation is None:
@@ -314,10 +322,13 @@ class TrainingRecipe(Method):
                 f"best.metric={HELD_OUT_LOSS}: {type(self).__name__} reads {reads.kind.value}, which have no loss "
                 "before answers are generated; set best.metric to one that it reports, such as reward, with best.mode"
             )
-        if self.on_divergence == "best" and self.best and self.best.metric != HELD_OUT_LOSS:
+        returns = adaptive is not None and adaptive.divergence_z is not None
+        if (self.on_divergence == "best" or returns) and self.best and self.best.metric != HELD_OUT_LOSS:
+            option = "schedule.adaptive.divergence_z" if returns else "on_divergence=best"
             raise ConfigError(
-                f"on_divergence=best, best.metric={self.best.metric}: a step reports it before its own update, which "
-                f"may be the one that diverges; set best.metric={HELD_OUT_LOSS}, or on_divergence=fail"
+                f"{option}, best.metric={self.best.metric}: a step reports it before its own update, which "
+                f"may be the one that diverges; set best.metric={HELD_OUT_LOSS}, or "
+                f"{'divergence_z=null' if returns else 'on_divergence=fail'}"
             )
 
     def tokenization(self) -> Tokenization | None:

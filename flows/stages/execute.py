@@ -23,6 +23,7 @@ from lineage.lease import Lease, acquire_or
 from lineage.manifest import Manifest
 from lineage.store import Entry
 from lineage.tracker import StageStart
+from tasks.context import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,19 @@ def _told(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
     if "diverged_at_step" in manifest.metrics:
         at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
         run.observer.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
+    for line in _notes(manifest.metrics):
+        run.observer.announce(f"{run.title(planned)}: {line}")
     return Result(manifest=manifest, seconds=seconds)
+
+
+def _notes(metrics: Metrics) -> Iterator[str]:
+    """What a training did beside its steps."""
+    if "ended_early_at_step" in metrics:
+        step = int(metrics["ended_early_at_step"])
+        yield f"ended early at step {step}: val/loss no longer fell (validation.patience)"
+    if metrics.get("adaptive/interventions"):
+        number = counted(int(metrics["adaptive/interventions"]), "intervention")
+        yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
 
 
 def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lease: Lease) -> Result:

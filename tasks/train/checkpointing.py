@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import broadcast, broadcast_object_list
 from transformers import TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
@@ -277,6 +278,20 @@ class BestModel(TrainerCallback):
             self.trainer._load_best_model()
         logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
         return self.step
+
+    def restore(self) -> None:
+        """Loads the weights and the optimizer of the best checkpoint into a training, which goes on from them.
+
+        Raises:
+            ArtifactError: it is damaged.
+        """
+        assert self.step is not None
+        self._require_intact(self.step)
+        path = self.store.path(self.step)
+        self.trainer._load_from_checkpoint(str(path))
+        state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        self.trainer.optimizer.load_state_dict(state)
+        self.trainer.model.train()
 
     def _require_intact(self, step: int) -> None:
         """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together.

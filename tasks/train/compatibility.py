@@ -335,7 +335,44 @@ RULES: tuple[Rule, ...] = (
         example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
         stage="own_loop",
     ),
+    Rule(
+        id="fp8-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp8" and not case.on_gpu,
+        reason="only GPUs of compute capability 8.9 (Ada, Hopper) or higher multiply in fp8",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp8"},
+    ),
+    Rule(
+        id="fp8-adapter",
+        fields=("method.precision", "method.adapter.type"),
+        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.method.adapter is not None,
+        reason="fp8 is torchao's recipe for layers that are trained, and those under an adapter are not",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp8", "method.adapter.type": "lora", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="fp8-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.resources.zero_stage,
+        reason="DeepSpeed casts the model itself, and fp8 was not tried under it",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp8",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
     # Memory and kernels.
+    Rule(
+        id="liger-cpu",
+        fields=("resources.liger", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.liger and not case.on_gpu,
+        reason="its kernels are written in Triton, for GPUs alone",
+        nearest={"resources.liger": False},
+        example={"resources.liger": True},
+    ),
     Rule(
         id="empty-cache-cpu",
         fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
@@ -523,6 +560,31 @@ RULES: tuple[Rule, ...] = (
         reason="warm-up and decay are more than all steps",
         nearest={"method.schedule.decay": None},
         example={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
+    ),
+    Rule(
+        id="adaptive-zero",
+        fields=("method.schedule.adaptive.smoothing", "resources.zero_stage"),
+        refuses=lambda case: case.method.schedule.adaptive and case.resources.zero_stage,
+        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
+    Rule(
+        id="adaptive-optimizer",
+        fields=("method.schedule.adaptive.smoothing", "method.optimizer.name"),
+        refuses=lambda case: case.method.schedule.adaptive and (case.optimizer.averages or case.optimizer.in_backward),
+        reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
+        "schedule-free optimizers and those that update inside the backward pass do not follow",
+        nearest={"method.schedule.adaptive": None},
+        example={
+            "method.schedule.adaptive.smoothing": 0.9,
+            "method.schedule.name": "constant",
+            "method.optimizer.name": "schedule_free_adamw",
+        },
     ),
     Rule(
         id="plateau-validation",

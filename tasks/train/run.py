@@ -27,6 +27,7 @@ from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapters import peft_config
+from tasks.train.adapting import AdaptiveRate
 from tasks.train.callbacks import (
     NewRandomState,
     Recorder,
@@ -38,7 +39,15 @@ from tasks.train.callbacks import (
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
-from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
+from tasks.train.kernels import (
+    attention_of,
+    fast_products,
+    hold_in,
+    kernel_args,
+    prepare_layers,
+    replace_kernels,
+    start_scaler,
+)
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
@@ -113,6 +122,7 @@ class TrainingRun:
             install_chat_template(policy.tokenizer, self._chat_template)
         if self.method.adapter:
             hold_in(policy.model, self._frozen_dtype)
+        replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
 
     @cached_property
@@ -160,6 +170,7 @@ class TrainingRun:
             if self.method.adapter:
                 return None
             reference = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model
+            replace_kernels(reference, self.method.precision, self.ctx.resources)
             return models.frozen(hold_in(reference, self._frozen_dtype))
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
@@ -400,13 +411,15 @@ def fit(
     start = time.perf_counter()
     validation = validating(method, trainer, inputs, ctx, num_rows)
     best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
     divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             on_gpu = ctx.resources.gpus_per_worker > 0
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*filter(None, (validation, best)), divergence], checkpointing)
+                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -419,6 +432,8 @@ def fit(
     if best and (method.output == "best" or divergence.step is not None):
         step = best.end_at_best()
         notes["best_step"] = float(step)
+    if rate:
+        notes |= rate.metrics
     if validation and validation.ended_at:
         notes["ended_early_at_step"] = float(validation.ended_at)
     if divergence.step is not None:

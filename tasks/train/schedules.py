@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
+from tasks.train.adaptive import Adaptive
 from tasks.train.optimizers import refuse_unread
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Schedule:
     Args:
         name: an entry of ``SCHEDULES``, which says what each one is and reads.
         warmup: from 0 to the learning rate, linearly: below 1 a share of all steps, from 1 a number of steps.
+        adaptive: cuts of it by what the loss does; None: none.
         min_learning_rate: what it ends at, or does not fall below; of ``cosine_with_min_lr`` a tenth of the learning
             rate, of the others 0.
         num_cycles: cosines of ``cosine_with_restarts``, one after the other; 2.
@@ -45,6 +47,7 @@ class Schedule:
 
     name: Name = "cosine"
     warmup: Annotated[float, Ge(0)] = 0.05
+    adaptive: Adaptive | None = None
     min_learning_rate: Annotated[float, Gt(0)] | None = None
     num_cycles: Annotated[int, Gt(1)] | None = None
     power: Annotated[float, Gt(0)] | None = None
@@ -62,9 +65,8 @@ class Schedule:
                     f"schedule.{name}={value:g}: below 1 it is a share of the steps, from 1 a number of steps, which "
                     f"is whole; set schedule.{name}={int(value)}, or a share such as 0.05"
                 )
-        refuse_unread(
-            "schedule", self, {**dict.fromkeys(SCHEDULES[self.name].reads, True), "name": True, "warmup": True}
-        )
+        shared = ("name", "warmup", *(() if self.name == PLATEAU else ("adaptive",)))  # both cut by a loss
+        refuse_unread("schedule", self, dict.fromkeys((*SCHEDULES[self.name].reads, *shared), True))
         decay = self._decay
         if self.name == "warmup_stable_decay" and self.warmup < 1 and decay < 1 and self.warmup + decay > 1:
             raise ConfigError(

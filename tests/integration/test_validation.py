@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from lineage.errors import DataError, StoppedError
 from tasks.best import Best
-from tasks.method import Adapter, Validation
+from tasks.method import Adapter, Schedule, Validation
 from tasks.train import validating
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
@@ -139,15 +138,8 @@ def test_without_held_out_rows_it_is_refused_before_the_first_step(root: Path, t
 
 @pytest.mark.usefixtures("rising")
 def test_a_plateau_of_the_loss_cuts_the_learning_rate(root: Path, tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    def scheduler(self: Trainer, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.25, patience=0)
-        return self.lr_scheduler
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "create_scheduler", scheduler)
-        ran = StageFolder(tmp_path, root)
-        ran(training.method("sft", **{**STEADY, "num_steps": 6}, validation=Validation(every_steps=2)))
+    schedule = Schedule(name="reduce_lr_on_plateau", warmup=0.0, factor=0.25, patience=0)
+    ran = StageFolder(tmp_path, root)
+    ran(training.method("sft", num_steps=6, schedule=schedule, validation=Validation(every_steps=2)))
     rates = [metrics["learning_rate"] for _, metrics in ran.reports]
     assert rates == [0.003, 0.003, 0.003, 0.003, 0.00075, 0.00075]

@@ -153,6 +153,18 @@ def test_the_manifest_names_all_code_that_trained_it(half_done):
     assert made_by.code_digests == ["other code", half_done.stage("left").code_digest]
 
 
+def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatch):
+    did = {"ended_early_at_step": 60.0, "adaptive/interventions": 2.0, "adaptive/spike/step_9": 0.5}
+    write = Writing.run
+    monkeypatch.setattr(Writing, "run", lambda self, job: {**write(self, job), **did})
+    heard = Heard()
+    execute(Run(plan=half_done, processes=Writing(), observer=heard, tracker=NoTracker()), half_done.stage("left"))
+    assert [call[1] for call in heard.calls if call[0] == "announce"] == [
+        "left: ended early at step 60: val/loss no longer fell (validation.patience)",
+        "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
+    ]
+
+
 def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_done, monkeypatch):
     planned = half_done.stage("left")
     entry = half_done.entry(planned)

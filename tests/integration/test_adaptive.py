@@ -1,0 +1,133 @@
+"""A learning rate that follows the loss: what it does to a training, where it is recorded, and how it is resumed."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lineage.errors import StoppedError
+from tasks.best import Best
+from tasks.method import Adapter, Adaptive, Schedule
+from tasks.train import adapting
+from tests import training
+from tests.stage_folder import StageFolder, write_inputs
+from tests.training import same, weights
+
+RATE = 3e-3
+LORA = Adapter(rank=2, alpha=4, dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Step -> the loss that the watch is shown in place of 2.0, or of 2.1 at every other step."""
+    shown: dict[int, float] = {}
+    observe = adapting.LossWatch.observe
+
+    def scripted(self: adapting.LossWatch, step: int, loss: float, *, can_return: bool) -> object:
+        return observe(self, step, shown.get(step, 2.0 + step % 2 / 10), can_return=can_return)
+
+    monkeypatch.setattr(adapting.LossWatch, "observe", scripted)
+    return shown
+
+
+def stage(name: str = "sft", *, num_steps: int = 8, best: Best | None = None, adapter: Adapter | None = None, **fields):
+    adaptive = Adaptive(**{"start_steps": 2, "plateau_steps": None, "recovery_steps": 2, **fields})
+    schedule = Schedule(name="constant", warmup=0.0, adaptive=adaptive)
+    return training.method(name, learning_rate=RATE, num_steps=num_steps, schedule=schedule, best=best, adapter=adapter)
+
+
+def rates(ran: StageFolder) -> dict[int, float]:
+    return {step: metrics["learning_rate"] / RATE for step, metrics in ran.reports if "learning_rate" in metrics}
+
+
+def test_a_spike_changes_the_steps_after_it_and_is_recorded(
+    root: Path, tmp_path: Path, losses: dict[int, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    calm = StageFolder(tmp_path / "calm", root)
+    calm(stage(num_steps=6))
+    losses[4] = 9.0
+    ran = StageFolder(tmp_path / "ran", root)
+    with caplog.at_level(logging.WARNING):
+        metrics = ran(stage(num_steps=6))
+    assert rates(ran) == pytest.approx({1: 1, 2: 1, 3: 1, 4: 1, 5: 0.5, 6: 0.75})
+    assert [m["loss"] for _, m in ran.reports[:5]] == [m["loss"] for _, m in calm.reports[:5]]
+    assert not same(weights(ran.output), weights(calm.output))
+    (line,) = [message for message in caplog.messages if message.startswith("[adaptive]")]
+    assert line.startswith("[adaptive] step 4 | spike | loss ") and line.endswith("learning rate x 0.5")
+    assert [step for step, each in ran.reports if "adaptive/spike" in each] == [4]
+    assert metrics["adaptive/interventions"] == 1 and metrics["adaptive/spike/step_4"] == 0.5
+    assert not [name for name in calm.reports[-1][1] if name.startswith("adaptive/") and name != "adaptive/factor"]
+
+
+def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:
+    ran, plain = StageFolder(tmp_path / "ran", root), StageFolder(tmp_path / "plain", root)
+    metrics = ran(stage(num_steps=3))
+    plain(training.method("sft", learning_rate=RATE, num_steps=3, schedule=Schedule(name="constant", warmup=0.0)))
+    assert metrics["adaptive/interventions"] == 0
+    assert same(weights(ran.output), weights(plain.output))
+
+
+def test_a_plateau_cuts_the_rate(root: Path, tmp_path: Path, losses: dict[int, float]) -> None:
+    ran = StageFolder(tmp_path, root)
+    metrics = ran(stage(num_steps=6, plateau_steps=2, spike_z=None))
+    assert list(rates(ran).values()) == pytest.approx([1, 1, 1, 1, 0.5, 0.5])
+    assert metrics["adaptive/plateau/step_4"] == 0.5
+
+
+@pytest.mark.parametrize(("name", "adapter", "loss"), [("sft", None, math.nan), ("dpo", LORA, 1e9)])
+def test_a_divergence_goes_back_to_the_best_checkpoint(
+    root: Path, tmp_path: Path, losses: dict[int, float], monkeypatch: pytest.MonkeyPatch, name: str, adapter, loss
+) -> None:
+    losses[6] = loss
+    restored = []
+    restore = adapting.AdaptiveRate.on_log
+
+    def on_log(self: adapting.AdaptiveRate, args, state, control, logs, **kwargs) -> None:
+        if state.global_step == 6 and math.isnan(loss):
+            logs["loss"] = state.log_history[-1]["loss"] = loss
+        restore(self, args, state, control, logs, **kwargs)
+        if state.global_step == 6 and "train_runtime" not in logs:
+            found = {
+                key: each.detach().clone() for key, each in self.trainer.model.named_parameters() if each.requires_grad
+            }
+            steps = {float(each["step"]) for each in self.trainer.optimizer.state.values()}
+            restored.append((self.best.step, found, steps, self.trainer.model.training))
+
+    monkeypatch.setattr(adapting.AdaptiveRate, "on_log", on_log)
+    ran = StageFolder(tmp_path, root)
+    metrics = ran(stage(name, adapter=adapter, best=Best(every_steps=2), divergence_z=50.0, spike_z=None))
+    ((step, found, steps, training_mode),) = restored
+    assert step == 4 and steps == {4.0} and training_mode
+    file = "adapter_model.safetensors" if adapter else "model.safetensors"
+    saved = load_file(ran.store.path(4) / file).values()
+    assert found and all(any(torch.equal(each, value) for value in saved) for each in found.values())
+    assert metrics["adaptive/divergence/step_6"] == 0.5 and metrics["steps"] == 8
+    assert [each for each, report in ran.reports if "adaptive/divergence" in report] == [6]
+    assert all(math.isfinite(value) for _, report in ran.reports for value in report.values())
+    assert rates(ran)[7] == rates(ran)[8] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("resume", [3, 5, 6, 7])
+def test_stopped_anywhere_it_ends_with_the_same_weights(
+    root: Path, tmp_path: Path, losses: dict[int, float], resume: int
+) -> None:
+    losses |= {4: 9.0, 6: 1e9}
+    whole, broken = StageFolder(tmp_path / "whole", root, save_steps=1), StageFolder(tmp_path / "broken", root)
+    method = stage(adapter=LORA, best=Best(every_steps=2), divergence_z=1e6, recovery_steps=5)
+    unbroken = whole(method)
+    assert unbroken["adaptive/interventions"] == 2
+    with pytest.raises(StoppedError):
+        broken(method, should_stop=lambda: len(broken.reports) == resume - 1)
+    resumed = broken(method, resume=resume)
+    assert same(weights(whole.output), weights(broken.output))
+    assert rates(broken) == rates(whole)
+    events = {name: value for name, value in unbroken.items() if name.startswith("adaptive/")}
+    assert {name: resumed[name] for name in events} == events

@@ -1,0 +1,125 @@
+"""What is done about the loss of a step, and what a resume needs to know of it."""
+
+import json
+import math
+
+import pytest
+
+from lineage.errors import ConfigError
+from tasks.best import Best
+from tasks.sft import SFT
+from tasks.train.adaptive import Adaptive, Event, LossWatch
+from tasks.train.schedules import Schedule
+from tasks.train.validation import Validation
+
+STEADY = [2.0, 2.1, 1.9, 2.05, 1.95]  # mean 2, standard deviation 0.0707
+
+
+def watched(setting: Adaptive, losses: list[float], *, can_return: bool = False) -> LossWatch:
+    watch = LossWatch(setting=setting)
+    for step, loss in enumerate(losses, start=1):
+        watch.observe(step, loss, can_return=can_return)
+    return watch
+
+
+def test_the_first_losses_count_alike_and_later_ones_by_smoothing() -> None:
+    watch = watched(Adaptive(smoothing=0.8, start_steps=5), STEADY)
+    assert watch.mean == pytest.approx(2.0)
+    assert watch.variance == pytest.approx(0.005)
+    assert watch.z(2.2) == pytest.approx(0.2 / math.sqrt(0.005))
+    watch.observe(6, 2.1, can_return=False)
+    assert watch.mean == pytest.approx(2.02)  # 0.8 x 2 + 0.2 x 2.1
+    assert watch.variance == pytest.approx(0.8 * (0.005 + 0.2 * 0.1**2))
+
+
+def test_a_spike_halves_the_rate_which_rises_back() -> None:
+    setting = Adaptive(start_steps=5, spike_z=4.0, recovery_steps=4)
+    watch = watched(setting, [*STEADY, 3.0])
+    assert watch.events == [(6, "spike", 0.5)]
+    factors = []
+    for step in range(7, 12):
+        watch.observe(step, 2.0, can_return=False)
+        factors.append(watch.factor)
+    assert factors == [0.625, 0.75, 0.875, 1.0, 1.0]
+
+
+def test_a_spike_does_not_hide_the_next() -> None:
+    watch = watched(Adaptive(start_steps=5), [*STEADY, 50.0, 50.0])
+    assert [event for _, event, _ in watch.events] == ["spike", "spike"]
+
+
+def test_before_enough_losses_nothing_is_a_spike() -> None:
+    assert not watched(Adaptive(start_steps=7), [*STEADY, 50.0]).events
+
+
+def test_a_plateau_cuts_the_rate_for_good_until_the_least() -> None:
+    setting = Adaptive(start_steps=1, plateau_steps=3, plateau_factor=0.1, min_factor=0.05, spike_z=None)
+    watch = watched(setting, [2.0] * 12)
+    assert watch.events == [(4, "plateau", 0.1), (7, "plateau", 0.05)]
+    assert watched(setting, [2.0 - step / 10 for step in range(12)]).events == []
+    little = Adaptive(start_steps=1, plateau_steps=3, spike_z=None, min_improvement=0.5)
+    assert [step for step, _, _ in watched(little, [2.0 - step / 10 for step in range(8)]).events] == [4, 7]
+
+
+@pytest.mark.parametrize("loss", [9.0, math.nan, math.inf])
+def test_a_divergence_goes_back_as_often_as_allowed(loss: float) -> None:
+    setting = Adaptive(start_steps=5, divergence_z=20.0, max_returns=2)
+    watch = watched(setting, STEADY)
+    assert watch.observe(6, loss, can_return=True) is Event.DIVERGENCE
+    assert (watch.factor, watch.count) == (0.5, 0)  # the average starts again
+    for step, steady in enumerate(STEADY, start=7):
+        watch.observe(step, steady, can_return=True)
+    assert watch.observe(12, loss, can_return=True) is Event.DIVERGENCE
+    for step, steady in enumerate(STEADY, start=13):
+        watch.observe(step, steady, can_return=True)
+    assert watch.observe(18, loss, can_return=True) is (Event.SPIKE if math.isfinite(loss) else None)
+    assert watch.factor == pytest.approx(0.125 if math.isfinite(loss) else 0.25)
+
+
+def test_without_a_checkpoint_to_go_back_to_it_is_a_spike() -> None:
+    watch = watched(Adaptive(start_steps=5, divergence_z=20.0), [*STEADY, 9.0])
+    assert [event for _, event, _ in watch.events] == ["spike"]
+
+
+def test_its_state_survives_json_to_the_bit() -> None:
+    setting = Adaptive(start_steps=3, plateau_steps=2, recovery_steps=3, spike_z=3.0)
+    losses = [2.0 + math.sin(step * step) / 7 for step in range(40)] + [9.0] + [2.0] * 9
+    whole = watched(setting, losses)
+    first = watched(setting, losses[:41])
+    resumed = LossWatch(setting=setting)
+    resumed.load(json.loads(json.dumps(first.state())))
+    for step, loss in enumerate(losses[41:], start=42):
+        resumed.observe(step, loss, can_return=False)
+    assert resumed == whole and whole.events
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"spike_z": None, "plateau_steps": None}, "so it never acts; set one of them"),
+        ({"spike_z": 5.0, "divergence_z": 5.0}, "further off than a spike; set divergence_z=10"),
+    ],
+)
+def test_what_cannot_act_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Adaptive(**fields)  # type: ignore[arg-type]
+
+
+def test_two_that_cut_by_the_same_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule.adaptive=.*reduce_lr_on_plateau has no such field"):
+        Schedule(name="reduce_lr_on_plateau", adaptive=Adaptive())
+
+
+def test_it_is_identity_and_off_it_leaves_no_trace() -> None:
+    assert "schedule" not in SFT().recipe()
+    recipe = SFT(schedule=Schedule(adaptive=Adaptive(spike_z=5.0))).recipe()
+    assert recipe["schedule"]["adaptive"]["spike_z"] == 5.0  # type: ignore[index]
+
+
+def test_a_way_back_needs_a_best_model_by_the_held_out_loss() -> None:
+    schedule = Schedule(adaptive=Adaptive(divergence_z=9.0))
+    with pytest.raises(ConfigError, match=r"divergence_z=9: best is not set.*set best.every_steps=N or validation"):
+        SFT(schedule=schedule)
+    with pytest.raises(ConfigError, match=r"schedule.adaptive.divergence_z, best.metric=loss: .* or divergence_z=null"):
+        SFT(schedule=schedule, best=Best(metric="loss", every_steps=2))
+    assert SFT(schedule=schedule, validation=Validation(every_steps=5)).best == Best()
