@@ -340,6 +340,9 @@ def build(
 
     Args:
         decayed: the names of the parameters that weight decay applies to.
+
+    Raises:
+        ConfigError: it is for matrices, and none is trained.
     """
     from tasks.train.own_optimizers import keep_embeddings_in_32_bits, plain_groups, split_groups
 
@@ -364,6 +367,11 @@ def build(
     elif entry.matrices:
         own = {each: getattr(setting, each, None) or value for each, value in entry.matrices.items()}
         groups = split_groups(model, decayed(model), setting.weight_decay, own)
+        if not groups[0]["params"]:
+            raise ConfigError(
+                f"optimizer.name={setting.name}: it treats matrices of linear layers apart, and this training trains "
+                "none: its adapter has none, or all are frozen; set optimizer=adamw_torch_fused, or adapter=lora"
+            )
     else:
         groups = plain_groups(model, decayed(model), setting.weight_decay)
     built: TorchOptimizer = make(groups, lr=learning_rate, **options)
