@@ -254,7 +254,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
         target=f"{_OURS}:galore", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
     ),
     "galore_adamw_layerwise": Entry(
-        about="GaLore, updating each weight inside the backward pass: Lv et al. 2024, arXiv:2306.09782",
+        about="GaLore that updates each weight inside the backward pass, as in arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:galore_layerwise", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
         in_backward=True,
     ),
@@ -286,7 +286,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
         package=Package(module="grokadamw", name="grokadamw==0.1.2"),
     ),
     "lomo": Entry(
-        about="gradient descent inside the backward pass, without state: Lv et al. 2024, arXiv:2306.09782",
+        about="gradient descent inside the backward pass: Lv et al. 2024, arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:lomo", optim="lomo", in_backward=True,
         package=Package(module="lomo_optim", name="lomo-optim==0.1.1"),
     ),
