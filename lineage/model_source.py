@@ -265,12 +265,32 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _VOCABULARIES)
 
 
-def check_tokens(where: str, known: Mapping[str, int] | None, pad_token: str | None, config: object) -> None:
+def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[str]:
+    """The special tokens that a tokenizer or a chat template adds to rows.
+
+    Args:
+        tokenizer: its directory, where that is known.
+        template: that is used in place of the tokenizer's; None: the tokenizer's own.
+    """
+    found = read_json(tokenizer, "tokenizer_config.json")
+    config = found if isinstance(found, dict) else {}
+    named = (config.get(name) for name in ("bos_token", "eos_token"))
+    if template is None:
+        file = tokenizer / "chat_template.jinja" if tokenizer else None
+        template = file.read_text(encoding="utf-8") if file and file.exists() else str(config.get("chat_template", ""))
+    texts = (each.get("content") if isinstance(each, dict) else each for each in named)
+    return frozenset([*(each for each in texts if isinstance(each, str)), *SPECIAL_TOKEN.findall(template)])
+
+
+def check_tokens(
+    where: str, known: Mapping[str, int] | None, pad_token: str | None, in_rows: frozenset[str], config: object
+) -> None:
     """That the model has an embedding for each token, and the tokenizer the pad token.
 
     Args:
         where: the source, as ``sources.NAME``.
         known: token -> index.
+        in_rows: ``tokens_in_rows``.
         config: of the model; not a mapping: not known yet.
 
     Raises:
@@ -278,6 +298,12 @@ def check_tokens(where: str, known: Mapping[str, int] | None, pad_token: str | N
     """
     if known is None:
         return
+    if pad_token is not None and pad_token in in_rows:
+        raise ConfigError(
+            f"{where}.pad_token={pad_token!r}: rows have it, as the token that ends or begins a text or a turn, and "
+            "transformers never trains the embedding of the pad token; a token that no row has is accepted; name a "
+            "reserved one, or remove pad_token: padding is masked in any case"
+        )
     if pad_token is not None and pad_token not in known:
         raise ConfigError(
             f"{where}.pad_token={pad_token!r}: the tokenizer has no such token, and a new one would need a new row of "

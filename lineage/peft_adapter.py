@@ -90,7 +90,7 @@ def _check_adapter(name: str, path: str, directory: Path, config: Mapping[str, o
             f"{where}: holds both a model and an adapter ({ADAPTER_CONFIG}), and transformers would load the adapter's "
             f"base; one of the two is accepted; remove {ADAPTER_CONFIG}, or the model*.safetensors"
         )
-    if not any(directory.glob("adapter_model*.safetensors")):
+    if not (directory / "adapter_model.safetensors").exists():  # else PEFT unpickles adapter_model.bin
         raise ConfigError(
             f"{where}: has {ADAPTER_CONFIG}, and no adapter_model.safetensors; weights in safetensors are accepted, a "
             "pickled adapter_model.bin is not; load it with PEFT and save it with save_pretrained"

@@ -26,9 +26,11 @@ from lineage.model_source import (
     has_tokenizer,
     model_options,
     split_reference,
+    template_families,
     template_file,
     text_digest,
     tokenizer_files,
+    tokens_in_rows,
     vocabulary,
 )
 from lineage.peft_adapter import base_source, check_base, is_peft, not_an_adapter
@@ -139,11 +141,15 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
         identity["tokenizer"], tokenizer, tokens, more = _pinned_tokenizer(name, source.tokenizer, cache)
         files |= more
     config, known = read_json(config_of, "config.json"), vocabulary(tokens)
-    if source.tokenizer is not None or source.pad_token is not None or tokens != config_of:
-        check_tokens(f"sources.{name}", known, source.pad_token, config)
+    text: str | None = None
     if source.chat_template is not None:
-        identity["chat_template"], template, more = _pinned_template(name, source.chat_template, known)
+        text = _template_text(name, source.chat_template)
+        check_template(name, source.chat_template, text or TEMPLATE_TOKENS, known)
+        identity["chat_template"], template, more = _pinned_template(name, source.chat_template, text)
         files |= more
+    if source.tokenizer is not None or source.pad_token is not None or tokens != config_of:
+        in_rows = tokens_in_rows(tokens, text if text is not None else TEMPLATE_TOKENS if template else None)
+        check_tokens(f"sources.{name}", known, source.pad_token, in_rows, config)
     if source.trust_remote_code:
         check_code(name, source.path, config)
     pinned = replace(path.source, tokenizer=tokenizer, chat_template=template, base_model=base_model)
@@ -181,22 +187,25 @@ def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, s
     return identity, str(directory), directory, {str(path): digest for path, digest in digests.items()}
 
 
-def _pinned_template(name: str, given: str, known: Mapping[str, int] | None) -> tuple[str, str, dict[str, str]]:
-    """Its identity, its name or absolute path, and the digest of a file of the user's."""
+def _template_text(name: str, given: str) -> str | None:
+    """Of a file or of a family; None: one of our own."""
     file = template_file(name, given)
-    if file is None:
-        check_template(name, given, TEMPLATE_TOKENS, known)
-        return given, given, {}
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8") if file else None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"sources.{name}.chat_template={given}: cannot be read ({error}); a text in UTF-8 is accepted"
+            f"sources.{name}.chat_template={given}: cannot be read ({error}); a text in UTF-8 is accepted; convert it"
         ) from error
-    check_template(name, given, text, known)
-    is_family = not given.endswith(".jinja") and "/" not in given
-    digest = text_digest(text)
-    return digest, given if is_family else str(file), {} if is_family else {str(file): digest}
+
+
+def _pinned_template(name: str, given: str, text: str | None) -> tuple[str, str, dict[str, str]]:
+    """Its identity, its name or absolute path, and the digest of a file of the user's."""
+    if text is None:
+        return given, given, {}
+    digest, file = text_digest(text), template_file(name, given)
+    if file is None or given in template_families():
+        return digest, given, {}
+    return digest, str(file), {str(file): digest}
 
 
 def never_changes(source: Source) -> bool:
@@ -304,11 +313,12 @@ def local_parts(source: Source) -> list[Path]:
     Raises:
         ConfigError: of an adapter, whose base is missing.
     """
-    parts = (source.path, source.tokenizer, source.chat_template, source.base_model)
-    found = [path for part in parts if part for path in local_paths(part)]
-    if source.kind == Kind.CHECKPOINT and source.base_model is None and found and is_peft(found[0]):
-        found += local_parts(base_source("base", source, found[0]))
-    return found
+    paths = local_paths(source.path)
+    found = [path for part in (source.tokenizer, source.chat_template) if part for path in local_paths(part)]
+    is_adapter = source.kind == Kind.CHECKPOINT and paths and is_peft(paths[0])
+    if is_adapter or source.base_model is not None:
+        found += local_parts(base_source("base", source, paths[0] if paths else None))
+    return [*paths, *found]
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:

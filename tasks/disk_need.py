@@ -18,7 +18,6 @@ from tasks.recipe import TrainingRecipe
 from tasks.train.adapters import ALL_LINEAR, Adapter
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
-_ADAM_BYTES = 8  # the two moments of each weight, in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
 _UNKNOWN_STEPS = 10**9  # of num_epochs, until the rows are known: as many saves as can be
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -101,7 +100,8 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
     by_clock = min(2, saves) if resources.save_minutes is not None else 0
     kept = resources.keep_last + keep_best + bool(method.best)
     return DiskNeed(
-        checkpoint=trained * (_WEIGHT_BYTES + _ADAM_BYTES + (_ZERO_BYTES if resources.zero_stage else 0)),
+        checkpoint=trained
+        * (_WEIGHT_BYTES + method.optimizer.state_bytes + (_ZERO_BYTES if resources.zero_stage else 0)),
         fewest=max(min(resources.keep_last + 1, by_steps), by_clock),
         most=min(kept + 1, saves),
         kept=min(kept, saves),

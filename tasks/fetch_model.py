@@ -22,6 +22,7 @@ from lineage.model_source import (
     split_reference,
     template_file,
     tokenizer_files,
+    tokens_in_rows,
     vocabulary,
     with_kwargs,
 )
@@ -122,7 +123,6 @@ def _assembled(source: Source, directory: Path, cache: Path) -> Path:
         logger.info("model=%s directory=%s state=%s", source.path, entry, "assembled" if is_new else "reused")
     if source.trust_remote_code:
         trust(entry)
-        trust(parts.weights)
     return entry
 
 
@@ -178,18 +178,23 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
     generation = read_json(parts.config, _GENERATION)
     copy_tokenizer_files(parts.tokenizer, draft)
     if parts.code:
-        check_code(_BASE, source.path, config)
-        config = _own_code(config)
+        config = _own_code(source, config)
+        found = read_json(draft, _TOKENIZER_CONFIG)
+        if isinstance(found, dict) and "auto_map" in found:
+            _write(draft / _TOKENIZER_CONFIG, _own_code(source, found))
         for path in sorted(parts.code.glob(_CODE)):
             shutil.copyfile(path, draft / path.name)
         trust(draft)
     known = vocabulary(draft) or _loaded_vocabulary(source, draft)
-    check_tokens(f"sources.{_BASE}", known, source.pad_token, config)
+    if parts.tokenizer != parts.config or source.pad_token is not None:
+        in_rows = tokens_in_rows(draft, _template(source))
+        check_tokens(f"sources.{_BASE}", known, source.pad_token, in_rows, config)
     if source.pad_token is not None:
         _set_pad_token(draft, source.pad_token)
-        pad = {"pad_token_id": known[source.pad_token]} if known else {}
-        config |= pad
-        generation = {**generation, **pad} if isinstance(generation, dict) else generation
+        assert known  # the token is one of it
+        index = known[source.pad_token]
+        config = _with_pad(config, index)
+        generation = _with_pad(generation, index) if isinstance(generation, dict) else generation
     if (template := _template(source)) is not None:
         _set_template(draft, template)
     _write(draft / CONFIG, config)
@@ -227,6 +232,12 @@ def _set_pad_token(directory: Path, token: str) -> None:
             _write(directory / name, {**(found if isinstance(found, dict) else {}), "pad_token": token})
 
 
+def _with_pad(config: Mapping[str, object], index: int) -> dict[str, object]:
+    text = config.get("text_config")
+    nested = {"text_config": _with_pad(text, index)} if isinstance(text, Mapping) else {}
+    return {**config, **nested, "pad_token_id": index}
+
+
 def _set_template(directory: Path, template: str) -> None:
     """The one template of a tokenizer: others, for tools and the like, would be taken before it."""
     shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
@@ -237,8 +248,13 @@ def _set_template(directory: Path, template: str) -> None:
     (directory / _TEMPLATE).write_text(template, encoding="utf-8")
 
 
-def _own_code(config: Mapping[str, object]) -> dict[str, object]:
-    """``auto_map`` without the name of its own repository, by which transformers would read the branch ``main``."""
+def _own_code(source: Source, config: Mapping[str, object]) -> dict[str, object]:
+    """``auto_map`` without the name of its own repository, by which transformers would read the branch ``main``.
+
+    Raises:
+        ConfigError: it names another repository.
+    """
+    check_code(_BASE, source.path, config)
     found = config.get("auto_map")
     if not isinstance(found, Mapping):
         return dict(config)

@@ -298,7 +298,8 @@ def whole_model(
     merges = [(adapter, rounding_of_base(adapter)) for adapter in adapters]
     merges += [(last, rounding)] if last else []
     config = config or load_config(directory)
-    model = _full_model(kind, base, config, quantizer if not merges else None)
+    local = local_options(directory)
+    model = _full_model(kind, base, config, quantizer if not merges else None, local)
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
         model = _dequantized(model)
     for adapter, rounded in merges:
@@ -314,7 +315,7 @@ def whole_model(
 
 
 def _full_model(
-    kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None
+    kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None, local: Mapping[str, bool]
 ) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -329,11 +330,11 @@ def _full_model(
         options = options_quantized_before(found)
     elif quantizer:
         with torch.device("meta"):
-            skeleton = auto.from_config(config)
+            skeleton = auto.from_config(config, trust_remote_code=local["trust_remote_code"])
         options = quantizer.options(quantizer.kept(skeleton))
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         model: PreTrainedModel = auto.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True, **local_options(directory), **options
+            directory, config=config, dtype=torch.float32, use_safetensors=True, **local, **options
         )
     if found:
         keep_layout(model)

@@ -24,7 +24,7 @@ Name = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop",
     "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit",
     "ademamix", "ademamix_8bit", "adamw_torch_4bit", "adamw_torch_8bit",
-    "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam", "muon",
+    "schedule_free_adamw", "schedule_free_sgd", "muon",
     "galore_adamw", "galore_adamw_layerwise", "apollo_adamw", "stable_adamw",
     "prodigy", "came", "grokadamw", "lomo",
 ]  # fmt: skip
@@ -89,6 +89,12 @@ class Optimizer:
                 "optimizer.nesterov=true: sgd has no momentum to look ahead with; set optimizer.momentum=0.9"
             )
 
+    @property
+    def state_bytes(self) -> int:
+        """Of its state for each trained weight, in a checkpoint, at the least."""
+        of_momentum = 4 if self.name in ("sgd", "rmsprop") and self.momentum else 0
+        return OPTIMIZERS[self.name].state_bytes + of_momentum
+
     def identity(self) -> dict[str, object]:
         """Its part of a recipe: ``weight_decay`` stands beside it, as in recipes from before it was a setting."""
         values = without_nones(asdict(self))
@@ -138,6 +144,8 @@ class Entry:
         needs_gpu: its state is in memory that pages between GPU and CPU.
         matrices: what holds for the matrices of linear layers alone, other than the head's; it may be set in a field
             of that name.
+        state_bytes: of its state for each trained weight, in a checkpoint, at the least; matrices only where it
+            treats them apart.
         in_backward: it updates each weight inside the backward pass: there is no gradient left to sum or to clip.
         averages: it needs no schedule: the model is an average of its steps.
     """
@@ -151,6 +159,7 @@ class Entry:
     package: Package | None = None
     needs_gpu: bool = False
     matrices: Mapping[str, object] = field(default_factory=dict)
+    state_bytes: int = 0
     in_backward: bool = False
     averages: bool = False
 
@@ -170,8 +179,13 @@ _FREE = Package(module="schedulefree", name="schedulefree==1.4.1")
 _GALORE_TORCH = Package(module="galore_torch", name="galore-torch==1.0")
 
 
+_MOMENTS = {"AdamW": 2, "Lion": 1, "AdEMAMix": 3}
+
+
 def _adamw(options: Mapping[str, object], about: str, optim: str | None = None) -> Entry:
-    return Entry(about=about, target="torch.optim:AdamW", reads=(*_ADAM, _PLUS), options=options, optim=optim)
+    return Entry(
+        about=about, target="torch.optim:AdamW", reads=(*_ADAM, _PLUS), options=options, optim=optim, state_bytes=8
+    )
 
 
 def _bitsandbytes(cls: str, about: str, reads: tuple[str, ...], *, bits: int, paged: bool = False) -> Entry:
@@ -179,6 +193,7 @@ def _bitsandbytes(cls: str, about: str, reads: tuple[str, ...], *, bits: int, pa
     return Entry(
         about=f"{about}{paper}{'; paged' if paged else ''} (bitsandbytes)", target=f"{_OURS}:in_few_bits",
         reads=(*reads, _PLUS), num_betas=3 if cls == "AdEMAMix" else 2, needs_gpu=paged,
+        state_bytes=_MOMENTS[cls] * bits // 8,
         options={"kind": cls, "optim_bits": bits, "is_paged": paged},
     )  # fmt: skip
 
@@ -198,10 +213,11 @@ OPTIMIZERS: Mapping[str, Entry] = {
         options={"scale_parameter": False, "relative_step": False},  # the schedule sets the learning rate
     ),
     "adagrad": Entry(
-        about="Duchi et al. 2011, JMLR 12", target="torch.optim:Adagrad", reads=("eps", _PLUS)
+        about="Duchi et al. 2011, JMLR 12", state_bytes=4, target="torch.optim:Adagrad", reads=("eps", _PLUS)
     ),
     "rmsprop": Entry(
-        about="Tieleman and Hinton 2012", target="torch.optim:RMSprop", reads=("eps", "momentum", "alpha", _PLUS)
+        about="Tieleman and Hinton 2012", state_bytes=4, target="torch.optim:RMSprop",
+        reads=("eps", "momentum", "alpha", _PLUS)
     ),
     "adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8),
     "paged_adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8, paged=True),
@@ -213,35 +229,32 @@ OPTIMIZERS: Mapping[str, Entry] = {
     "ademamix_8bit": _bitsandbytes("AdEMAMix", _ADEMAMIX, (*_ADAM, "alpha"), bits=8),
     "adamw_torch_4bit": Entry(
         about=f"{_ADAMW}; state in 4 bits: Li et al. 2023, arXiv:2309.01507 (torchao)",
-        target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 4}, package=_TORCHAO,
+        state_bytes=1, target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 4}, package=_TORCHAO,
     ),
     "adamw_torch_8bit": Entry(
         about=f"{_ADAMW}; state in 8 bits: arXiv:2110.02861 (torchao)",
-        target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 8}, package=_TORCHAO,
+        state_bytes=2, target=f"{_OURS}:torchao_adamw", reads=(*_ADAM, _PLUS), options={"bits": 8}, package=_TORCHAO,
     ),
     "schedule_free_adamw": Entry(
-        about=f"AdamW, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=(*_ADAM, _PLUS),
+        about=f"AdamW, {_FREE_PAPER}", state_bytes=12, target=f"{_OURS}:schedule_free", reads=(*_ADAM, _PLUS),
         options={"kind": "AdamWScheduleFree"}, package=_FREE, averages=True,
     ),
     "schedule_free_sgd": Entry(
-        about=f"SGD, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=("momentum", _PLUS),
+        about=f"SGD, {_FREE_PAPER}", state_bytes=8, target=f"{_OURS}:schedule_free", reads=("momentum", _PLUS),
         options={"kind": "SGDScheduleFree"}, package=_FREE, averages=True,
-    ),
-    "schedule_free_radam": Entry(
-        about=f"RAdam, {_FREE_PAPER}", target=f"{_OURS}:schedule_free", reads=(*_ADAM, _PLUS),
-        options={"kind": "RAdamScheduleFree"}, package=_FREE, averages=True,
     ),
     "muon": Entry(
         about="orthogonal updates of matrices: Jordan et al. 2024, scaled to AdamW's as in Liu et al. 2025, "
         "arXiv:2502.16982; AdamW on embeddings, head, norms and biases",
-        target=f"{_OURS}:Muon", reads=(*_ADAM, "momentum", "nesterov", "ns_steps"), matrices={"muon": True},
+        state_bytes=4, target=f"{_OURS}:Muon",
+        reads=(*_ADAM, "momentum", "nesterov", "ns_steps"), matrices={"muon": True},
     ),
     "galore_adamw": Entry(
         about="AdamW in a subspace of the gradients: Zhao et al. 2024, arXiv:2403.03507",
         target=f"{_OURS}:galore", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
     ),
     "galore_adamw_layerwise": Entry(
-        about="GaLore, updating each weight inside the backward pass: Lv et al. 2024, arXiv:2306.09782",
+        about="GaLore that updates each weight inside the backward pass, as in arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:galore_layerwise", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
         in_backward=True,
     ),
@@ -253,26 +266,27 @@ OPTIMIZERS: Mapping[str, Entry] = {
     ),
     "stable_adamw": Entry(
         about="AdamW with Adafactor's clipping of updates: Wortsman et al. 2023, arXiv:2304.13013",
-        target="optimi:StableAdamW", reads=(*_ADAM, _PLUS),
+        state_bytes=8, target="optimi:StableAdamW", reads=(*_ADAM, _PLUS),
         package=Package(module="optimi", name="torch-optimi==0.3.3"),
     ),
     "prodigy": Entry(
         about="Adam that finds its step size: Mishchenko and Defazio 2023, arXiv:2306.06101; learning_rate=1",
-        target="prodigyopt:Prodigy", reads=(*_ADAM, "d_coef"),
+        state_bytes=16, target="prodigyopt:Prodigy", reads=(*_ADAM, "d_coef"),
         options={"use_bias_correction": True, "safeguard_warmup": True},  # as its documentation asks of a warm-up
         package=Package(module="prodigyopt", name="prodigyopt==1.1.2"),
     ),
     "came": Entry(
         about="Adafactor guided by confidence: Luo et al. 2023, arXiv:2307.02047",
-        target="came_pytorch.CAME:CAME", reads=("betas", "clip_threshold", _PLUS), num_betas=3,
+        state_bytes=4, target="came_pytorch.CAME:CAME", reads=("betas", "clip_threshold", _PLUS), num_betas=3,
         package=Package(module="came_pytorch", name="came-pytorch==0.1.3"),
     ),
     "grokadamw": Entry(
         about="AdamW that amplifies slow gradients: Lee et al. 2024, arXiv:2405.20233",
-        target=f"{_OURS}:grokadamw", reads=_ADAM, package=Package(module="grokadamw", name="grokadamw==0.1.2"),
+        state_bytes=12, target=f"{_OURS}:grokadamw", reads=_ADAM,
+        package=Package(module="grokadamw", name="grokadamw==0.1.2"),
     ),
     "lomo": Entry(
-        about="gradient descent inside the backward pass, without state: Lv et al. 2024, arXiv:2306.09782",
+        about="gradient descent inside the backward pass: Lv et al. 2024, arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:lomo", optim="lomo", in_backward=True,
         package=Package(module="lomo_optim", name="lomo-optim==0.1.1"),
     ),
@@ -326,6 +340,9 @@ def build(
 
     Args:
         decayed: the names of the parameters that weight decay applies to.
+
+    Raises:
+        ConfigError: it is for matrices, and none is trained.
     """
     from tasks.train.own_optimizers import keep_embeddings_in_32_bits, plain_groups, split_groups
 
@@ -350,6 +367,11 @@ def build(
     elif entry.matrices:
         own = {each: getattr(setting, each, None) or value for each, value in entry.matrices.items()}
         groups = split_groups(model, decayed(model), setting.weight_decay, own)
+        if not groups[0]["params"]:
+            raise ConfigError(
+                f"optimizer.name={setting.name}: it treats matrices of linear layers apart, and this training trains "
+                "none: its adapter has none, or all are frozen; set optimizer=adamw_torch_fused, or adapter=lora"
+            )
     else:
         groups = plain_groups(model, decayed(model), setting.weight_decay)
     built: TorchOptimizer = make(groups, lr=learning_rate, **options)

@@ -9,11 +9,14 @@ import pytest
 
 from flows.reports.compat import Choice, all_outcomes, choices, outcome
 from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.quantization import missing
 from tests import training
 from tests.stage_folder import write_inputs
 from tests.training import same, weights
 
-SETTINGS = ("method", "adapter", "quantization", "optimizer", "schedule", "precision")  # of one worker
+SETTINGS = (  # of one worker
+    "method", "adapter", "quantization", "optimizer", "schedule", "precision", "attention", "weights", "checkpointing",
+)  # fmt: skip
 SHARES = 8  # in which the trainings are divided, so that test workers share them
 Pairs = set[frozenset[Choice]]
 
@@ -24,6 +27,8 @@ def pairs_that_work() -> Pairs:
 
 
 def is_installed(choice: Choice) -> bool:
+    if choice.setting == "quantization":
+        return choice.value == "none" or missing(choice.value, on_gpu=False) is None
     package = OPTIMIZERS[choice.value].package if choice.setting == "optimizer" else None
     return package is None or not package.is_missing
 

@@ -16,7 +16,7 @@ from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
-from tasks.method import LOOP_FIELDS, Adapter, Training, Validation
+from tasks.method import LOOP_FIELDS, Adapter, Optimizer, Schedule, Training, Validation
 from tasks.train.compatibility import check_compatible
 from tasks.train.run import TrainingRun
 from tests import training
@@ -143,6 +143,7 @@ def test_killed_and_resumed_it_ends_with_the_same_model_to_the_bit(root: Path, t
             "lr_schedule": "linear", "warmup_ratio": 0.5, "weight_decay": 0.5, "max_grad_norm": 0.1,
             "precision": "bf16",
         },
+        {"optimizer": Optimizer(name="muon"), "schedule": Schedule(name="warmup_stable_decay", decay=2)},
     ],
 )  # fmt: skip
 def test_with_the_optimizer_of_the_core_it_is_transformers_training(
@@ -161,8 +162,9 @@ def test_with_the_optimizer_of_the_core_it_is_transformers_training(
             assert found["ours"][step][metric] == pytest.approx(found["theirs"][step][metric], rel=rel), (step, metric)
 
 
-def test_the_optimizer_of_the_core_is_resumed_to_the_bit(root: Path, tmp_path: Path) -> None:
-    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS}
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_8bit", "muon"])
+def test_the_optimizer_of_the_core_is_resumed_to_the_bit(root: Path, tmp_path: Path, name: str) -> None:
+    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS, "optimizer": Optimizer(name=name)}
     whole, killed = OptimizedLoop(**stated), OptimizedLoop(**stated, fails_at=4)  # type: ignore[arg-type]
     given = training.inputs(root, whole)
     whole.run(given, context(tmp_path / "whole"))

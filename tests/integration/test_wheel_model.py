@@ -11,6 +11,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.sources import never_changes, pin
 from tasks import wheel_model as module
+from tasks.chat_template import CHATML
 from tasks.fetch_model import fetch_model
 from tasks.train.adapter_files import base_and_adapters
 from tests import tiny_gguf
@@ -88,9 +89,9 @@ def test_it_is_converted_once_into_a_model_directory(
     monkeypatch.setattr(module, "_produce", None)
     assert fetch_model(source(revision), tmp_path / "cache") == directory
     assert sorted(path.name for path in directory.parent.glob("*/")) == [directory.name]
-    padded = fetch_model(replace(source(revision), pad_token="<|im_end|>"), tmp_path / "cache")
-    assert AutoTokenizer.from_pretrained(padded).pad_token == "<|im_end|>"
-    assert base_and_adapters(padded) == (directory, [])
+    templated = fetch_model(replace(source(revision), chat_template="chatml"), tmp_path / "cache")
+    assert AutoTokenizer.from_pretrained(templated).chat_template == CHATML != tiny_gguf.TEMPLATE
+    assert base_and_adapters(templated) == (directory, [])
 
 
 def test_a_damaged_one_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

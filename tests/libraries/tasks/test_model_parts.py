@@ -25,6 +25,7 @@ from tests.tiny_models import ARCHITECTURES, write_model
 
 IDS = torch.arange(3, 100).unsqueeze(0)
 CHAT = [{"role": "user", "content": "Hi"}]
+PAD = "\u0100"  # the byte 0, which no row has
 ROPE = {"rope_type": "linear", "factor": 4.0}
 
 
@@ -69,7 +70,7 @@ def test_each_option_is_identity(model, tmp_path):
     other = write_tokenizer(tmp_path / "other", vocab_size=290)
     (tmp_path / "a.jinja").write_text(CHATML + " ")
     options = [
-        {}, {"tokenizer": str(other)}, {"pad_token": "<|im_end|>"}, {"chat_template": "chatml"},
+        {}, {"tokenizer": str(other)}, {"pad_token": PAD}, {"chat_template": "chatml"},
         {"chat_template": str(tmp_path / "a.jinja")}, {"chat_template": "qwen2_5"},
         {"model_kwargs": {"rope_theta": 5e5}}, {"model_kwargs": {"rope_scaling": ROPE}},
     ]  # fmt: skip
@@ -146,9 +147,9 @@ def test_a_tokenizer_of_the_hub_is_pinned(model, tmp_path, monkeypatch):
 
 def test_a_pad_token_is_that_of_tokenizer_and_configs(model, fetched):
     assert tokenizer_of(model).pad_token == "<|endoftext|>"
-    directory = fetched(pad_token="<|im_start|>")
-    tokenizer, index = tokenizer_of(directory), tokenizer_of(model).convert_tokens_to_ids("<|im_start|>")
-    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_start|>", index)
+    directory = fetched(pad_token=PAD)
+    tokenizer, index = tokenizer_of(directory), tokenizer_of(model).convert_tokens_to_ids(PAD)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == (PAD, index)
     assert AutoConfig.from_pretrained(directory).pad_token_id == index
     assert json.loads((directory / "generation_config.json").read_text())["pad_token_id"] == index
     padded = tokenizer(["sum", "sum adds every value"], padding=True)["input_ids"][0]
@@ -160,6 +161,31 @@ def test_a_pad_token_outside_the_vocabulary_is_refused_by_the_plan(model):
         pinned(model, pad_token="<pad>")
 
 
+def test_a_pad_token_of_a_model_with_images_is_that_of_its_text(tmp_path):
+    model = write_model(tmp_path / "model", "gemma3")
+    directory = fetch_model(checkpoint(model, pad_token=PAD), tmp_path / "cache")
+    assert AutoConfig.from_pretrained(directory).get_text_config().pad_token_id == tokenizer_of(directory).pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("token", "fields"),
+    [
+        ("<|im_end|>", {}),  # the tokenizer's end token
+        ("<|im_start|>", {}),  # in its template
+        ("<|endoftext|>", {"chat_template": "<|endoftext|>{{ messages }}"}),
+    ],
+)
+def test_a_pad_token_that_rows_have_is_refused_because_its_embedding_is_never_trained(model, token, fields):
+    loaded = whole_model(Kind.CHECKPOINT, model)
+    loaded(torch.tensor([[0, 5]])).logits[:, 1].sum().backward()
+    assert loaded.get_input_embeddings().padding_idx == 0, "transformers gives the pad token's embedding no gradient"
+    if fields:
+        (model / "own.jinja").write_text(fields["chat_template"])
+        fields = {"chat_template": str(model / "own.jinja")}
+    with pytest.raises(ConfigError, match=r"pad_token=.*never trains the embedding of the pad token"):
+        pinned(model, pad_token=token, **fields)
+
+
 def test_a_tokenizer_without_a_tokenizer_json_is_judged_when_it_is_loaded(model, fetched, tmp_path):
     tokens = json.loads((model / "tokenizer.json").read_text())["model"]
     (model / "tokenizer.json").unlink()
@@ -169,8 +195,8 @@ def test_a_tokenizer_without_a_tokenizer_json_is_judged_when_it_is_loaded(model,
     pinned(model, pad_token="<pad>")  # the plan cannot know
     with pytest.raises(ConfigError, match=r"pad_token='<pad>': the tokenizer has no such token"):
         fetched(pad_token="<pad>")
-    directory = fetched(pad_token="<|im_start|>")
-    assert AutoConfig.from_pretrained(directory).pad_token_id == tokens["vocab"]["<|im_start|>"]
+    directory = fetched(pad_token=PAD)
+    assert AutoConfig.from_pretrained(directory).pad_token_id == tokens["vocab"][PAD]
 
 
 def test_our_templates_are_those_of_the_tasks():

@@ -233,8 +233,9 @@ def test_prompts_that_are_trained_are_no_model(base: Path, tmp_path: Path) -> No
         pinned(write_adapter(tmp_path / "prefix", base, config=config))
 
 
-def test_pickled_weights_are_refused(lora: Path) -> None:
+def test_pickled_weights_are_refused(lora: Path, base: Path) -> None:
     (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
+    shutil.copyfile(base / "model.safetensors", lora / "adapter_model_of_another.safetensors")
     with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors; .*a pickled adapter_model\.bin is not"):
         pinned(lora)
 
