@@ -172,7 +172,7 @@ def fast_products(*, on_gpu: bool) -> Iterator[None]:
 def is_exact() -> bool:
     """Whether a product of matrices keeps the last bits of fp32: one of numbers that bf16 and TF32 would round."""
     fine = torch.full((_SIDE, _SIDE), 1 + 2**-20)
-    return torch.equal(fine @ torch.eye(_SIDE), fine)
+    return bool(torch.equal(fine @ torch.eye(_SIDE), fine))
 
 
 def start_scaler(trainer: "Trainer") -> None:
