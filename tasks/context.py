@@ -16,7 +16,7 @@ from tasks.heartbeat import Doing
 Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
 Dtype = Literal["fp32", "bf16"]
-Precision = Literal["fp32", "bf16", "fp16", "auto"]  # of a training; auto: see Resources.resolved_precision
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
 
 
@@ -54,6 +54,7 @@ class Resources:
     attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
     compile: bool = False  # layers by torch.compile
+    liger: bool = False  # norms, rotary positions and MLPs by the kernels of liger-kernel
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung

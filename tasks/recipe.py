@@ -171,7 +171,7 @@ class TrainingRecipe(Method):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # of the arithmetic; auto: bf16 on a GPU, else fp32
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
     lr_schedule: ScheduleName | None = None  # short for schedule.name

@@ -97,6 +97,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     Raises:
         ConfigError: names what was found, what is accepted, what to do.
     """
+    _refuse_ms_amp(tree)
     root = typed(Root, tree, "", groups())
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
@@ -162,6 +163,18 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
         because = f"gpus_per_worker={resources.gpus_per_worker}"
         notes = (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
     return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
+
+
+def _refuse_ms_amp(tree: Node) -> None:
+    stages = tree.get("stages")
+    methods = [stage.get("method") for stage in stages.values()] if isinstance(stages, Mapping) else []
+    for node in (tree, *methods):
+        found = node.get("precision") if isinstance(node, Mapping) else None
+        if str(found).lower().replace("-", "_") in ("ms_amp", "msamp"):
+            raise ConfigError(
+                f"precision={found}: MS-AMP is abandoned, and runs with no current torch; set precision=fp8, which is "
+                "torchao's recipe"
+            )
 
 
 def _applies_precision(cls: type[Method]) -> bool:

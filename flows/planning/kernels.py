@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +29,10 @@ _FLASH = {
         module="flash_attn_interface", install="from github.com/Dao-AILab/flash-attention, folder hopper: pip install ."
     ),
 }
+_LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[liger]'")
+_TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
+_CAPABILITIES = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+_FP8_CAPABILITY = (8, 9)
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
@@ -43,7 +48,9 @@ def check_kernels(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Training):
             _check_compiler(f"stages.{name}.resources", stage.resources)
-            _check_packages(f"stages.{name}.resources", stage.resources)
+            _check_packages(f"stages.{name}", stage.method, stage.resources)
+            if stage.method.precision == "fp8":
+                _check_fp8(f"stages.{name}.method.precision=fp8")
             _check_optimizer(f"stages.{name}", stage.method)
 
 
@@ -56,13 +63,33 @@ def _check_compiler(where: str, resources: Resources) -> None:
         )
 
 
-def _check_packages(where: str, resources: Resources) -> None:
-    if resources.attention in _FLASH and not find_spec(_FLASH[resources.attention].module):
-        package = _FLASH[resources.attention]
-        raise ConfigError(
-            f"{where}.attention={resources.attention}: the package {package.module} is not installed; install it "
-            f"({package.install}), or set attention=auto"
-        )
+def _check_packages(where: str, method: Training, resources: Resources) -> None:
+    chosen = {
+        f"resources.attention={resources.attention}": ("auto", _FLASH.get(resources.attention)),
+        "resources.liger=true": ("false", _LIGER if resources.liger else None),
+        "method.precision=fp8": ("bf16", _TORCHAO if method.precision == "fp8" else None),
+    }
+    for setting, (instead, package) in chosen.items():
+        if package and not find_spec(package.module):
+            raise ConfigError(
+                f"{where}.{setting}: the package {package.module} is not installed; install it ({package.install}), or "
+                f"set {setting.partition('=')[0].partition('.')[2]}={instead}"
+            )
+
+
+def _check_fp8(asked: str) -> None:
+    """What the driver says of this machine's GPUs; where it says nothing, the training's start checks again."""
+    try:
+        listing = subprocess.run(_CAPABILITIES, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    for line in filter(None, listing.splitlines()):
+        name, _, capability = line.rpartition(", ")
+        if tuple(map(int, capability.split("."))) < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"{asked}: {name} has compute capability {capability}, and 8.9 (Ada, Hopper) or higher is needed; set "
+                "precision=bf16"
+            )
 
 
 def _check_optimizer(where: str, method: Training) -> None:

@@ -17,6 +17,7 @@ TOLERANCES = {
     "fp32": Tolerance(losses=1e-4, weights=1e-2),
     "bf16": Tolerance(losses=2e-2, weights=0.1),
     "fp16": Tolerance(losses=2e-2, weights=0.1),
+    "fp8": Tolerance(losses=2e-2, weights=0.1),
 }
 _JUDGED = ("loss", "num_tokens")  # the rest may be the small difference of large numbers: it is told, and not judged
 WEIGHTS = ".safetensors"

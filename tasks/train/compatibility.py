@@ -22,6 +22,7 @@ from tasks.train.schedules import PLATEAU
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 _NONE: Fields = {}
+_HAVE_B = ("lora", "dora")  # adapters with two matrices of which one starts at 0
 _PRODIGY_RATE = 0.1
 _UNSET_NORM = 1.0  # the default of max_grad_norm
 
@@ -335,7 +336,44 @@ RULES: tuple[Rule, ...] = (
         example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
         stage="own_loop",
     ),
+    Rule(
+        id="fp8-cpu",
+        fields=("method.precision", "resources.gpus_per_worker"),
+        refuses=lambda case: case.method.precision == "fp8" and not case.on_gpu,
+        reason="only GPUs of compute capability 8.9 (Ada, Hopper) or higher multiply in fp8",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp8"},
+    ),
+    Rule(
+        id="fp8-adapter",
+        fields=("method.precision", "method.adapter.type"),
+        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.method.adapter is not None,
+        reason="fp8 is torchao's recipe for layers that are trained, and those under an adapter are not",
+        nearest={"method.precision": "bf16"},
+        example={"method.precision": "fp8", "method.adapter.type": "lora", "resources.gpus_per_worker": 1},
+    ),
+    Rule(
+        id="fp8-zero",
+        fields=("method.precision", "resources.zero_stage"),
+        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.resources.zero_stage,
+        reason="DeepSpeed casts the model itself, and fp8 was not tried under it",
+        nearest={"method.precision": "bf16"},
+        example={
+            "method.precision": "fp8",
+            "resources.gpus_per_worker": 1,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+    ),
     # Memory and kernels.
+    Rule(
+        id="liger-cpu",
+        fields=("resources.liger", "resources.gpus_per_worker"),
+        refuses=lambda case: case.resources.liger and not case.on_gpu,
+        reason="its kernels are written in Triton, for GPUs alone",
+        nearest={"resources.liger": False},
+        example={"resources.liger": True},
+    ),
     Rule(
         id="empty-cache-cpu",
         fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
@@ -431,7 +469,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="lora-plus-adapter",
         fields=("method.optimizer.lora_plus_ratio", "method.adapter.type"),
-        refuses=lambda case: case.get("method.optimizer.lora_plus_ratio") and case.get("method.adapter.type") != "lora",
+        refuses=lambda case: (
+            case.get("method.optimizer.lora_plus_ratio") and case.get("method.adapter.type") not in _HAVE_B
+        ),
         reason="LoRA+ gives the matrices B of a LoRA another learning rate, and there is none",
         nearest={"method.optimizer.lora_plus_ratio": None},
         example={"method.optimizer.lora_plus_ratio": 16.0},

@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lineage.errors import ConfigError, PipelineError
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE = 1024.0  # torch's own 65536 overflows at the first steps of most language models
+EMULATE_FP8 = False  # tests: computes what a GPU would, in bf16
+FP8_CAPABILITY = (8, 9)
+_FP8_MULTIPLE = 16  # of both sides of a layer's weights
+_HEADS = ("lm_head", "score")
 COMPILER = "inductor"
 AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute capability
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -51,7 +56,7 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
     precision, on_gpu = resources.resolved_precision(method.precision), resources.gpus_per_worker > 0
     require_precision(precision, on_gpu=on_gpu)
     return {
-        "bf16": precision == "bf16",
+        "bf16": precision in ("bf16", "fp8"),  # what is not multiplied in fp8
         "fp16": precision == "fp16",
         # fp32 means fp32: TF32 has 10 bits of mantissa.
         "tf32": precision != "fp32" and torch.cuda.get_device_capability()[0] >= AMPERE if on_gpu else None,
@@ -79,6 +84,53 @@ def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
     return model
 
 
+def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources: "Resources") -> None:
+    """Replaces modules of a model, before it has an adapter: by those of Liger, and by linear layers in fp8.
+
+    A reference gets the same as its policy, so that the two agree at step 0.
+
+    Raises:
+        ConfigError: there are none for its architecture.
+    """
+    if resources.liger:
+        _apply_liger(model)
+    if precision == "fp8":
+        _multiply_in_fp8(model)
+
+
+def _apply_liger(model: "PreTrainedModel") -> None:
+    """Hsu et al. 2024, arXiv:2410.10989. Losses stay: only trained positions go through the head already."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(
+            f"liger=true: liger-kernel has no kernels for the model ({model.config.model_type}); set liger=false"
+        )
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
+def _multiply_in_fp8(model: "PreTrainedModel") -> None:
+    """torchao's recipe: linear layers but the head, scaled by tensor at each step; weights stay in fp32."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    chosen: list[str] = []
+
+    def is_chosen(module: torch.nn.Module, name: str) -> bool:
+        sides = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
+        fits = not name.endswith(_HEADS) and all(side % _FP8_MULTIPLE == 0 for side in sides)
+        chosen.extend([name] if fits else [])
+        return fits
+
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=EMULATE_FP8)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_chosen)
+    logger.info("fp8_layers=%d", len(chosen))
+    if not chosen:
+        raise ConfigError(
+            f"precision=fp8: the model ({model.config.model_type}) has no linear layer whose sides are multiples of "
+            f"{_FP8_MULTIPLE}; set precision=bf16"
+        )
+
+
 def attention_of(resources: "Resources", precision: "Precision") -> str | None:
     """The attention of a training's models; None: that of transformers, SDPA where the architecture has it.
 
@@ -87,7 +139,7 @@ def attention_of(resources: "Resources", precision: "Precision") -> str | None:
     """
     if resources.attention != "auto":
         return resources.attention
-    if not resources.gpus_per_worker or resources.is_deterministic or precision not in ("bf16", "fp16"):
+    if not resources.gpus_per_worker or resources.is_deterministic or precision == "fp32":
         return None
     generation = torch.cuda.get_device_capability()[0]
     if generation == HOPPER and find_spec(FLASH_PACKAGES["flash_attention_3"]):
@@ -142,6 +194,11 @@ def require_precision(precision: str, *, on_gpu: bool) -> None:
         raise ConfigError(
             "precision=fp16: this training has no GPU, and would compute in fp32; set precision=bf16 or fp32, or "
             "resources.gpus_per_worker=1"
+        )
+    if precision == "fp8" and not EMULATE_FP8 and (not on_gpu or torch.cuda.get_device_capability() < FP8_CAPABILITY):
+        raise ConfigError(
+            "precision=fp8: a GPU of compute capability 8.9 (Ada, Hopper) or higher is needed, and this is "
+            f"{torch.cuda.get_device_name() if on_gpu else 'a CPU'}; set precision=bf16"
         )
     if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(

@@ -39,7 +39,15 @@ from tasks.train.callbacks import (
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
-from tasks.train.kernels import attention_of, fast_products, hold_in, kernel_args, prepare_layers, start_scaler
+from tasks.train.kernels import (
+    attention_of,
+    fast_products,
+    hold_in,
+    kernel_args,
+    prepare_layers,
+    replace_kernels,
+    start_scaler,
+)
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
@@ -114,6 +122,7 @@ class TrainingRun:
             install_chat_template(policy.tokenizer, self._chat_template)
         if self.method.adapter:
             hold_in(policy.model, self._frozen_dtype)
+        replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
 
     @cached_property
@@ -161,6 +170,7 @@ class TrainingRun:
             if self.method.adapter:
                 return None
             reference = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model
+            replace_kernels(reference, self.method.precision, self.ctx.resources)
             return models.frozen(hold_in(reference, self._frozen_dtype))
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)

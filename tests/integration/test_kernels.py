@@ -16,7 +16,7 @@ from transformers import Trainer, modeling_utils
 from transformers import trainer as transformers_trainer
 
 from lineage.artifact import Kind
-from lineage.errors import PipelineError, StoppedError
+from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter
 from tasks.train import kernels
@@ -387,6 +387,33 @@ def test_buffers_and_the_head_of_a_reward_model_stay_in_fp32(root: Path) -> None
     kernels.hold_in(model, "bf16")
     assert model.score.weight.dtype == model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+@pytest.fixture
+def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes in bf16 what a GPU would in fp8."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(kernels, "EMULATE_FP8", True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fp8_trains_linear_layers_and_follows_bf16(root: Path, tmp_path: Path, fp8: None, name: str) -> None:
+    bf16 = training.train(training.method(name, precision="bf16"), root, tmp_path / "bf16" / "output")
+    found = training.train(training.method(name, precision="fp8"), root, tmp_path / "fp8" / "output")
+    assert found.losses != bf16.losses
+    assert found.losses == pytest.approx(bf16.losses, rel=3e-2)
+    assert weights(found.output).keys() == weights(bf16.output).keys()
+    assert {each.dtype for each in weights(found.output).values()} == {torch.float32}
+
+
+def test_fp8_resumes_to_the_bit(root: Path, tmp_path: Path, fp8: None) -> None:
+    stop_and_go_on(training.method("dpo", num_steps=6, precision="fp8"), root, tmp_path, SAVING)
+
+
+def test_a_model_without_linear_layers_is_refused_in_fp8(root: Path, tmp_path: Path, fp8: None) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "gpt2")
+    with pytest.raises(ConfigError, match=r"the model \(gpt2\) has no linear layer .* set precision=bf16"):
+        training.train(training.method("sft", precision="fp8"), root, tmp_path / "output", policy=policy)
 
 
 @pytest.mark.slow

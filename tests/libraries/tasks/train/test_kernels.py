@@ -1,4 +1,5 @@
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from tasks.train.kernels import (
     attention_of,
     fast_products,
     kernel_args,
+    replace_kernels,
     require_precision,
     start_scaler,
 )
@@ -55,6 +57,32 @@ def test_hardware_that_lacks_a_precision_is_refused(monkeypatch):
         require_precision("bf16", on_gpu=True)
     with pytest.raises(ConfigError, match="precision=fp16: this training has no GPU, and would compute in fp32"):
         kernel_args(SFT(precision="fp16"), Resources())
+
+
+def test_fp8_needs_a_gpu_of_ada_or_hopper(monkeypatch):
+    fake_gpu(monkeypatch, capability=(8, 6))
+    with pytest.raises(ConfigError, match=r"precision=fp8: a GPU of compute capability 8\.9 .* this is Tesla T4; set"):
+        require_precision("fp8", on_gpu=True)
+    with pytest.raises(ConfigError, match=r"this is a CPU; set precision=bf16"):
+        require_precision("fp8", on_gpu=False)
+    fake_gpu(monkeypatch, capability=(8, 9))
+    assert kernel_args(SFT(precision="fp8"), ON_GPU)["bf16"]
+
+
+def test_liger_takes_the_place_of_modules_and_not_of_losses(monkeypatch):
+    calls = []
+    package = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None})
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
+    monkeypatch.setattr(kernels, "apply_liger_kernel", lambda model, config: calls.append((model, config)))
+    llama, gpt2 = (SimpleNamespace(config=SimpleNamespace(model_type=each)) for each in ("llama", "gpt2"))
+    replace_kernels(llama, "bf16", ON_GPU)
+    assert calls == []
+    replace_kernels(llama, "bf16", replace(ON_GPU, liger=True))
+    assert calls == [(llama, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    with pytest.raises(ConfigError, match=r"liger-kernel has no kernels for the model \(gpt2\); set liger=false"):
+        replace_kernels(gpt2, "bf16", replace(ON_GPU, liger=True))
 
 
 def scaled(scale=None):

@@ -1,6 +1,7 @@
 """What the plan decides and refuses about precision and kernels."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,6 +57,8 @@ def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
         ),
         (["resources.gradient_checkpointing=0"], r"gradient_checkpointing.*greater than 0"),
         (["resources.gradient_checkpointing=some"], r"gradient_checkpointing"),
+        (["precision=ms_amp"], r"precision=ms_amp: MS-AMP is abandoned.*set precision=fp8"),
+        (["stages.sft.method.precision=MS-AMP"], r"precision=MS-AMP: MS-AMP is abandoned.*set precision=fp8"),
         (["precision=half"], r'precision="half": input should be .*fp16'),
     ],
 )
@@ -73,16 +76,36 @@ def test_compilation_on_a_cpu_needs_a_compiler(monkeypatch):
     make_plan(pipeline)
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
-def test_a_package_that_is_not_installed_is_named_with_its_install_command(monkeypatch, attention):
-    pipeline = load_pipeline(["resources=gpu", f"resources.attention={attention}"])
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [
+        ("resources.attention=flash_attention_2", "flash_attn"),
+        ("resources.attention=flash_attention_3", "flash_attn_interface"),
+        ("resources.liger=true", "liger_kernel"),
+        ("precision=fp8", "torchao"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_install_command(monkeypatch, override, package):
+    pipeline = load_pipeline(["resources=gpu", override])
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=rf"attention={attention}: the package flash_attn\S* is not installed; install "
-    ):
+    asked = override.replace("precision", "method.precision")
+    with pytest.raises(ConfigError, match=rf"{asked}: the package {package} is not installed; install it .*, or set "):
         make_plan(pipeline)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name)
     make_plan(pipeline)
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [("9.0", False), ("8.9", False), ("8.6", True), ("12.0", False)])
+def test_fp8_needs_a_gpu_that_multiplies_in_it(monkeypatch, capability, is_refused):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    listing = f"NVIDIA A40, {capability}\n"
+    monkeypatch.setattr(kernels.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listing))
+    pipeline = load_pipeline(["resources=gpu", "precision=fp8"])
+    if not is_refused:
+        kernels.check_kernels(pipeline)
+        return
+    with pytest.raises(ConfigError, match=r"precision=fp8: NVIDIA A40 has compute capability 8\.6, and 8\.9 "):
+        kernels.check_kernels(pipeline)
 
 
 @pytest.mark.parametrize(
