@@ -23,22 +23,17 @@ class SFT(Training):
     """Trains a policy on the assistant's turns, including the token that ends each turn, and on nothing else.
 
     Args:
-        chat_template: for a model that has none: used in training, and written into the output. One from a file belongs
-            to the model: ``sources.base.chat_template``.
-        too_long: what is done with a row of more than ``max_length`` tokens: cut its end (None), cut the beginning of
-            its prompt, drop it, or fail.
+        chat_template: for a model that has none; written into the output. From a file: ``sources.base.chat_template``.
+        too_long: of more than ``max_length`` tokens: cut its end (None), cut its prompt's beginning, drop it, or fail.
         max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
-        packing: whole conversations share the ``max_length`` tokens of one example, and do not attend to each other;
-            ``global_batch_size`` then counts such packs.
-        thinking: whether the assistant's thinking (``<think>...</think>`` before an answer) is trained or dropped;
-            None: as the chat template does, and a row whose thinking the template would drop is an error.
+        packing: conversations share an example, and attend to themselves; ``global_batch_size`` then counts packs.
+        thinking: of the assistant: trained or dropped; None: as the template does, and where it drops some, an error.
     """
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends a turn, or no such token
     # The first version of packing padded the rows of a pack.
     option_versions: ClassVar = {**Training.option_versions, "packing": ("version", 1)}
     reads: ClassVar = CONVERSATIONS
-
     default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step; a conversation is one, or several
     max_length: Annotated[int, Gt(0)] = 2048

@@ -13,14 +13,14 @@ from flows.declare.config import method_class
 from flows.declare.typed import typed
 from flows.reports.tables import empty_table, plain_text
 from lineage.errors import ConfigError
-from tasks.context import Resources
+from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
 from tasks.recipe import TrainingRecipe
 from tasks.train.compatibility import RULES, Case, Fields, Refusal, Rule, assigned, refusals
 
 Works = Literal["yes", "on a GPU", "no"]
 
-_GPU: Fields = {"resources.gpus_per_worker": 1}
+_GPU: Fields = {"resources.gpus_per_worker": 1, "method.precision": "bf16"}  # as conf/resources/gpu.yaml
 # What a training states in these tables where no value of a setting says otherwise.
 _BASE: Fields = {
     "method.learning_rate": 1e-3, "method.num_steps": 4, "method.max_length": 64, "method.global_batch_size": 8,
@@ -98,6 +98,14 @@ def choices() -> dict[str, list[Choice]]:
         "schedule": _values("schedule", "method.schedule.name", Schedule),
         "precision": [
             each for each in _values("precision", "method.precision", TrainingRecipe) if each.value != "auto"
+        ],
+        "attention": [each for each in _values("attention", "resources.attention", Resources) if each.value != "auto"],
+        "weights": [
+            Choice(setting="weights", value=value, fields={"resources.weights": value}) for value in get_args(Dtype)
+        ],
+        "checkpointing": [
+            Choice(setting="checkpointing", value=value, fields={"resources.gradient_checkpointing": value})
+            for value in ("off", "on")
         ],
         "sharding": [Choice(setting="sharding", value=name, fields=fields) for name, fields in _SHARDING.items()],
     }

@@ -29,7 +29,7 @@ _HEAD = """\
 
 Every setting of a training, and [what works with what](#what-works-with-what). A field is set in YAML or by override:
 `stages.sft.method.optimizer.name=adamw_torch`, `stages.sft.resources.num_workers=2`. Groups set one in every training
-stage: `optimizer=NAME`, `schedule=NAME`, `adapter=NAME`, `quantization=NAME`, `resources=NAME` (the files of `conf/`).
+stage: `optimizer=muon`, `schedule=linear`, `adapter=lora`, `quantization=nf4`, `resources=gpu` (the files of `conf/`).
 A field of `method` is part of a model's identity; one of `resources` says where and how it is trained, and is not.
 `null` turns a setting off. The plan refuses a value that is not accepted, and a field that the chosen name does not
 read.

@@ -22,6 +22,7 @@ from tasks.train.schedules import PLATEAU
 
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 _NONE: Fields = {}
+_HAVE_B = ("lora", "dora")  # adapters with two matrices of which one starts at 0
 _PRODIGY_RATE = 0.1
 _UNSET_NORM = 1.0  # the default of max_grad_norm
 
@@ -468,7 +469,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="lora-plus-adapter",
         fields=("method.optimizer.lora_plus_ratio", "method.adapter.type"),
-        refuses=lambda case: case.get("method.optimizer.lora_plus_ratio") and case.get("method.adapter.type") != "lora",
+        refuses=lambda case: (
+            case.get("method.optimizer.lora_plus_ratio") and case.get("method.adapter.type") not in _HAVE_B
+        ),
         reason="LoRA+ gives the matrices B of a LoRA another learning rate, and there is none",
         nearest={"method.optimizer.lora_plus_ratio": None},
         example={"method.optimizer.lora_plus_ratio": 16.0},

@@ -254,7 +254,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
         target=f"{_OURS}:galore", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
     ),
     "galore_adamw_layerwise": Entry(
-        about="GaLore, updating each weight inside the backward pass: Lv et al. 2024, arXiv:2306.09782",
+        about="GaLore that updates each weight inside the backward pass, as in arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:galore_layerwise", reads=(*_ADAM, *_PROJECTION), matrices=_GALORE, package=_GALORE_TORCH,
         in_backward=True,
     ),
@@ -286,7 +286,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
         package=Package(module="grokadamw", name="grokadamw==0.1.2"),
     ),
     "lomo": Entry(
-        about="gradient descent inside the backward pass, without state: Lv et al. 2024, arXiv:2306.09782",
+        about="gradient descent inside the backward pass: Lv et al. 2024, arXiv:2306.09782; it logs grad_norm=0",
         target=f"{_OURS}:lomo", optim="lomo", in_backward=True,
         package=Package(module="lomo_optim", name="lomo-optim==0.1.1"),
     ),
@@ -340,6 +340,9 @@ def build(
 
     Args:
         decayed: the names of the parameters that weight decay applies to.
+
+    Raises:
+        ConfigError: it is for matrices, and none is trained.
     """
     from tasks.train.own_optimizers import keep_embeddings_in_32_bits, plain_groups, split_groups
 
@@ -364,6 +367,11 @@ def build(
     elif entry.matrices:
         own = {each: getattr(setting, each, None) or value for each, value in entry.matrices.items()}
         groups = split_groups(model, decayed(model), setting.weight_decay, own)
+        if not groups[0]["params"]:
+            raise ConfigError(
+                f"optimizer.name={setting.name}: it treats matrices of linear layers apart, and this training trains "
+                "none: its adapter has none, or all are frozen; set optimizer=adamw_torch_fused, or adapter=lora"
+            )
     else:
         groups = plain_groups(model, decayed(model), setting.weight_decay)
     built: TorchOptimizer = make(groups, lr=learning_rate, **options)

@@ -14,7 +14,9 @@ from tests import training
 from tests.stage_folder import write_inputs
 from tests.training import same, weights
 
-SETTINGS = ("method", "adapter", "quantization", "optimizer", "schedule", "precision")  # of one worker
+SETTINGS = (  # of one worker
+    "method", "adapter", "quantization", "optimizer", "schedule", "precision", "attention", "weights", "checkpointing",
+)  # fmt: skip
 SHARES = 8  # in which the trainings are divided, so that test workers share them
 Pairs = set[frozenset[Choice]]
 

@@ -12,8 +12,9 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.method import Adapter
+from tasks.method import Adapter, Adaptive, Schedule, Validation
 from tests import training
+from tests.stage_folder import write_inputs
 from tests.training import same, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 
@@ -90,6 +91,28 @@ def test_workers_that_were_not_there_before_draw_numbers_of_their_own(
     seeds = [[done.torch_seed for done in ranks] for ranks in again]
     assert seeds[0] == seeds[1]
     assert len({stage.seed, *seeds[0]}) == 3  # not those of step 0, and not those of each other
+
+
+def test_two_workers_measure_and_adapt_as_one_and_resume_to_the_bit(tmp_path: Path, two_workers: WorkerGroup) -> None:
+    root = write_inputs(tmp_path / "inputs")
+    adaptive = Adaptive(spike_z=1e-6, start_steps=1, plateau_steps=1, min_improvement=0.5, recovery_steps=3)
+    stage = training.method(
+        "sft", num_steps=6, schedule=Schedule(name="constant", warmup=0.0, adaptive=adaptive),
+        validation=Validation(every_steps=2, patience=9),
+    )  # fmt: skip
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=RESOURCES)
+    broken = replace(whole, folder=tmp_path / "broken")
+    ranks = two_workers.train(whole)
+    first = two_workers.train(replace(broken, stop_after=3))
+    rest = two_workers.train(replace(broken, resume_step=3))
+    alone = train(replace(whole, folder=tmp_path / "alone", resources=replace(RESOURCES, micro_batch_size=4)))
+    for name in ("learning_rate", "adaptive/factor", "val/loss"):
+        values = [[report[name] for _, report in each.reports if name in report] for each in (*ranks, alone)]
+        assert values[0] == values[1] == pytest.approx(values[2], abs=TOLERANCE)
+    assert len({report["adaptive/factor"] for _, report in ranks[0].reports}) > 1
+    assert [step for step, report in ranks[0].reports if "val/loss" in report] == [2, 4, 6]
+    assert losses(first, rest) == losses(ranks)
+    assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
 
 
 def test_the_workers_agree_on_the_best_model_also_where_one_does_not_see_it(

@@ -25,8 +25,8 @@ def test_a_reward_head_of_its_own_may_start_elsewhere_but_not_diverge():
     def of_llamafactory(share):
         return {"posttrain": OWN, "llamafactory": {**OWN, "reward": [loss * share for loss in OWN["reward"]]}}
 
-    assert not list(disagreements(of_llamafactory(1.2)))
-    assert list(disagreements(of_llamafactory(1.5)))
+    assert not list(disagreements(of_llamafactory(1.1)))
+    assert list(disagreements(of_llamafactory(1.2)))
 
 
 def test_rows_of_the_demonstration_sets_are_messages(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from lineage.errors import ConfigError
 from tasks.method import Optimizer
 from tasks.train.optimizers import OPTIMIZERS, build
 from tasks.train.own_optimizers import averaged
@@ -192,6 +193,14 @@ def test_galore_projects_matrices_but_neither_head_nor_embedding() -> None:
         names[id(each)]: state["exp_avg"].shape for each, state in optimizer.state.items() if "projector" in state
     }
     assert projected == {"up.weight": (128, 2), "down.weight": (2, 128)}
+
+
+def test_an_optimizer_of_matrices_is_refused_where_none_is_trained() -> None:
+    model = Tiny()
+    for name, each in model.named_parameters():
+        each.requires_grad = "norm" in name
+    with pytest.raises(ConfigError, match=r"optimizer\.name=muon: .* set optimizer=adamw_torch_fused"):
+        build(Optimizer(name="muon"), RATE, decayed, model)
 
 
 def test_eight_bits_are_eight_but_those_of_embeddings() -> None:

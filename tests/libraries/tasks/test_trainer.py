@@ -11,6 +11,10 @@ from tasks.train import kernels
 from tasks.train import run as module
 
 
+def trainer(state, args):
+    return SimpleNamespace(model=None, state=state, args=args, _save_checkpoint=None)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_written(tmp_path, monkeypatch, rank):
     def fails(*_):
@@ -23,7 +27,7 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
     state, args = SimpleNamespace(global_step=3), SimpleNamespace(max_steps=8, deepspeed=None)
     context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, rank=rank, world_size=2)
     with pytest.raises(OSError, match="connection"):
-        module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context, 40)
+        module.fit(SFT(), trainer(state, args), {}, context, 40)
     assert draft.exists() == (rank == 1)
 
 
@@ -43,7 +47,7 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
     resources = Resources(deterministic=deterministic)
     context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, resources=resources)
     with pytest.raises(InterruptedError):
-        module.fit(SFT(), SimpleNamespace(model=None, state=state, args=args), {}, context, 40)
+        module.fit(SFT(), trainer(state, args), {}, context, 40)
     assert found == [deterministic]
     assert products == ["medium"]
 
