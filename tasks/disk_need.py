@@ -15,14 +15,14 @@ from lineage.model_files import require_sound
 from lineage.store import Entry
 from tasks.context import Resources
 from tasks.recipe import TrainingRecipe
-from tasks.train.adapters import ALL_LINEAR, Adapter
+from tasks.train.adapters import ADAPTERS, HEADS, Adapter, targets
+from tasks.train.freeze import Freeze
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
 _UNKNOWN_STEPS = 10**9  # of num_epochs, until the rows are known: as many saves as can be
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, and no layer that an adapter is put on
-_HEADS = ("lm_head", "score")  # linear, and left out of all-linear
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -92,16 +92,18 @@ class DiskNeed:
 def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> DiskNeed:
     """What a stage writes that starts from a model of these shapes."""
     weights = sum(map(math.prod, shapes.values()))
-    adapter = adapter_weights(method.adapter, shapes) if method.adapter else 0
-    trained = adapter if method.adapter else weights
+    trained, adapter = adapter_weights(method.adapter, shapes) if method.adapter else (weights, 0)
+    saved = adapter if method.adapter else weights
+    if method.freeze:
+        trained -= _frozen_weights(method.freeze, shapes)
     keep_best = resources.keep_best.n if resources.keep_best else 0
     by_steps, saves = _saves(method, resources)
     # One by the clock is written beside the one before, in whatever time the stage takes.
     by_clock = min(2, saves) if resources.save_minutes is not None else 0
     kept = resources.keep_last + keep_best + bool(method.best)
     return DiskNeed(
-        checkpoint=trained
-        * (_WEIGHT_BYTES + method.optimizer.state_bytes + (_ZERO_BYTES if resources.zero_stage else 0)),
+        checkpoint=saved * _WEIGHT_BYTES
+        + trained * (method.optimizer.state_bytes + (_ZERO_BYTES if resources.zero_stage else 0)),
         fewest=max(min(resources.keep_last + 1, by_steps), by_clock),
         most=min(kept + 1, saves),
         kept=min(kept, saves),
@@ -213,14 +215,71 @@ def model_shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def adapter_weights(adapter: Adapter, shapes: Shapes) -> int:
-    """Two matrices beside each layer: rank x inputs and outputs x rank."""
-    layers = [shape for name, shape in shapes.items() if len(shape) == 2 and _is_target(name, adapter)]
-    return sum(adapter.rank * (rows + columns) for rows, columns in layers)
+def adapter_weights(adapter: Adapter, shapes: Shapes) -> tuple[int, int]:
+    """Weights of an adapter on a model of these shapes: those that are trained, and those that are saved.
+
+    Raises:
+        ConfigError: a name of the adapter matches no layer of the model.
+    """
+    row = ADAPTERS[adapter.type]
+    names = _targets(adapter, shapes)
+    layers = [_layer(shapes[f"{name}.weight"]) for name in names]
+    trained = sum(row.trained(adapter, *layer) for layer in layers)
+    frozen = sum(row.frozen(adapter, *layer) for layer in layers)
+    if adapter.type == "vera" and layers:  # two random matrices, which all layers share
+        frozen += adapter.rank * (max(rows for rows, _ in layers) + max(columns for _, columns in layers))
+    trained += _of_the_base(adapter, shapes)
+    return trained, trained + frozen
 
 
-def _is_target(weight: str, adapter: Adapter) -> bool:
-    layer = weight.removesuffix(".weight").rpartition(".")[2]
-    if adapter.target_modules != ALL_LINEAR:
-        return layer in adapter.target_names
-    return layer not in _HEADS and not layer.startswith(_NOT_LINEAR)
+def percent_trained(method: TrainingRecipe, shapes: Shapes) -> float | None:
+    """The share of the parameters that a training changes; None: all of them, or the shapes are not known."""
+    weights = sum(map(math.prod, shapes.values()))
+    if not weights:
+        return None
+    if method.adapter:
+        trained, saved = adapter_weights(method.adapter, shapes)
+        return 100 * trained / (weights + saved)
+    if method.freeze:
+        return 100 * (1 - _frozen_weights(method.freeze, shapes) / weights)
+    return None
+
+
+def _frozen_weights(freeze: Freeze, shapes: Shapes) -> int:
+    return sum(math.prod(shapes[name]) for name in freeze.frozen(shapes))
+
+
+def _layer(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], shape[1] if len(shape) > 1 else 1)
+
+
+def _targets(adapter: Adapter, shapes: Shapes) -> list[str]:
+    """The names of the layers that get the adapter."""
+    dimensions = 1 if adapter.type == "ln_tuning" else 2
+    weights = [name for name, shape in shapes.items() if len(shape) == dimensions and name.endswith(".weight")]
+    modules = [name for weight in weights if _can_be_target(name := weight.removesuffix(".weight"), adapter)]
+    try:
+        return targets(adapter, modules)
+    except ConfigError:
+        if any("expert" in name for name in shapes):  # whose layers have other names once they are loaded
+            return []
+        raise
+
+
+def _can_be_target(module: str, adapter: Adapter) -> bool:
+    layer = module.rpartition(".")[2]
+    if adapter.type == "ln_tuning":
+        return "norm" in layer or layer.startswith("ln")
+    return layer not in HEADS and not layer.startswith(_NOT_LINEAR)
+
+
+def _of_the_base(adapter: Adapter, shapes: Shapes) -> int:
+    """Weights of the base that are trained, and saved with the adapter."""
+    saved = [name for name in shapes if any(f".{module}." in f".{name}" for module in adapter.saved_names)]
+    biases = [name for name in shapes if name.endswith(".bias")] if adapter.bias == "all" else []
+    if adapter.bias == "lora_only" or adapter.type == "ln_tuning":
+        biases = [name for each in _targets(adapter, shapes) if (name := f"{each}.bias") in shapes]
+    tokens = adapter.trainable_token_indices or ()
+    embeddings = [shape for name, shape in shapes.items() if "embed" in name or name.endswith("wte.weight")]
+    width = next((shape[-1] for shape in embeddings), 0)
+    return sum(math.prod(shapes[name]) for name in {*saved, *biases}) + len(tokens) * width

@@ -121,7 +121,8 @@ class Training(TrainingRecipe):
         metrics = self.loop(run)
         saved = run.save()
         epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
-        return {**run.rows.metrics, **metrics, **({} if epochs is None else {"epochs": epochs}), **saved}
+        length = {} if epochs is None else {"epochs": epochs}
+        return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

@@ -20,6 +20,7 @@ from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.train.adapters import Adapter
+from tasks.train.freeze import Freeze
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Name as ScheduleName
@@ -106,7 +107,7 @@ class Role(StrEnum):
 
     POLICY = "policy"  # trained; from the slot of its name
     REWARD_HEAD = "reward_head"  # trained: the policy's backbone under a new head with one output
-    FROZEN_POLICY = "frozen_policy"  # the input policy; with an adapter, the policy without it
+    FROZEN_POLICY = "frozen_policy"  # the input policy; with a new adapter, the policy without it
     REWARD_MODEL = "reward_model"  # frozen, finished; from the slot of its name
     VALUE_MODEL = "value_model"  # trained: a value per token; starts as the reward model, or as the policy's backbone
     TEACHER = "teacher"  # frozen causal language model; from the slot of its name
@@ -127,7 +128,7 @@ POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
 # Fields that were added later with a default other than None: the default stays out of the fingerprint.
-_ADDED_LATER = {"output": "last", "on_divergence": "fail"}
+_ADDED_LATER = {"output": "last", "on_divergence": "fail", "adapter_in": "merge"}
 # Short form -> the setting and its field.
 SHORT_FORMS = {
     "lr_schedule": ("schedule", "name"),
@@ -174,6 +175,9 @@ class TrainingRecipe(Method):
     precision: Precision = "fp32"  # of the arithmetic; auto: bf16 on a GPU, else fp32
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
+    adapter_in: Literal["merge", "continue", "stack"] | None = None  # what becomes of the input's adapter; None: merge
+    freeze: Freeze | None = None  # the weights that a full training leaves as they are
+    neftune_alpha: Annotated[float, Gt(0)] | None = None  # noise on embeddings: Jain et al. 2023, arXiv:2310.05914
     lr_schedule: ScheduleName | None = None  # short for schedule.name
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # short for schedule.warmup
     weight_decay: Annotated[float, Ge(0)] | None = None  # short for optimizer.weight_decay
@@ -212,6 +216,7 @@ class TrainingRecipe(Method):
                 "save=adapter: every weight is trained, and there is no adapter to save; set adapter=lora or "
                 "adapter=qlora, or save=null for this stage"
             )
+        self._check_adapter()
         self._check_best()
 
     def steps(self, num_rows: Callable[[], int]) -> int:
@@ -284,6 +289,49 @@ class TrainingRecipe(Method):
                 raise ConfigError(f"learning_rate: {type(self).__name__} has no default; set learning_rate=...")
             factor = ADAPTER_FACTOR if self.adapter else 1
             object.__setattr__(self, "learning_rate", float(f"{self.default_learning_rate * factor:g}"))
+
+    def _check_adapter(self) -> None:
+        """Refuses settings of the trained part that do not go together."""
+        if self.adapter is None:
+            if self.adapter_in is not None:
+                raise ConfigError(
+                    f"adapter_in={self.adapter_in}: this stage has no adapter; set adapter=lora, or adapter_in=null"
+                )
+            return
+        if self.freeze is not None:
+            raise ConfigError(
+                f"freeze.modules={self.freeze.modules} with adapter.type={self.adapter.type}: under an adapter every "
+                "weight of the base is frozen; set freeze=null, or adapter=null for this stage"
+            )
+        if self.adapter.init == "lora_ga" and self.models["policy"] == REWARD_HEAD:
+            raise ConfigError(
+                f"adapter.init=lora_ga: it starts from gradients of the likelihood of rows, which "
+                f"{type(self).__name__} does not train; set adapter.init=eva, or null"
+            )
+        if self.adapter_in in (None, "merge"):
+            return
+        if self.quantization is not None and self.quantization.merge == "dequantized":
+            raise ConfigError(
+                f"adapter_in={self.adapter_in} with quantization.merge=dequantized: only an adapter that is merged "
+                "knows what its base was rounded to; set adapter_in=merge, or quantization.merge=original"
+            )
+        if self.models["policy"] == REWARD_HEAD:
+            raise ConfigError(
+                f"adapter_in={self.adapter_in}: {type(self).__name__} puts a new head on its input, so its adapter is "
+                "merged; set adapter_in=merge"
+            )
+        if self.adapter_in == "continue" and (self.adapter.init or self.adapter.type in ("adalora", "osf")):
+            found = f"init={self.adapter.init}" if self.adapter.init else f"type={self.adapter.type}"
+            raise ConfigError(
+                f"adapter_in=continue with adapter.{found}: this starts a new adapter from the base's weights; set "
+                "adapter_in=merge, or adapter.type=lora with adapter.init=null"
+            )
+        if self.adapter_in == "stack" and (self.adapter.type not in ("lora", "dora") or self.adapter.init):
+            found = f"init={self.adapter.init}" if self.adapter.init else f"type={self.adapter.type}"
+            raise ConfigError(
+                f"adapter_in=stack with adapter.{found}: only a LoRA that starts at zero can lie upon another; set "
+                "adapter_in=merge, or adapter.type=lora with adapter.init=null"
+            )
 
     def _check_best(self) -> None:
         adaptive = self.schedule.adaptive

@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
+    from flows.planning.disk_room import share_notes
     from flows.planning.kernels import bf16_notes
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import pending
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     adopt_view(pipeline)
     plan = make_plan(pipeline)
     faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
-    plan = replace(plan, notes=[*plan.notes, *faster, *pending(plan)])
+    shares = share_notes(plan, plan.stale)
+    plan = replace(plan, notes=[*plan.notes, *shares, *faster, *pending(plan)])
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
     return 0

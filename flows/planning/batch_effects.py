@@ -54,6 +54,8 @@ def batch_notes(pipeline: Pipeline) -> dict[str, str]:
 def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
     if method.adapter and method.adapter.dropout:
         yield f"dropout is drawn per micro batch (adapter.dropout={method.adapter.dropout:g})"
+    if method.neftune_alpha:
+        yield f"noise is drawn per micro batch (neftune_alpha={method.neftune_alpha:g})"
     if not _disables_dropout(method):
         rates = {
             key: value for key, value in config.items() if key.endswith(_DROPOUT) and not key.startswith(_OF_HEADS)

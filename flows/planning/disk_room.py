@@ -5,11 +5,12 @@ from pathlib import Path
 
 from flows.planning.plan import Plan, PlannedInput, PlannedStage
 from lineage.artifact import Kind
+from lineage.errors import ConfigError
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import Store
 from tasks.check_rows import POLICY
-from tasks.disk_need import require_room
+from tasks.disk_need import model_shapes, percent_trained, require_room
 from tasks.method import Training
 
 
@@ -29,6 +30,28 @@ def require_plan_room(plan: Plan, stages: Sequence[PlannedStage]) -> None:
             before += require_room(
                 planned.name, method, resources, _model(plan, planned), plan.entry(planned), before=before
             )  # fmt: skip
+
+
+def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
+    """How much of its model each stage trains, where it is not all of it and the shapes of the model are known.
+
+    Raises:
+        ConfigError: a name in ``adapter`` or ``freeze`` matches nothing in the model.
+    """
+    notes = []
+    for planned in stages:
+        method = planned.stage.method
+        if not isinstance(method, Training) or not (method.adapter or method.freeze):
+            continue
+        model = _model(plan, planned)
+        try:
+            percent = percent_trained(method, model_shapes(model)) if model else None
+        except ConfigError as error:
+            raise ConfigError(f"stages.{planned.name}: {error}") from error
+        if percent is not None:
+            what = f"adapter.type={method.adapter.type}" if method.adapter else "freeze"
+            notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({what})")
+    return notes
 
 
 def _model(plan: Plan, planned: PlannedStage) -> Path | None:

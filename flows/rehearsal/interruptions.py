@@ -64,6 +64,8 @@ def other_workers(planned: PlannedStage) -> Resources | str:
         return f"zero_stage={resources.zero_stage}: goes on with {resources.num_workers} workers only"
     if method.adapter and method.adapter.dropout:
         return f"adapter.dropout={method.adapter.dropout}: drawn by each worker, so that other workers drop others"
+    if method.neftune_alpha:
+        return f"neftune_alpha={method.neftune_alpha:g}: drawn by each worker, so that other workers draw other noise"
     num_workers = 2 if resources.num_workers == 1 else resources.num_workers // 2
     rows = gcd(resources.micro_batch_size, method.global_batch_size // num_workers)
     changed = replace(

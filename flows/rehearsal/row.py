@@ -13,7 +13,7 @@ from flows.wording import counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.manifest import Manifest
 from tasks.method import Training
-from tasks.train.models import ADAPTER_DIR
+from tasks.train.adapter_files import ADAPTER_DIR
 
 _DOES = {Kind.REPORT: "evaluate", Kind.VERDICT: "judge", **dict.fromkeys(DATA, "prepare")}
 

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows, trainings
 from tasks.context import Resources
 from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
+from tasks.train.adapters import ADAPTERS
 from tasks.train.optimizers import EXTRA, OPTIMIZERS, Entry
 from tasks.train.quantization import FORMATS
 from tasks.train.schedules import SCHEDULES
@@ -62,6 +63,8 @@ def render() -> str:
         parts.append(_section(f"`method.{path}`", f"method.{path}", cls))
         if path == "optimizer":
             parts.append(_optimizers())
+        if path == "adapter":
+            parts.append(_adapters())
         if path == "schedule":
             parts.append(_schedules())
         if path == "quantization":
@@ -96,6 +99,16 @@ def _optimizers() -> str:
         "need, but for those with a licence, which forbids commercial use.\n"
     )
     return "\n".join([said, *_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
+
+
+def _adapters() -> str:
+    """What each type of adapter is from, and reads."""
+    rows = [(f"`{name}`", row.paper, ", ".join(f"`{field}`" for field in row.reads)) for name, row in ADAPTERS.items()]
+    said = (
+        "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
+        "norms.\n"
+    )
+    return "\n".join([said, *_table(("type", "from", "reads"), rows), ""])
 
 
 def _needs(entry: Entry) -> str:

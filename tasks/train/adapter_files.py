@@ -5,6 +5,7 @@ An output that is an adapter names its base by fingerprint. The base is looked u
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,22 +13,25 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import ALIAS, SOURCE, WHEEL, Kind, Source
 from lineage.digest import DigestCache
-from lineage.errors import ArtifactError, PipelineError
+from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import short
-from lineage.manifest import SourceRecord
+from lineage.manifest import InputRecord, SourceRecord
 from lineage.model_files import read_json
 from lineage.model_source import MODEL_OPTIONS, model_options
 from lineage.sources import pin
 from lineage.store import CACHE, MANIFEST, Entry
 from lineage.view import VIEWS
+from tasks.check_rows import POLICY
 from tasks.fetch_model import PARTS_FILE, fetch_model
-from tasks.recipe import Input
+from tasks.recipe import Input, TrainingRecipe
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE_FILE = "base.json"
+ADAPTER_DIR, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
             directory = Path(parts["weights"])
         elif is_adapter(directory):
             adapters.insert(0, directory)
-            directory = _base_directory(directory)
+            directory = _base_directory(directory, _base_of(directory))
         else:
             return directory, adapters
 
@@ -105,9 +109,93 @@ def rounding_of_base(adapter: Path) -> Mapping[str, object] | None:
     return rounding
 
 
-def _base_directory(adapter: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Intake:
+    """A model as a stage takes it in.
+
+    Args:
+        base: the directory of the full model.
+        merged: adapters that are merged into it, in order.
+        carried: adapters that stay adapters.
+        beneath: what the adapter in training lies upon: it, not the stage's input, is the base that a saved adapter
+            names. None: the input.
+    """
+
+    base: Path
+    merged: Sequence[Path] = ()
+    carried: Sequence[Path] = ()
+    beneath: Base | None = None
+
+
+def intake(method: TrainingRecipe, policy: Input) -> Intake:
+    """How a stage takes in a model that is an adapter, or that has one beside it in ``adapter/``.
+
+    Raises:
+        ConfigError: the adapter is to stay one, and there is none, or its base has no name.
+        ArtifactError: its base is missing.
+    """
+    if method.adapter_in not in ("continue", "stack"):
+        base, merged = base_and_adapters(policy.path)
+        return Intake(base=base, merged=merged)
+    base, adapters, beneath = _parts(policy.path)
+    if not adapters:
+        raise ConfigError(
+            f"adapter_in={method.adapter_in}: {policy.name} has no adapter that could be kept; an output of a stage "
+            "with adapter=lora, or an adapter of PEFT, is accepted; set adapter_in=merge for this stage"
+        )
+    if any(map(rounding_of_base, adapters)):
+        raise ConfigError(
+            f"adapter_in={method.adapter_in}: an adapter of {policy.name} belongs to a dequantized base "
+            "(quantization.merge=dequantized); set adapter_in=merge for this stage"
+        )
+    if method.adapter_in == "stack":
+        return Intake(base=base, carried=adapters)
+    if beneath is None and method.save == "adapter":
+        raise ConfigError(
+            f"adapter_in=continue with save=adapter: {policy.name} is an adapter of PEFT, and its base is no artifact "
+            "that the output could name; set save=null, or adapter_in=merge"
+        )
+    return Intake(base=base, merged=adapters[:-1], carried=adapters[-1:], beneath=beneath)
+
+
+def _parts(directory: Path) -> tuple[Path, list[Path], Base | None]:
+    """The full model under a model, its adapters, and what the last of them lies upon; None: it has no name."""
+    base, adapters = base_and_adapters(directory)
+    if adapters:
+        return base, adapters, _base_of(adapters[-1]) if is_adapter(adapters[-1]) else None
+    own = directory / ADAPTER_DIR
+    manifest = Entry(directory.parent).manifest() if (own / ADAPTER_CONFIG).exists() else None
+    given = manifest.inputs.get(POLICY) if manifest else None
+    if manifest is None or given is None:
+        return base, [], None
+    named = _base_in_manifest(given)
+    policy = _base_directory(directory, named)
+    if manifest.recipe.get("adapter_in") == "continue":  # it lies upon what the adapter before it does
+        base, adapters, beneath = _parts(policy)
+        return base, [*adapters[:-1], own], beneath
+    base, adapters = base_and_adapters(policy)
+    return base, [*adapters, own], named
+
+
+def _base_in_manifest(given: InputRecord) -> Base:
+    """The base of the adapter that was merged into a stage's output: the policy that the stage started from."""
+    source = given.source
+    if source is None or source.revision is None or _is_alias(source):
+        return Base(name=given.artifact, fingerprint=given.fingerprint, digest=given.digest)
+    is_wheel = source.path.startswith(WHEEL)
+    options = {name: value for name, value in source.reading.items() if name in MODEL_OPTIONS}
+    return Base(
+        name=given.artifact, fingerprint=given.fingerprint, digest=given.digest, revision=source.revision,
+        hub_id=None if is_wheel else source.path, wheel=source.path if is_wheel else None, options=options or None,
+    )  # fmt: skip
+
+
+def _base_of(adapter: Path) -> Base:
+    return Base(**json.loads((adapter / BASE_FILE).read_text()))
+
+
+def _base_directory(adapter: Path, base: Base) -> Path:
     """The directory of an adapter's base, verified by its digests."""
-    base = Base(**json.loads((adapter / BASE_FILE).read_text()))
     stores = adapter.absolute().parents[2:4]  # of <store>/<stage>/<fingerprint>/output, and of DVC's view of one
     for entry in _artifacts(adapter, base, stores):
         manifest = entry.require_intact(DigestCache(entry.path.parents[1] / "digests.json"))
@@ -163,6 +251,10 @@ def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
     for record in manifest.inputs.values() if manifest else ():
         if record.source and record.fingerprint == base.fingerprint:
             yield record.source
+    given = manifest.inputs.get(POLICY) if manifest and manifest.recipe.get("adapter_in") == "continue" else None
+    if given and given.fingerprint != base.fingerprint:  # the base is that of the adapter which was trained further
+        for entry in _artifacts(adapter, _base_in_manifest(given), adapter.absolute().parents[2:4]):
+            yield from _recorded(entry.output, base)
 
 
 def _is_alias(source: SourceRecord | Source) -> bool:
@@ -176,13 +268,23 @@ def _lost(adapter: Path, base: Base, cause: str) -> ArtifactError:
     )
 
 
-def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
-    """Saves the adapter with bytes that depend on the training only: without paths, module names sorted."""
+def save_adapter(
+    model: "PeftModel", directory: Path, base: Base, start: "Mapping[str, Tensor] | None" = None
+) -> None:  # fmt: skip
+    """Saves the adapter with bytes that depend on the training only: without paths, module names sorted.
+
+    Args:
+        base: what it lies upon.
+        start: its weights before the first step, where its initialization changed the base: see ``_on_original``.
+    """
     model.save_pretrained(directory, safe_serialization=True)
+    if start:
+        _on_original(directory, start)
     (directory / "README.md").unlink(missing_ok=True)  # PEFT's model card, which names a local path
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
-    base = Base.of(policy)
+    if "init_lora_weights" in config:
+        config["init_lora_weights"] = True  # another one would be computed at each load, and replaced by the weights
     # PEFT can resolve hub ids only, and not what a source sets beside one.
     is_plain = base.hub_id and not base.options
     config["base_model_name_or_path"] = base.hub_id if is_plain else base.fingerprint
@@ -191,6 +293,30 @@ def save_adapter(model: "PeftModel", directory: Path, policy: Input) -> None:
         if isinstance(config.get(key), list):
             config[key] = sorted(config[key])
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _on_original(directory: Path, start: "Mapping[str, Tensor]") -> None:
+    """Makes a saved LoRA, whose initialization took its product off the base, one upon the original base.
+
+    Base - start + adapter is a LoRA of twice the rank: B A - B0 A0 = [B, -B0] [A; A0]. PEFT would initialize again
+    whenever the adapter is loaded.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights, path = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    state = load_file(weights)
+    for name in list(state):
+        if ".lora_A." in name:
+            state[name] = torch.cat([state[name], start[name]], dim=0)
+        elif ".lora_B." in name:
+            state[name] = torch.cat([state[name], -start[name]], dim=1)
+    save_file(state, weights, metadata={"format": "pt"})
+    config = json.loads(path.read_text())
+    config["lora_alpha"] *= math.sqrt(2) if config["use_rslora"] else 2
+    config["r"] *= 2
+    config |= {"init_lora_weights": True, "lora_ga_config": None}
+    path.write_text(json.dumps(config))
 
 
 def plain_config(model: "PreTrainedModel") -> "PreTrainedConfig":

@@ -1,36 +1,65 @@
-"""Adapters: the setting, and its PEFT configuration."""
+"""Adapters by type: the setting, the layers that it is put on, and how many weights it has.
 
-import copy
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+``tasks.train.adapted`` builds them with PEFT. This file imports neither torch nor PEFT: the plan reads it.
+"""
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
-from tasks.train.quantization import Format, Quantization
-from tasks.train.quantized_base import detect_quantized_layers, is_quantized
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import PreTrainedModel
+from tasks.train.quantization import Format
 
 ALL_LINEAR = "all-linear"  # every linear layer except the head
-Type = Literal["lora"]
+# A group of layers -> words in the name of a module that holds them.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward"),
+}
+Type = Literal[
+    "lora", "dora", "oft", "boft", "vera", "ia3", "loha", "lokr", "adalora", "hra", "miss", "fourierft", "randlora",
+    "ln_tuning", "osf",
+]  # fmt: skip
 DEFAULT: Type = "lora"
-
-logger = logging.getLogger(__name__)
+HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
+# The base is changed by these, so that base + adapter is the input: the adapter alone starts from something else.
+CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
+ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quantized base
+FROM_DATA = ("eva", "lora_ga")  # need rows of the training
+_INITS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
+_ADDED_LATER = {"type": DEFAULT, "rslora": False}  # defaults other than None that stay out of the fingerprint
+_GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Few weights that are trained beside a frozen base. The output is the merged model.
 
+    A type reads some of the fields (``ADAPTERS``); another one that is set is refused.
+
     Args:
         type: an entry of ``ADAPTERS``; ``lora``: Hu et al. 2021, arXiv:2106.09685.
-        target_modules: names of linear layers, separated by commas; ``all-linear``: all except the head.
+        dropout: of the adapter's input, or of its ranks.
+        target_modules: separated by commas: ``all-linear`` (all except the head), ``attention``, ``mlp``, names of
+            linear layers, or globs over their full names, such as ``*.layers.1.*``.
+        exclude_modules: names or globs of layers among them that get none.
+        layers: indices of the blocks whose layers get one; None: all.
+        modules_to_save: names of modules that are trained in full beside the adapter, separated by commas.
+        trainable_token_indices: rows of the embedding that are trained too.
+        bias: which biases are trained: those of all layers, or of the layers with an adapter; None: none.
+        rslora: scale by alpha / sqrt(rank): Kalajdzievski 2023, arXiv:2312.03732.
+        init: of the weights; None: PEFT's, with which the adapter starts as zero. ``pissa`` (and ``pissa_niter_N``, a
+            faster SVD of N iterations) arXiv:2404.02948, ``olora`` arXiv:2406.01775, ``eva`` arXiv:2410.07170,
+            ``lora_ga`` arXiv:2407.05000. Under ``mica`` only half of the weights are trained.
+        block_size: of the orthogonal blocks.
+        num_frequencies: coefficients per layer.
+        target_rank: the mean rank at the end of a training that prunes ranks; None: half of ``rank``.
         quantization: short for ``quantization.format``, of the training that has the adapter.
     """
 
@@ -41,91 +70,330 @@ class Adapter:
     alpha: Annotated[int, Gt(0)] = 32
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     target_modules: str = ALL_LINEAR
+    exclude_modules: str | None = None
+    layers: tuple[Annotated[int, Ge(0)], ...] | None = None
+    modules_to_save: str | None = None
+    trainable_token_indices: tuple[Annotated[int, Ge(0)], ...] | None = None
+    bias: Literal["all", "lora_only"] | None = None
+    rslora: bool = False
+    init: str | None = None
+    block_size: Annotated[int, Gt(0)] | None = None
+    num_frequencies: Annotated[int, Gt(0)] | None = None
+    target_rank: Annotated[int, Gt(0)] | None = None
     quantization: Format | None = None
 
     def __post_init__(self) -> None:
-        if not all(self.target_names):
+        for name, names in (
+            ("target_modules", self.target_names), ("exclude_modules", self.excluded_names),
+            ("modules_to_save", self.saved_names),
+        ):  # fmt: skip
+            if not all(names):
+                raise ConfigError(
+                    f"adapter.{name}={getattr(self, name)!r}: a name is empty; names separated by commas are accepted; "
+                    f"set for example q_proj,v_proj" + (f", or {ALL_LINEAR}" if name == "target_modules" else "")
+                )
+        self._check_head()
+        self._check_read()
+        self._check_init()
+        if self.target_rank is not None and self.target_rank >= self.rank:
             raise ConfigError(
-                f"adapter.target_modules={self.target_modules!r}: a name is empty; names of linear layers separated by "
-                f"commas are accepted; set for example q_proj,v_proj, or {ALL_LINEAR}"
+                f"adapter.target_rank={self.target_rank} and adapter.rank={self.rank}: {self.type} starts at rank and "
+                f"prunes to target_rank; set a smaller target_rank, such as {max(1, self.rank // 2)}"
             )
 
     @property
     def target_names(self) -> list[str]:
-        return [name.strip() for name in self.target_modules.split(",")]
+        return _names(self.target_modules)
+
+    @property
+    def excluded_names(self) -> list[str]:
+        return _names(self.exclude_modules)
+
+    @property
+    def saved_names(self) -> list[str]:
+        return _names(self.modules_to_save)
+
+    @property
+    def changes_the_base(self) -> bool:
+        return self.init is not None and self.init.startswith(CHANGE_THE_BASE)
+
+    def value(self, name: str) -> int:
+        """A number as set, or as its type has it."""
+        found = getattr(self, name)
+        found = ADAPTERS[self.type].defaults.get(name) if found is None else found
+        if name == "target_rank" and found is None:
+            found = max(1, self.rank // 2)
+        assert isinstance(found, int)
+        return found
 
     def identity(self) -> dict[str, object]:
-        """Its part of a recipe."""
+        """Its part of a recipe: without the fields that its type does not read, which keep their defaults."""
         values = without_nones(asdict(self))
         assert isinstance(values, dict)
-        if values["type"] == DEFAULT:
-            del values["type"]
-        return {"adapter": values}
+        unread = _OF_SOME_TYPES - ADAPTERS[self.type].reads.keys()
+        values = {name: value for name, value in values.items() if name not in unread}
+        return {"adapter": {name: value for name, value in values.items() if _ADDED_LATER.get(name) != value}}
+
+    def _check_head(self) -> None:
+        head = next((name for name in self.target_names if name.rpartition(".")[2] in HEADS), None)
+        if head:
+            raise ConfigError(
+                f"adapter.target_modules={self.target_modules}: log-probabilities are computed from the weights of "
+                f"{head} directly, so that an adapter on it would never be trained; remove it, or train it in full: "
+                f"adapter.modules_to_save={head}"
+            )
+
+    def _check_read(self) -> None:
+        """Refuses a field that the type would ignore."""
+        reads = ADAPTERS[self.type].reads
+        for each in fields(self):
+            if each.name in _OF_SOME_TYPES - reads.keys() and getattr(self, each.name) != each.default:
+                others = [name for name, row in ADAPTERS.items() if each.name in row.reads]
+                raise ConfigError(
+                    f"adapter.{each.name}={getattr(self, each.name)}: {self.type} does not read it; it reads "
+                    f"{', '.join(reads) or 'none of these fields'}; remove it, or set adapter.type to one of "
+                    f"{', '.join(others)}"
+                )
+
+    def _check_init(self) -> None:
+        if self.init is None:
+            return
+        if self.init not in _INITS and not re.fullmatch(r"pissa_niter_[1-9]\d*", self.init):
+            raise ConfigError(
+                f"adapter.init={self.init}: accepted are {', '.join(_INITS)} and pissa_niter_N; set one of them, or "
+                "null for PEFT's own"
+            )
+        if self.type == "dora":
+            raise ConfigError(
+                f"adapter.init={self.init} with adapter.type=dora: DoRA splits the base's weights into magnitude and "
+                "direction before this initialization; set adapter.type=lora, or adapter.init=null"
+            )
 
 
-def peft_config(
-    adapter: Adapter | None, quantization: Quantization | None, model: "PreTrainedModel"
-) -> "PeftConfig | None":
-    """A method's adapter as PEFT's configuration; the new head of a reward model is trained and saved in full.
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text is not None else []
+
+
+# Of one layer: the adapter, its outputs and its inputs -> how many weights.
+Count = Callable[[Adapter, int, int], int]
+
+
+def _none(_adapter: Adapter, _outputs: int, _inputs: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterType:
+    """A row of ``ADAPTERS``.
 
     Args:
-        quantization: of the model.
+        config: the class of PEFT.
+        paper: where it is from.
+        reads: a field of ours -> the argument of the class that it becomes.
+        trained: weights of a layer that are trained.
+        frozen: weights of a layer that are saved beside them.
+        fixed: further arguments of the class.
+        defaults: of fields that are not set.
+    """
+
+    config: str
+    paper: str
+    reads: Mapping[str, str]
+    trained: Count
+    frozen: Count = _none
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+def _lora(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return adapter.rank * (inputs if adapter.init == "mica" else inputs + outputs)
+
+
+def _mica(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return adapter.rank * outputs if adapter.init == "mica" else 0
+
+
+def _dora(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return adapter.rank * (inputs + outputs) + outputs
+
+
+def _adalora(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return adapter.rank * (inputs + outputs + 1)
+
+
+def _oft(adapter: Adapter, outputs: int, inputs: int) -> int:
+    size = adapter.value("block_size")
+    return inputs // size * (size * (size - 1) // 2)
+
+
+def _boft(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return inputs * adapter.value("block_size") + outputs
+
+
+def _lokr(adapter: Adapter, outputs: int, inputs: int) -> int:
+    (rows, more_rows), (columns, more_columns) = _factors(outputs), _factors(inputs)
+    is_whole = adapter.rank >= max(more_rows, more_columns) / 2
+    return rows * columns + (more_rows * more_columns if is_whole else adapter.rank * (more_rows + more_columns))
+
+
+def _factors(number: int) -> tuple[int, int]:
+    """Two factors as near to each other as can be, the smaller first."""
+    small = next(each for each in range(math.isqrt(number), 0, -1) if number % each == 0)
+    return small, number // small
+
+
+def _randlora(adapter: Adapter, outputs: int, inputs: int) -> int:
+    least = min(outputs, inputs)
+    return math.ceil(least / adapter.rank) * (adapter.rank + least)
+
+
+def _osf(adapter: Adapter, outputs: int, inputs: int) -> int:
+    return osf_rank(adapter, outputs, inputs) * (outputs + inputs + 1)
+
+
+def osf_rank(adapter: Adapter, outputs: int, inputs: int) -> int:
+    """How many singular directions of a layer are trained; at least one stays frozen."""
+    return min(adapter.rank, min(outputs, inputs) - 1)
+
+
+_LORA_FIELDS = {
+    "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "bias": "bias", "rslora": "use_rslora",
+    "init": "init_lora_weights", "trainable_token_indices": "trainable_token_indices",
+}  # fmt: skip
+ADAPTERS: Mapping[str, AdapterType] = {
+    "lora": AdapterType(
+        config="LoraConfig", paper="Hu et al. 2021, arXiv:2106.09685", reads=_LORA_FIELDS, trained=_lora, frozen=_mica,
+    ),
+    "dora": AdapterType(
+        config="LoraConfig", paper="Liu et al. 2024, arXiv:2402.09353", reads=_LORA_FIELDS, trained=_dora,
+        fixed={"use_dora": True},
+    ),
+    "oft": AdapterType(
+        config="OFTConfig", paper="Qiu et al. 2023, arXiv:2306.07280; Qiu et al. 2025, arXiv:2506.19847",
+        reads={"block_size": "oft_block_size"}, trained=_oft, fixed={"r": 0},  # PEFT never calls its module_dropout
+        defaults={"block_size": 32},
+    ),
+    "boft": AdapterType(
+        config="BOFTConfig", paper="Liu et al. 2023, arXiv:2311.06243",
+        reads={"block_size": "boft_block_size", "dropout": "boft_dropout"}, trained=_boft, defaults={"block_size": 4},
+    ),
+    "vera": AdapterType(
+        config="VeraConfig", paper="Kopiczko et al. 2023, arXiv:2310.11454",
+        reads={"rank": "r", "dropout": "vera_dropout"},
+        trained=lambda adapter, outputs, _inputs: adapter.rank + outputs,
+    ),
+    "ia3": AdapterType(
+        config="IA3Config", paper="Liu et al. 2022, arXiv:2205.05638", reads={},
+        trained=lambda _adapter, outputs, _inputs: outputs,
+        fixed={"feedforward_modules": []},  # of a gated layer, the output of up_proj is the paper's input of down_proj
+    ),
+    "loha": AdapterType(
+        config="LoHaConfig", paper="Hyeon-Woo et al. 2021, arXiv:2108.06098",
+        reads={"rank": "r", "alpha": "alpha", "dropout": "rank_dropout"},
+        trained=lambda adapter, outputs, inputs: 2 * adapter.rank * (inputs + outputs),
+    ),
+    "lokr": AdapterType(
+        config="LoKrConfig", paper="Yeh et al. 2023, arXiv:2309.14859",
+        reads={"rank": "r", "alpha": "alpha", "dropout": "rank_dropout"}, trained=_lokr,
+    ),
+    "adalora": AdapterType(
+        config="AdaLoraConfig", paper="Zhang et al. 2023, arXiv:2303.10512",
+        reads={"rank": "init_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_rank": "target_r"},
+        trained=_adalora,
+    ),
+    "hra": AdapterType(
+        config="HRAConfig", paper="Yuan et al. 2024, arXiv:2405.17484", reads={"rank": "r"},
+        trained=lambda adapter, _outputs, inputs: adapter.rank * inputs,
+    ),
+    "miss": AdapterType(
+        config="MissConfig", paper="Kang et al. 2024, arXiv:2409.15371", reads={"rank": "r", "dropout": "miss_dropout"},
+        trained=lambda adapter, outputs, _inputs: adapter.rank * outputs,
+    ),
+    "fourierft": AdapterType(
+        config="FourierFTConfig", paper="Gao et al. 2024, arXiv:2405.03003",
+        reads={"num_frequencies": "n_frequency", "alpha": "scaling"},
+        trained=lambda adapter, _outputs, _inputs: adapter.value("num_frequencies"),
+        fixed={"init_weights": True},  # PEFT's default starts from a random change of the model
+        defaults={"num_frequencies": 1000},
+    ),
+    "randlora": AdapterType(
+        config="RandLoraConfig", paper="Albert et al. 2025, arXiv:2502.00987",
+        reads={"rank": "r", "alpha": "randlora_alpha", "dropout": "randlora_dropout"}, trained=_randlora,
+        fixed={"save_projection": False},  # PEFT would save the same random matrices once per layer
+    ),
+    "ln_tuning": AdapterType(
+        config="LNTuningConfig", paper="Zhao et al. 2023, arXiv:2312.11420", reads={},
+        trained=lambda _adapter, outputs, _inputs: outputs,
+    ),
+    "osf": AdapterType(
+        config="OSFConfig", paper="Nayak et al. 2025, arXiv:2504.07097", reads={"rank": "rank_pattern"}, trained=_osf
+    ),
+}  # fmt: skip
+_OF_SOME_TYPES = frozenset(name for row in ADAPTERS.values() for name in row.reads)
+
+
+def is_plain(adapter: Adapter) -> bool:
+    """Whether its targets are what PEFT itself finds: all linear layers, or names of some."""
+    beyond = any(name in GROUPS or _GLOB.search(name) or "." in name for name in adapter.target_names)
+    return not (beyond or adapter.excluded_names or adapter.layers is not None or adapter.type == "ln_tuning")
+
+
+def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:
+    """The full names of the modules that get an adapter.
+
+    PEFT itself ignores a name that matches nothing, and takes a glob for a regular expression.
+
+    Args:
+        modules: the full names of those that could: linear layers, or for ``ln_tuning`` the norms.
 
     Raises:
-        ConfigError: the model has no module of such a name.
+        ConfigError: a name matches nothing, or nothing is left.
     """
-    if adapter is None:
-        return None
-    return ADAPTERS[adapter.type](adapter, quantization, model)
-
-
-def _lora(adapter: Adapter, quantization: Quantization | None, model: "PreTrainedModel") -> "PeftConfig":
-    from peft import LoraConfig
-
-    detect_quantized_layers(is_quantized(model))
-    is_reward_model = model.get_output_embeddings() is None
-    stated = {
-        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
-        "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM",
-        "modules_to_save": ["score"] if is_reward_model else None,
-    }  # fmt: skip
-    targets = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
-    layers = _layers_beside_experts(LoraConfig(**stated, target_modules=targets), model)
-    if layers is None:
-        return LoraConfig(**stated, target_modules=targets)
-    if is_quantized(model):
-        logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
-        return LoraConfig(**stated, target_modules=layers)
-    if adapter.dropout:
+    found = _matched("target_modules", adapter.target_modules, adapter.target_names, modules)
+    excluded = _matched("exclude_modules", adapter.exclude_modules, adapter.excluded_names, found)
+    found = [name for name in found if name not in set(excluded)]
+    if adapter.layers is not None:
+        there = {index for name in found if (index := _block(name)) is not None}
+        missing = [str(index) for index in adapter.layers if index not in there]
+        if missing:
+            raise ConfigError(
+                f"adapter.layers={list(adapter.layers)}: the targets are in no layer {', '.join(missing)}; they are in "
+                f"{', '.join(map(str, sorted(there))) or 'none'}; name some of these"
+            )
+        found = [name for name in found if _block(name) in adapter.layers]
+    if not found:
         raise ConfigError(
-            f"adapter.dropout={adapter.dropout}: the adapter is put on the experts of a mixture, which are parameters: "
-            f"PEFT has no dropout for them; set adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
+            f"adapter.target_modules={adapter.target_modules}: no module is left; set other target_modules, or exclude "
+            "fewer"
         )
-    return LoraConfig(**stated, target_modules=targets)
+    return found
 
 
-def _layers_beside_experts(config: "PeftConfig", model: "PreTrainedModel") -> list[str] | None:
-    """The linear layers among a config's targets in a mixture whose experts are parameters; None: it has no experts."""
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, model=model, conversions=None)
-    return sorted(converted.target_modules) if converted.target_parameters else None
-
-
-def _found(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
-    """The target names, each of which the model must have: PEFT ignores a name that matches nothing."""
-    from torch.nn import Linear
-
-    ends = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Linear)]
-    missing = [name for name in adapter.target_names if name not in ends]
+def _matched(field_name: str, value: str | None, names: Iterable[str], modules: Sequence[str]) -> list[str]:
+    matches = {name: [module for module in modules if _matches(name, module)] for name in names}
+    missing = [name for name, found in matches.items() if not found]
     if missing:
+        ends = sorted({module.rpartition(".")[2] for module in modules})
         raise ConfigError(
-            f"adapter.target_modules={adapter.target_modules}: the model has no linear layer {', '.join(missing)}; "
-            f"it has {', '.join(sorted(set(ends)))}; name some of these, or {ALL_LINEAR}"
+            f"adapter.{field_name}={value}: the model has no linear layer {', '.join(missing)}; it has "
+            f"{', '.join(ends)}; name some of these, a glob over full names such as *.{ends[0] if ends else 'q_proj'}, "
+            f"or {ALL_LINEAR}"
         )
-    return adapter.target_names
+    chosen = {module for found in matches.values() for module in found}
+    return [module for module in modules if module in chosen]
 
 
-# Type -> builder of its PEFT configuration.
-ADAPTERS: Mapping[str, Callable[[Adapter, Quantization | None, "PreTrainedModel"], "PeftConfig"]] = {"lora": _lora}
+def _matches(name: str, module: str) -> bool:
+    if name == ALL_LINEAR:
+        return True
+    if name in GROUPS:
+        parents = module.split(".")[:-1]
+        return any(word in parent for parent in parents for word in GROUPS[name])
+    if _GLOB.search(name):
+        return fnmatch.fnmatchcase(module, name)
+    return module == name or module.endswith(f".{name}")
+
+
+def _block(module: str) -> int | None:
+    """The index of the block that a module is in."""
+    return next((int(part) for part in module.split(".") if part.isdigit()), None)

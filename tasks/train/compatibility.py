@@ -16,6 +16,7 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
+from tasks.train.adapters import ON_QUANTIZED
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -247,6 +248,48 @@ RULES: tuple[Rule, ...] = (
         reason="a base in few bits is frozen, so only an adapter can be trained on it",
         nearest={"method.adapter.type": "lora"},
         example={"method.quantization.format": "nf4", "method.adapter": None},
+    ),
+    Rule(
+        id="adapter-type-quantization",
+        fields=("method.adapter.type", "method.quantization.format"),
+        refuses=lambda case: case.method.quantization and case.get("method.adapter.type") not in (None, *ON_QUANTIZED),
+        reason=f"PEFT puts it on layers in full precision; on a quantized base train {', '.join(ON_QUANTIZED)}",
+        nearest={"method.adapter.type": "lora"},
+        example={"method.adapter.type": "vera", "method.quantization.format": "nf4"},
+    ),
+    Rule(
+        id="adapter-init-quantization",
+        fields=("method.adapter.init", "method.quantization.format"),
+        refuses=lambda case: case.method.quantization and case.method.adapter and case.method.adapter.changes_the_base,
+        reason="this initialization takes its product off the base, which would be rounded again",
+        nearest={"method.adapter.init": None},
+        example={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.quantization.format": "nf4"},
+    ),
+    Rule(
+        id="adalora-zero",
+        fields=("method.adapter.type", "resources.zero_stage"),
+        refuses=lambda case: case.get("method.adapter.type") == "adalora" and case.resources.zero_stage,
+        reason="AdaLoRA scores ranks by their gradients, which ZeRO divides over the workers",
+        nearest={"resources.zero_stage": 0},
+        example={"method.adapter.type": "adalora", "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="adalora-own-loop",
+        fields=("method.adapter.type", "method"),
+        refuses=lambda case: case.get("method.adapter.type") == "adalora" and case.method.has_own_loop,
+        reason="transformers' trainer prunes its ranks, and this method has a loop of its own",
+        nearest={"method.adapter.type": "lora"},
+        example={"method.adapter.type": "adalora"},
+        stage="own_loop",
+    ),
+    Rule(
+        id="neftune-own-loop",
+        fields=("method.neftune_alpha", "method"),
+        refuses=lambda case: case.method.neftune_alpha and case.method.has_own_loop,
+        reason="transformers' trainer adds the noise, and this method has a loop of its own",
+        nearest={"method.neftune_alpha": None},
+        example={"method.neftune_alpha": 5.0},
+        stage="own_loop",
     ),
     Rule(
         id="quantization-gpu",

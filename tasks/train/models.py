@@ -15,7 +15,16 @@ from lineage.model_files import quantization_format, read_json
 from tasks.fetch_model import copy_tokenizer_files
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
-from tasks.train.adapter_files import Base, base_and_adapters, plain_config, rounding_of_base, save_adapter
+from tasks.train.adapter_files import (
+    ADAPTER_DIR,
+    Base,
+    Intake,
+    base_and_adapters,
+    intake,
+    plain_config,
+    rounding_of_base,
+    save_adapter,
+)
 from tasks.train.quantization import options_quantized_before, why_not_on_quantized
 from tasks.train.quantized_base import (
     Quantizer,
@@ -27,12 +36,12 @@ from tasks.train.quantized_base import (
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.context import TrainContext
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-ADAPTER_DIR = "adapter"
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
 _FIRST_POSITION_IS_0 = (
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
@@ -108,14 +117,19 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
     return config
 
 
-def load_policy(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
+def load_policy(
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None
+) -> Policy:  # fmt: skip
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
     Under QLoRA its linear layers, which are frozen, are in few bits.
+
+    Args:
+        taken: leaves out the adapters that it carries; None: all are merged.
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer)
+    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken)
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
@@ -279,6 +293,7 @@ def whole_model(
     last: Path | None = None,
     rounding: Mapping[str, object] | None = None,
     quantizer: Quantizer | None = None,
+    taken: Intake | None = None,
 ) -> "PreTrainedModel":
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
 
@@ -288,14 +303,15 @@ def whole_model(
         last: one more adapter, merged after those of the directory.
         rounding: of the base of ``last`` (``Quantization.rounding``); None: that base is in full precision.
         quantizer: how its linear layers are rounded after the merge.
+        taken: the base and the adapters, in place of those of the directory.
 
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
     """
     from transformers import GenerationConfig
 
-    base, adapters = base_and_adapters(directory)
-    merges = [(adapter, rounding_of_base(adapter)) for adapter in adapters]
+    base, merged = (taken.base, taken.merged) if taken else base_and_adapters(directory)
+    merges = [(adapter, rounding_of_base(adapter)) for adapter in merged]
     merges += [(last, rounding)] if last else []
     config = config or load_config(directory)
     local = local_options(directory)
@@ -307,7 +323,7 @@ def whole_model(
             of_base = Quantizer.like(rounded)
             model = fill_dequantized(model, of_base.finish(of_base.applied(model)))
         model = _merged(model, adapter)
-    if merges and (directory / _GENERATION).exists() and model.can_generate():
+    if (merges or base != directory) and (directory / _GENERATION).exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     if quantizer:
         model = quantizer.finish(quantizer.applied(model) if merges else model)
@@ -384,7 +400,11 @@ def _misfit(model: "PreTrainedModel", adapter: Path, cause: str) -> ConfigError:
 
 
 def save_output(
-    method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext"
+    method: TrainingRecipe,
+    model: "PreTrainedModel | PeftModel",
+    policy: Input,
+    ctx: "TrainContext",
+    start: "Mapping[str, Tensor] | None" = None,
 ) -> "PreTrainedModel | None":
     """Writes the trained model, with the tokenizer and chat template of its input; rank 0 only.
 
@@ -393,6 +413,9 @@ def save_output(
     full precision, and then differs from the model in training by the quantization error of the base; or, with
     ``quantization.merge=dequantized``, into the weights that it was trained on. Both ways of saving are the same model
     for the next stage and for serving.
+
+    Args:
+        start: weights of an adapter before the first step, where its initialization changed the base.
 
     Returns:
         The model that was merged into a base in few bits; None: there was none, or only the adapter is written.
@@ -406,11 +429,16 @@ def save_output(
         return None
     if not isinstance(model, PeftModel):
         model.save_pretrained(ctx.output_dir, safe_serialization=True)
-    elif method.save == "adapter":
-        _save_adapter_alone(model, policy, ctx.output_dir, _rounding(method))
+        copy_tokenizer(policy.path, ctx.output_dir)
+        return None
+    base = intake(method, policy).beneath or Base.of(policy)
+    if method.save == "adapter":
+        base = replace(base, rounding=_rounding(method))
+        save_adapter(model, ctx.output_dir, base, start)
+        _complete_adapter(model, base, ctx.output_dir)
     else:
         rounded = is_quantized(model.get_base_model())
-        save_adapter(model, ctx.output_dir / ADAPTER_DIR, policy)
+        save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
         merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
         merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
         merged.save_pretrained(ctx.output_dir, safe_serialization=True)
@@ -425,15 +453,12 @@ def _rounding(method: TrainingRecipe) -> dict[str, object] | None:
     return setting.rounding() if setting and setting.merge == "dequantized" else None
 
 
-def _save_adapter_alone(
-    model: "PeftModel", policy: Input, directory: Path, rounding: Mapping[str, object] | None
-) -> None:
-    save_adapter(model, directory, policy)
-    replace(Base.of(policy), rounding=rounding).write(directory)
-    base = model.get_base_model()
-    plain_config(base).save_pretrained(directory)
-    if base.can_generate():
-        base.generation_config.save_pretrained(directory)
+def _complete_adapter(model: "PeftModel", base: Base, directory: Path) -> None:
+    base.write(directory)
+    whole = model.get_base_model()
+    plain_config(whole).save_pretrained(directory)
+    if whole.can_generate():
+        whole.generation_config.save_pretrained(directory)
 
 
 def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
@@ -441,7 +466,10 @@ def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: P
     if not is_quantized(base):
         whole: PreTrainedModel = model.merge_and_unload()
         return whole
-    whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter, rounding=_rounding(method))
+    taken = intake(method, policy) if method.adapter_in == "continue" else None
+    whole = whole_model(
+        method.produces, policy.path, plain_config(base), last=adapter, rounding=_rounding(method), taken=taken
+    )
     if base.can_generate():
         whole.generation_config = base.generation_config
     return whole

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
+from tasks.train.adapted import REFERENCE
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class PairTrainer(Trainer):
 
     Args:
         pair_loss: takes the answers' log-probabilities, their numbers of tokens, and the reference's log-probabilities.
-        ref_model: the frozen policy; None: there is no reference, or it is the policy without its adapter.
+        ref_model: the frozen policy; None: there is no reference, or it is the policy without its adapter, or with the
+            frozen copy of it.
         proof: checks that policy and reference agree; called with the log-ratios (R) of the batches before the first
             step. None: there is no reference.
     """
@@ -102,7 +104,9 @@ class PairTrainer(Trainer):
                 outputs = model(**batch, labels=labels_RT, fused_lm_head=True, use_cache=False)
             else:
                 # The policy without its adapter is not called through DeepSpeed.
-                with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None), autocast(self.args):
+                policy = self.accelerator.unwrap_model(self.model)
+                copied = REFERENCE if REFERENCE in policy.peft_config else None
+                with use_adapter(policy, adapter_name=copied), autocast(self.args):
                     outputs = model(**batch, labels=labels_RT, fused_lm_head=True, use_cache=False)
         return outputs.log_probs.sum(1)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from peft import get_peft_model
 from transformers import PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
@@ -26,7 +25,19 @@ from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
-from tasks.train.adapters import peft_config
+from tasks.train.adapted import (
+    adapter_weights_of,
+    add_reference,
+    continued,
+    new_adapter,
+    peft_config,
+    reference_of,
+    save_only_the_trained,
+    share_trained,
+    stacked,
+    upon,
+)
+from tasks.train.adapter_files import intake
 from tasks.train.adapting import AdaptiveRate
 from tasks.train.callbacks import (
     NewRandomState,
@@ -38,6 +49,7 @@ from tasks.train.callbacks import (
     summary,
 )
 from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.freeze import freeze
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
     attention_of,
@@ -51,6 +63,7 @@ from tasks.train.kernels import (
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
+from tasks.train.rank_budget import RankBudget
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
@@ -66,6 +79,7 @@ if TYPE_CHECKING:
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
+    from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy
 
 logger = logging.getLogger(__name__)
@@ -81,6 +95,7 @@ class TrainingRun:
     Attributes:
         method, inputs, ctx: of the stage.
         trained: the model to save; None: that of ``policy``.
+        share: how many parameters are trained, where it is not all of them; for the metrics.
         device: where a loop of its own trains; trainers of transformers place models and batches themselves.
     """
 
@@ -89,6 +104,8 @@ class TrainingRun:
             method = replace(method, precision=ctx.resources.resolved_precision("auto"))
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
+        self.share: dict[str, float] = {}
+        self._adapter_start: dict[str, Tensor] | None = None
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
 
     @cached_property
@@ -101,9 +118,9 @@ class TrainingRun:
         start = self._start
         if not self.method.has_own_loop:
             return start
-        adapter = peft_config(self.method.adapter, self.method.quantization, start.model)
-        model = self._with_adapter(start.model, adapter) if adapter else start.model
+        model = self._adapted(start.model) if self.method.adapter else start.model
         step_in_fp32(model)
+        self._count(model)
         if self._is_reward_model:
             install_scores(model)
         if self._attention:
@@ -114,13 +131,18 @@ class TrainingRun:
     @cached_property
     def _start(self) -> "Policy":
         """The input policy, without the stage's adapter."""
-        load = models.load_reward_model if self._is_reward_model else models.load_policy
-        policy = load(self.method, self.inputs[_POLICY], self.ctx)
+        given = self.inputs[_POLICY]
+        if self._is_reward_model:
+            policy = models.load_reward_model(self.method, given, self.ctx)
+        else:
+            policy = models.load_policy(self.method, given, self.ctx, self._intake)
+        if self.method.freeze:
+            freeze(policy.model, self.method.freeze)
         models.require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-        if self.method.adapter:
+        if self.method.adapter and not self.method.adapter.changes_the_base:
             hold_in(policy.model, self._frozen_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
@@ -167,11 +189,7 @@ class TrainingRun:
     def _load(self, name: str) -> "PreTrainedModel | None":
         role = self.method.models[name]
         if role == Role.FROZEN_POLICY:
-            if self.method.adapter:
-                return None
-            reference = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model
-            replace_kernels(reference, self.method.precision, self.ctx.resources)
-            return models.frozen(hold_in(reference, self._frozen_dtype))
+            return self._frozen_policy()
         if role == Role.VALUE_MODEL:
             start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
@@ -183,6 +201,20 @@ class TrainingRun:
         if role == Role.REWARD_MODEL:
             install_scores(model)
         return models.frozen(hold_in(model, self._frozen_dtype))
+
+    def _frozen_policy(self) -> "PreTrainedModel | None":
+        """The policy as it was given; None: it is the policy in training, without its adapter or with a copy of it."""
+        found = reference_of(self.method)
+        if found == "off" or (found == "copy" and not self.method.has_own_loop):
+            return None
+        given, carried = self.inputs[_POLICY], self._intake.carried
+        if self.method.adapter_in == "stack":  # on a quantized base, merged adapters would be rounded with it
+            base = models.load_policy(self.method, given, self.ctx, self._intake).model
+            replace_kernels(base, self.method.precision, self.ctx.resources)
+            return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
+        reference = models.load_policy(self.method, given, self.ctx).model
+        replace_kernels(reference, self.method.precision, self.ctx.resources)
+        return models.frozen(hold_in(reference, self._frozen_dtype))
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
@@ -206,22 +238,22 @@ class TrainingRun:
         # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
-            for model in filter(None, (policy.model, reference)):
-                models.disable_dropout(model)
+            for each in filter(None, (policy.model, reference)):
+                models.disable_dropout(each)
         arguments = {**trainer_args(self.method, self.ctx, self.num_steps), **own, **off}
-        is_line = reads_lines(trainer_class)
+        # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
+        is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
         shared = {
             "train_dataset": self._ordered_rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
             "processing_class": policy.tokenizer,
             "ref_model": reference,
         }
-        model = policy.model
-        adapter = peft_config(self.method.adapter, self.method.quantization, model)
-        if "peft_config" in parameters:
-            shared["peft_config"] = adapter
-        elif adapter:
-            model = self._with_adapter(model, adapter)
+        model: PreTrainedModel | PeftModel = policy.model
+        if self.method.adapter and "peft_config" in parameters and reference_of(self.method) == "off":
+            shared["peft_config"] = self._peft_config(policy.model)
+        elif self.method.adapter:
+            model = self._adapted(policy.model)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         trainer = on_tokens(trainer_class)(
             model=model,
@@ -231,10 +263,23 @@ class TrainingRun:
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         self._prepare(trainer, reference, is_line)
-        if Role.FROZEN_POLICY in self.method.models.values() and "proof" not in own:
-            given = self.inputs[_POLICY]
-            trainer.add_callback(StepZeroProof(trainer, given, self._proof_tolerance))
+        if self.method.adapter and self.method.adapter.type == "adalora":
+            trainer.add_callback(RankBudget(trainer.model, self.ctx))
+        if self._needs_reference and "proof" not in own:
+            self._add_proof(trainer)
+        self._count(trainer.model)
         return trainer
+
+    def _add_proof(self, trainer: Trainer) -> None:
+        if self.method.neftune_alpha:
+            self._log_unproven()
+            return
+        trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
+
+    def _log_unproven(self) -> None:
+        logger.warning(
+            "step=0 reference=unproven: neftune_alpha=%g adds noise, other for each forward", self.method.neftune_alpha
+        )
 
     def micro_batches(self, step: int) -> Iterator[object]:
         """This worker's collated rows of an optimizer step on ``device``, for a loop that is not transformers'.
@@ -251,6 +296,9 @@ class TrainingRun:
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
+        if self.method.neftune_alpha:
+            self._log_unproven()
+            return lambda _log_ratios: None
         return partial(require_agreement, self.inputs[_POLICY], self._proof_tolerance)
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
@@ -268,7 +316,7 @@ class TrainingRun:
         merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter and is_quantized(model)
         prompts = golden_prompts(self.rows) if merges else []
         before = golden_values(model, prompts)
-        merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx)
+        merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
         if merged is None or not prompts:
@@ -312,9 +360,39 @@ class TrainingRun:
         rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
         return "bf16 reference" if rounded else self.method.precision
 
-    def _with_adapter(self, model: "PreTrainedModel", adapter: "PeftConfig") -> "PeftModel":
+    @cached_property
+    def _intake(self) -> "Intake":
+        return intake(self.method, self.inputs[_POLICY])
+
+    @property
+    def _needs_reference(self) -> bool:
+        return Role.FROZEN_POLICY in self.method.models.values()
+
+    def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
+        assert self.method.adapter
+        return peft_config(self.method.adapter, model, self.num_steps)
+
+    def _adapted(self, model: "PreTrainedModel") -> "PeftModel":
+        """The model with its adapter: the input's, a new one upon the input's, or a new one."""
+        adapter, config = self.method.adapter, self._peft_config(model)
+        assert adapter
+        below = stacked(model, self._intake.carried) if self.method.adapter_in == "stack" else None
         set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
-        return get_peft_model(model, adapter)
+        if self.method.adapter_in == "continue":
+            adapted = continued(model, adapter, config, self._intake.carried[0])
+        elif below is not None:
+            adapted = upon(below, config)
+        else:
+            pad = self._start.tokenizer.pad_token_id
+            adapted = new_adapter(model, adapter, config, lambda: self._ordered_rows, pad)
+        save_only_the_trained(adapted)
+        if adapter.changes_the_base:
+            self._adapter_start = adapter_weights_of(adapted)
+        return adapted
+
+    def _count(self, model: torch.nn.Module) -> None:
+        if self.method.adapter or self.method.freeze:
+            self.share = share_trained(model)
 
     def _reference(self) -> "PreTrainedModel | None":
         names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
@@ -333,6 +411,8 @@ class TrainingRun:
         """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
         if self._is_reward_model:
             install_scores(trainer.model)
+        if self._needs_reference and reference_of(self.method) == "copy":
+            add_reference(trainer.model)
         for model in filter(None, (trainer.model, reference)):
             if is_line:
                 install(model, self._attention, packs=self._packs)
@@ -365,6 +445,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         **schedule_args(method.schedule, method.learning_rate, num_steps),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
+        "neftune_noise_alpha": method.neftune_alpha,
         **kernel_args(method, resources),
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted

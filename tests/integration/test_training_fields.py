@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
 from tasks.method import Adapter, Optimizer, Schedule
+from tasks.train.freeze import Freeze
 from tests import tiny, training
 from tests.training import same, weights
 
@@ -43,10 +44,12 @@ CHANGES: dict[str, object] = {
     "max_prompt_length": 6,
     "packing": "best_fit",
     "thinking": "drop",
+    "freeze": Freeze(modules="mlp"),
+    "neftune_alpha": 5.0,
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
-# test_best.py, test_divergence.py, test_qlora.py, test_validation.py
-ELSEWHERE = {"best", "output", "on_divergence", "quantization", "validation"}
+# test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
+ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 FIELDS = [
     (name, field.name)
     for name, cls in training.METHODS.items()

@@ -1,0 +1,404 @@
+"""Adapters on models, through PEFT: a new one, the input's adapter trained further, or a new one upon the input's."""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import peft
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers.pytorch_utils import Conv1D
+
+from lineage.errors import ConfigError
+from tasks.train.adapters import ADAPTERS, ALL_LINEAR, FROM_DATA, Adapter, is_plain, osf_rank, targets
+from tasks.train.quantized_base import detect_quantized_layers, is_quantized
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.recipe import TrainingRecipe
+
+logger = logging.getLogger(__name__)
+
+DEFAULT, REFERENCE = "default", "ref"  # names of PEFT and TRL: the adapter in training, and its frozen copy
+_INIT_ROWS, _INIT_BATCH = 32, 8  # of initializations that read data; their own, so that no execution setting counts
+_WARMUP, _FINAL = 0.1, 0.5  # of the steps of AdaLoRA: before ranks are pruned, and after
+_LEAST_STEPS = 8  # some that score ranks after their weights have moved, some that prune, some after
+
+Batches = list[dict[str, "Tensor"]]
+
+
+def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> PeftConfig:
+    """An adapter as PEFT's configuration; the new head of a reward model is trained and saved in full.
+
+    Args:
+        num_steps: of the training, which AdaLoRA plans its ranks by.
+
+    Raises:
+        ConfigError: the model has no module of such a name, or the type cannot be put on it.
+    """
+    detect_quantized_layers(is_quantized(model))
+    row = ADAPTERS[adapter.type]
+    is_reward_model = model.get_output_embeddings() is None
+    saved = [*(["score"] if is_reward_model else []), *_saved(adapter, model)]
+    stated: dict[str, object] = {
+        "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM", "modules_to_save": saved or None, **row.fixed,
+        **_own(adapter, model, num_steps),
+    }  # fmt: skip
+    config_class = getattr(peft, row.config)
+    if is_plain(adapter):
+        names = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
+        layers = _layers_beside_experts(config_class(**stated, target_modules=names), model)
+        if layers is None:
+            config: PeftConfig = config_class(**stated, target_modules=names)
+        elif is_quantized(model):
+            logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
+            config = config_class(**stated, target_modules=layers)
+        else:
+            _require_no_dropout(adapter, layers)
+            config = config_class(**stated, target_modules=names)
+        return config
+    chosen = _targets(adapter, model)
+    whole: PeftConfig = config_class(**stated, target_modules=[name for name, _, _ in chosen])
+    return whole
+
+
+def _own(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> dict[str, object]:
+    """The arguments that the fields of the adapter become."""
+    row = ADAPTERS[adapter.type]
+    found: dict[str, object] = {}
+    for name, argument in row.reads.items():
+        value = adapter.value(name) if name in row.defaults or name == "target_rank" else getattr(adapter, name)
+        if value is not None:
+            found[argument] = list(value) if isinstance(value, tuple) else value
+    _require_fit(adapter, model)
+    if adapter.init == "eva":
+        found["eva_config"] = peft.EvaConfig(rho=1.0)  # equal ranks: the adapter has the size that the plan counts
+    if adapter.init == "lora_ga":
+        found["lora_ga_config"] = peft.LoraGAConfig()
+    if adapter.type == "adalora":
+        if num_steps < _LEAST_STEPS:
+            raise ConfigError(
+                f"adapter.type=adalora with {num_steps} steps: it scores ranks before it prunes them, which takes at "
+                f"least {_LEAST_STEPS}; set num_steps={_LEAST_STEPS} or more, or adapter.type=lora"
+            )
+        found |= {"total_step": num_steps, "tinit": max(2, int(_WARMUP * num_steps)), "tfinal": int(_FINAL * num_steps)}
+    if adapter.type == "osf":
+        found["rank_pattern"] = {
+            f"^{name.replace('.', '[.]')}$": min(outputs, inputs) - osf_rank(adapter, outputs, inputs)
+            for name, outputs, inputs in _targets(adapter, model)
+        }
+    return found
+
+
+def _require_fit(adapter: Adapter, model: "PreTrainedModel") -> None:
+    """Refuses a field that PEFT would ignore or change on this model."""
+    if adapter.bias is not None and not any(name.endswith(".bias") for name, _ in model.named_parameters()):
+        raise ConfigError(
+            f"adapter.bias={adapter.bias}: this model ({model.config.model_type}) has no biases to train; set "
+            "adapter.bias=null"
+        )
+    if adapter.type == "fourierft":
+        most = min(outputs * inputs for _, outputs, inputs in _targets(adapter, model))
+        if adapter.value("num_frequencies") > most:
+            raise ConfigError(
+                f"adapter.num_frequencies={adapter.value('num_frequencies')}: one of its layers has at most {most} "
+                f"frequencies; set adapter.num_frequencies={most} or less, or other target_modules"
+            )
+    if adapter.type in ("oft", "boft"):
+        _require_blocks(adapter, model)
+
+
+def _require_blocks(adapter: Adapter, model: "PreTrainedModel") -> None:
+    """PEFT takes another size of blocks where this one does not divide a layer's inputs."""
+    size = adapter.value("block_size")
+    for name, _, inputs in _targets(adapter, model):
+        if inputs % size:
+            fitting = next(each for each in range(size, 0, -1) if inputs % each == 0)
+            raise ConfigError(
+                f"adapter.block_size={size}: {name} has {inputs} inputs, which do not divide into such blocks; set "
+                f"adapter.block_size={fitting}, or other target_modules"
+            )
+
+
+def _require_no_dropout(adapter: Adapter, layers: Sequence[str]) -> None:
+    if adapter.dropout:
+        raise ConfigError(
+            f"adapter.dropout={adapter.dropout}: the adapter is put on the experts of a mixture, which are parameters: "
+            f"PEFT has no dropout for them; set adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
+        )
+
+
+def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
+    """The full names of the modules that are trained in full; PEFT ignores a name that matches nothing."""
+    names = [name for name, _ in model.named_modules()]
+    found: list[str] = []
+    for wanted in adapter.saved_names:
+        matched = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        found += matched
+        if not matched:
+            ends = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
+            raise ConfigError(
+                f"adapter.modules_to_save={adapter.modules_to_save}: the model has no module {wanted}; it has "
+                f"{', '.join(ends)}; name some of these"
+            )
+        tied = model.config.get_text_config().tie_word_embeddings
+        embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+        if tied and any(model.get_submodule(name) in embeddings for name in matched):
+            raise ConfigError(
+                f"adapter.modules_to_save={adapter.modules_to_save}: embedding and head of this model are one matrix, "
+                "and PEFT would train two, of which one is saved; remove it, train single rows with "
+                "adapter.trainable_token_indices, or all weights with adapter=full"
+            )
+    return found  # PEFT would take "norm" for every name that ends in it, such as input_layernorm
+
+
+def _layers_beside_experts(config: PeftConfig, model: "PreTrainedModel") -> list[str] | None:
+    """The linear layers among a config's targets in a mixture whose experts are parameters; None: it has no experts."""
+    converted = copy.deepcopy(config)
+    if not hasattr(converted, "target_parameters"):
+        return None
+    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    return sorted(converted.target_modules) if converted.target_parameters else None
+
+
+def _found(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
+    targets(adapter, [name for name, _, _ in _modules(adapter, model)])
+    return adapter.target_names
+
+
+def _targets(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int, int]]:
+    """The modules that get the adapter: full name, outputs, inputs."""
+    modules = _modules(adapter, model)
+    chosen = set(targets(adapter, [name for name, _, _ in modules]))
+    return [module for module in modules if module[0] in chosen]
+
+
+def _modules(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int, int]]:
+    """The modules that could get one: linear layers without the head, or the norms."""
+    head = model.get_output_embeddings()
+    found = []
+    for name, module in model.named_modules():
+        if adapter.type == "ln_tuning":
+            if type(module).__name__.endswith("Norm"):
+                found.append((name, module.weight.numel(), 1))
+        elif isinstance(module, Conv1D):
+            found.append((name, module.nf, module.nx))
+        elif isinstance(module, torch.nn.Linear) and module is not head and name != "score":
+            found.append((name, module.out_features, module.in_features))
+    return found
+
+
+def new_adapter(
+    model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, rows: Callable[[], "Dataset"], pad: int
+) -> PeftModel:
+    """The model with a new adapter; an initialization that needs data reads the first rows of the training.
+
+    Args:
+        pad: the token of padding.
+
+    Raises:
+        ConfigError: PEFT refuses the adapter for this model.
+    """
+    if adapter.init == "lora_ga":
+        config.target_modules = sorted(name for name, _, _ in _targets(adapter, model))  # PEFT asks for a list
+        peft.preprocess_loraga(model, config, partial(_accumulate, model, _batches(rows(), pad, model.device)))
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"adapter.type={adapter.type}: PEFT refuses it for this model: {error}; set other adapter.target_modules, "
+            "or another adapter.type, such as lora"
+        ) from error
+    if adapter.init == "eva":
+        batches = _batches(rows(), pad, model.device)
+        peft.initialize_lora_eva_weights(
+            adapted, batches, gather_distributed_inputs=False, show_progress_bar=False
+        )  # fmt: skip
+    if adapter.init:
+        # A copy of the adapter, as the reference of DPO, would be initialized again, and take its product off the base.
+        config.init_lora_weights = True
+    return adapted
+
+
+def _accumulate(model: "PreTrainedModel", batches: "Batches") -> None:
+    for batch in batches:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch, labels=labels, use_cache=False).loss.backward()
+
+
+def _batches(rows: "Dataset", pad: int, device: torch.device) -> "Batches":
+    """The first rows of the training, of pairs the chosen answers."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    sequences = [torch.tensor(_tokens(rows[index])) for index in range(min(_INIT_ROWS, len(rows)))]
+    parts = [sequences[start : start + _INIT_BATCH] for start in range(0, len(sequences), _INIT_BATCH)]
+    return [
+        {
+            "input_ids": pad_sequence(part, batch_first=True, padding_value=pad).to(device),
+            "attention_mask": pad_sequence(
+                [torch.ones_like(each) for each in part], batch_first=True, padding_value=0
+            ).to(device),
+        }
+        for part in parts
+    ]
+
+
+def _tokens(row: Mapping[str, object]) -> list[int]:
+    names = [name for name in ("prompt_ids", "input_ids", "chosen_ids", "completion_ids") if name in row]
+    found: list[int] = []
+    for name in names:
+        ids = row[name]
+        assert isinstance(ids, list)
+        found += ids
+    return found
+
+
+def continued(model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, directory: Path) -> PeftModel:
+    """The model with a saved adapter, to be trained further.
+
+    Args:
+        config: of the adapter as the recipe sets it: it must be what was saved, but for its dropout.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    saved = PeftConfig.from_pretrained(directory)
+    require_same(adapter, config, saved, model)
+    dropout = ADAPTERS[adapter.type].reads.get("dropout")
+    if dropout:
+        setattr(saved, dropout, adapter.dropout)
+    saved.task_type = config.task_type
+    return PeftModel.from_pretrained(model, directory, config=saved, is_trainable=True)
+
+
+def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model: "PreTrainedModel") -> None:
+    """Requires that a saved adapter is the one that the recipe sets.
+
+    Raises:
+        ConfigError: names a field that differs.
+    """
+    reads = ADAPTERS[adapter.type].reads
+    compared = {name: argument for name, argument in reads.items() if name not in ("dropout", "init")}
+    pairs: dict[str, tuple[object, object]] = {"type": (wanted.peft_type.value.lower(), saved.peft_type.value.lower())}
+    if wanted.peft_type == saved.peft_type:
+        pairs |= {name: (getattr(wanted, each), getattr(saved, each)) for name, each in compared.items()}
+        pairs["modules_to_save"] = sorted(wanted.modules_to_save or ()), sorted(saved.modules_to_save or ())
+        names = [name for name, _, _ in _modules(adapter, model)]
+        ours, theirs = ({name for name in names if _is_target(each, name)} for each in (wanted, saved))
+        pairs["target_modules"] = sorted(ours - theirs), sorted(theirs - ours)
+        if adapter.type in ("lora", "dora"):
+            pairs["type"] = (("lora", "dora")[wanted.use_dora], ("lora", "dora")[saved.use_dora])
+    for name, (ours_value, theirs_value) in pairs.items():
+        if ours_value != theirs_value:
+            raise ConfigError(
+                f"adapter_in=continue: adapter.{name} is {ours_value} here, and {theirs_value} of the adapter that is "
+                f"trained further; set it as there, or adapter_in=merge for a new adapter"
+            )
+
+
+def _is_target(config: PeftConfig, name: str) -> bool:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return config.target_modules == ALL_LINEAR or bool(check_target_module_exists(config, name))
+
+
+def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
+    """The model with saved adapters, all of them active and frozen.
+
+    Raises:
+        ConfigError: one is no LoRA: PEFT adds up only those.
+    """
+    adapted: PeftModel | None = None
+    for index, directory in enumerate(directories):
+        config, name = PeftConfig.from_pretrained(directory), f"stacked{index}"
+        if config.peft_type != "LORA":
+            raise ConfigError(
+                f"adapter_in=stack: the adapter of the input is of type {config.peft_type.value.lower()}, and only a "
+                "LoRA can stay under another one; set adapter_in=merge"
+            )
+        if adapted is None:
+            adapted = PeftModel.from_pretrained(model, directory, adapter_name=name, config=config)
+        else:
+            adapted.load_adapter(directory, name)
+    assert adapted is not None
+    for name, module in adapted.named_modules():
+        if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # of a training that is over
+    activate(adapted)
+    return adapted
+
+
+def upon(adapted: PeftModel, config: PeftConfig) -> PeftModel:
+    """Adds a new adapter upon frozen ones."""
+    adapted.add_adapter(DEFAULT, config)
+    adapted.set_adapter(DEFAULT)
+    activate(adapted)
+    return adapted
+
+
+def activate(adapted: PeftModel) -> None:
+    """Activates all adapters but the reference, and trains the default one alone."""
+    names = [name for name in adapted.peft_config if name not in (DEFAULT, REFERENCE)]
+    first = [DEFAULT] if DEFAULT in adapted.peft_config else []  # a trainer saves and loads the first
+    adapted.base_model.set_adapter([*first, *names])
+    for name, parameter in adapted.named_parameters():
+        if any(f".{each}." in f"{name}." for each in names):
+            parameter.requires_grad_(False)
+
+
+def save_only_the_trained(adapted: PeftModel) -> None:
+    """Lets the model save only the adapter in training, also in checkpoints."""
+    vars(adapted)["save_pretrained"] = partial(adapted.save_pretrained, selected_adapters=[DEFAULT])
+
+
+def add_reference(adapted: PeftModel) -> None:
+    """Adds a frozen copy of the adapter, where there is none yet, as TRL does; TRL copies some types incompletely."""
+    if REFERENCE not in adapted.peft_config:
+        adapted.add_adapter(REFERENCE, copy.deepcopy(adapted.peft_config[DEFAULT]))
+    values = dict([*adapted.named_parameters(), *adapted.named_buffers()])
+    for name, value in values.items():
+        other = values.get(f"{name}.".replace(f".{DEFAULT}.", f".{REFERENCE}.").removesuffix("."))
+        if other is not None and other is not value:
+            other.data.copy_(value.data)
+            other.requires_grad_(False)
+    adapted.set_adapter(DEFAULT)
+
+
+def reference_of(method: "TrainingRecipe") -> Literal["off", "copy", "model"]:
+    """What the frozen start of a policy with an adapter is.
+
+    ``off``: the policy without its adapter. ``copy``: the policy with a frozen copy of the adapter, which did not start
+    at zero. ``model``: a model of its own, because the adapter changes weights of the base, or lies upon another.
+    """
+    adapter = method.adapter
+    if adapter is None or adapter.bias is not None or method.adapter_in == "stack":
+        return "model"
+    is_lora = ADAPTERS[adapter.type].config == "LoraConfig"
+    if method.adapter_in == "continue":
+        return "copy" if is_lora else "model"
+    return "copy" if adapter.init in FROM_DATA or adapter.changes_the_base else "off"
+
+
+def adapter_weights_of(adapted: PeftModel) -> "dict[str, Tensor]":
+    """The weights of the adapter in training, copied."""
+    state = peft.get_peft_model_state_dict(adapted, adapter_name=DEFAULT)
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+def share_trained(model: torch.nn.Module) -> dict[str, float]:
+    """How many parameters are trained, of how many, and the percentage."""
+    if isinstance(model, PeftModel):
+        trained, total = model.get_nb_trainable_parameters()
+    else:
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+    percent = 100 * trained / total if total else 0.0
+    logger.info("trained=%d parameters=%d percent=%.4g", trained, total, percent)
+    return {"trained_parameters": float(trained), "parameters": float(total), "percent_trained": percent}

@@ -1,0 +1,104 @@
+"""Training of a part of the weights: which parameters stay as they are."""
+
+import fnmatch
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Gt
+
+from lineage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """The weights that a full training leaves as they are.
+
+    Args:
+        except_last_layers: how many of the last blocks are trained, with what follows them: the last norm, and a head
+            that is not the embedding.
+        modules: names of modules, or globs over full names of parameters, such as ``*.mlp.*``, separated by commas.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    except_last_layers: Annotated[int, Gt(0)] | None = None
+    modules: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.except_last_layers is None) == (self.modules is None):
+            raise ConfigError(
+                f"freeze.except_last_layers={self.except_last_layers} and freeze.modules={self.modules}: one of them "
+                "says which weights are frozen; set one, or freeze=null to train every weight"
+            )
+        if self.modules is not None and not all(self.names):
+            raise ConfigError(
+                f"freeze.modules={self.modules!r}: a name is empty; names separated by commas are accepted; set for "
+                "example embed_tokens,*.mlp.*"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        return [name.strip() for name in (self.modules or "").split(",")]
+
+    def frozen(self, parameters: Iterable[str]) -> set[str]:
+        """The names of the parameters that are frozen.
+
+        Raises:
+            ConfigError: a name matches nothing, there are too few blocks, or nothing is left to train.
+        """
+        every = list(parameters)
+        found = self._before_last_layers(every) if self.except_last_layers else self._named(every)
+        if len(found) == len(every):
+            raise ConfigError(f"freeze.modules={self.modules}: every weight is frozen; name fewer modules")
+        return found
+
+    def _before_last_layers(self, parameters: list[str]) -> set[str]:
+        assert self.except_last_layers
+        blocks = {name: index for name in parameters if (index := _block(name)) is not None}
+        num_blocks = max(blocks.values(), default=-1) + 1
+        if self.except_last_layers >= num_blocks:
+            raise ConfigError(
+                f"freeze.except_last_layers={self.except_last_layers}: the model has {num_blocks} layers, so that none "
+                f"is frozen; set at most {num_blocks - 1}, or freeze=null to train every weight"
+            )
+        first = num_blocks - self.except_last_layers
+        return {
+            name
+            for name in parameters
+            if (blocks[name] < first if name in blocks else any(word in name for word in _EMBEDDINGS))
+        }
+
+    def _named(self, parameters: list[str]) -> set[str]:
+        found: set[str] = set()
+        for wanted in self.names:
+            matched = {name for name in parameters if fnmatch.fnmatchcase(name, wanted) or f".{wanted}." in f".{name}."}
+            if not matched:
+                ends = sorted({part for name in parameters for part in name.split(".")[:-1] if not part.isdigit()})
+                raise ConfigError(
+                    f"freeze.modules={self.modules}: the model has no module {wanted}; it has {', '.join(ends)}; name "
+                    "some of these, or a glob over full names of parameters"
+                )
+            found |= matched
+        return found
+
+
+def freeze(model: "Module", setting: Freeze) -> None:
+    """Freezes the parameters of a model that a setting names."""
+    parameters = dict(model.named_parameters())
+    frozen = setting.frozen(parameters)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    logger.info("frozen=%d of=%d parameters=%s", len(frozen), len(parameters), setting)
+
+
+def _block(name: str) -> int | None:
+    """The index of the block that a parameter is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
