@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -298,9 +299,9 @@ def test_an_adapter_alone_is_merged_by_its_reader_as_it_says(
         assert recorded.get("rounding") == ({"format": "nf4"} if merge == "dequantized" else None)
 
 
-def quantized_before(directory: Path, policy: Path, **config: object) -> Path:
+def quantized_before(directory: Path, policy: Path, config: BitsAndBytesConfig | TorchAoConfig) -> Path:
     """The policy as another program rounded and saved it."""
-    model = AutoModelForCausalLM.from_pretrained(policy, quantization_config=BitsAndBytesConfig(**config))
+    model = AutoModelForCausalLM.from_pretrained(policy, quantization_config=config)
     shutil.copytree(policy, directory)
     (directory / "model.safetensors").unlink()
     model.save_pretrained(directory)
@@ -326,7 +327,7 @@ def test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantize
     architecture: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = quantized_before(tmp_path / "policy", policies[architecture], **BEFORE[found])
+    policy = quantized_before(tmp_path / "policy", policies[architecture], BitsAndBytesConfig(**BEFORE[found]))
     assert quantization_format(json.loads((policy / "config.json").read_text())) == found
     losses = train(sft(num_steps=3), root, tmp_path / "whole", policy)
     assert losses[-1] < losses[0]
@@ -354,6 +355,52 @@ def test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantize
 def test_a_model_that_was_quantized_before_is_refused_where_it_cannot_train(
     root: Path, tmp_path: Path, policies: dict[str, Path], fields: Mapping[str, object], message: str
 ) -> None:
-    policy = quantized_before(tmp_path / "policy", policies["llama"], **BEFORE["bitsandbytes nf4"])
+    policy = quantized_before(tmp_path / "policy", policies["llama"], BitsAndBytesConfig(**BEFORE["bitsandbytes nf4"]))
     with pytest.raises(ConfigError, match=message):
         train(sft(**fields), root, tmp_path, policy)
+
+
+@installed("torchao")
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_torchao_quantized_before_is_trained_upon_too(
+    root: Path, tmp_path: Path, policies: dict[str, Path]
+) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    policy = quantized_before(tmp_path / "policy", policies["llama"], config)
+    losses = train(sft(num_steps=3), root, tmp_path, policy)
+    assert losses[-1] < losses[0]
+    trained = logits(PeftModel.from_pretrained(whole_model(Kind.CHECKPOINT, policy), tmp_path / "output/adapter"))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "output")), trained)
+
+
+def test_a_model_in_fp8_is_dequantized_as_it_is_loaded_and_trained_upon(
+    root: Path, tmp_path: Path, policies: dict[str, Path]
+) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(policies["llama"], policy)
+    full = weights(policy)
+    held: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, weight in full.items():
+        if not name.endswith("proj.weight"):
+            held[name] = expected[name] = weight
+            continue
+        scale = weight.abs().max() / 448  # the largest number of e4m3; one block of 128 x 128 holds the weight
+        held[name] = (weight / scale).to(torch.float8_e4m3fn)
+        held[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        expected[name] = held[name].float() * scale
+    save_file(held, policy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((policy / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (policy / "config.json").write_text(json.dumps({**config, "quantization_config": fp8}))
+    assert quantization_format(json.loads((policy / "config.json").read_text())) == "fp8"
+    model = whole_model(Kind.CHECKPOINT, policy)
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(parameter, expected[name])
+    train(sft(), root, tmp_path, policy)
+    output = AutoModelForCausalLM.from_pretrained(tmp_path / "output")
+    assert "quantization_config" not in output.config
+    trained = logits(PeftModel.from_pretrained(model, tmp_path / "output/adapter"))
+    torch.testing.assert_close(logits(output), trained)
