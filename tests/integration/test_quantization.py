@@ -298,7 +298,7 @@ def test_an_adapter_alone_is_merged_by_its_reader_as_it_says(
     root: Path, tmp_path: Path, policies: dict[str, Path], architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = policies[architecture]
-    monkeypatch.setattr(adapter_files, "_base_directory", lambda adapter: policy)
+    monkeypatch.setattr(adapter_files, "_base_directory", lambda *_: policy)
     for merge in ("original", "dequantized"):
         for save in (None, "adapter"):
             stage = sft(quantization=Quantization(format="nf4", merge=merge), save=save)  # type: ignore[arg-type]
@@ -349,7 +349,7 @@ def test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantize
     off = (logits(model) - trained).abs().max() / trained.abs().max()
     assert off < (0.05 if "int8" in found else 1e-5)
 
-    monkeypatch.setattr(adapter_files, "_base_directory", lambda adapter: policy)
+    monkeypatch.setattr(adapter_files, "_base_directory", lambda *_: policy)
     train(sft(num_steps=3, save="adapter"), root, tmp_path / "alone", policy)
     alone = whole_model(Kind.CHECKPOINT, tmp_path / "alone" / "output")
     assert all(torch.equal(alone.state_dict()[key], value) for key, value in model.state_dict().items())
