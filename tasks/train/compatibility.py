@@ -348,6 +348,28 @@ RULES: tuple[Rule, ...] = (
         example={"method.adapter.type": "lora", "resources.gpus_per_worker": 1},
         config={"quantization_config": {"quant_method": "gptq"}},
     ),
+    Rule(
+        id="dora-int8",
+        fields=("method.adapter.type", "method.quantization.format"),
+        refuses=lambda case: (
+            case.get("method.adapter.type") == "dora" and case.get("method.quantization.format") == "int8"
+        ),
+        reason="PEFT's DoRA reads the scales of a layer in int8 after bitsandbytes has moved them",
+        nearest={"method.quantization.format": "nf4"},
+        example={"method.adapter.type": "dora", "method.quantization.format": "int8"},
+    ),
+    Rule(
+        id="matrices-adapter",
+        fields=("method.optimizer.name", "method.adapter.type"),
+        refuses=lambda case: (
+            case.optimizer.matrices
+            and not case.optimizer.projects
+            and case.get("method.adapter.type") not in (None, "lora", "dora")
+        ),
+        reason="it treats the matrices of linear layers apart, and of the adapters LoRA and DoRA alone train such",
+        nearest={"method.adapter.type": "lora"},
+        example={"method.optimizer.name": "muon", "method.adapter.type": "vera"},
+    ),
     # Precision.
     Rule(
         id="fp16-cpu",

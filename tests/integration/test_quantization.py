@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from lineage.artifact import Kind
@@ -21,6 +21,7 @@ from lineage.model_files import quantization_format
 from tasks.context import Resources, TrainContext
 from tasks.method import Adapter, Quantization, Training
 from tasks.train import adapter_files
+from tasks.train.adapters import ON_QUANTIZED
 from tasks.train.models import whole_model
 from tasks.train.quantization import torch_dtype
 from tasks.train.quantized_base import Quantizer, fill_dequantized, rounded_weights
@@ -84,10 +85,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(torch.arange(3, 40)[None]).logits
 
 
-def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path) -> None:
+def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path, adapter: Adapter = LORA) -> None:
     """Trains on a format: to the bit after a stop, with the adapter alone in checkpoints, and merged both ways."""
     setting = Quantization(format=name, merge="dequantized")  # type: ignore[arg-type]
-    stage = sft(num_steps=3, quantization=setting)
+    stage = sft(num_steps=3, quantization=setting, adapter=adapter)
     whole = train(stage, root, folder / "whole", policy)
     assert whole[-1] < whole[0]
     first: list[float] = []
@@ -99,6 +100,8 @@ def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path) -> Non
     saved = Checkpoints(folder / "broken" / "checkpoints")
     files = saved.read(2).files.keys()
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    saved_adapter = load_file(saved.path(2) / "adapter_model.safetensors")
+    assert {weight.dtype for weight in saved_adapter.values()} == {torch.float32}  # TRL casts it to bf16
     rest = train(stage, root, folder / "broken", policy, resume_from=saved.path(2))
     assert [*first, *rest] == whole
     output = folder / "broken" / "output"
@@ -123,6 +126,14 @@ def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
 ) -> None:
     trains_and_resumes(name, root, tmp_path, policies[architecture])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ON_QUANTIZED if kind != LORA.type])
+def test_every_type_of_adapter_that_a_base_in_few_bits_takes_does_so(
+    root: Path, tmp_path: Path, policies: dict[str, Path], kind: str
+) -> None:
+    adapter = Adapter(type="dora", rank=4, alpha=8) if kind == "dora" else Adapter(type=kind)  # type: ignore[arg-type]
+    trains_and_resumes("nf4", root, tmp_path, policies["llama"], adapter)
 
 
 @pytest.mark.parametrize(
