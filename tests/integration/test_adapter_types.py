@@ -13,6 +13,7 @@ from tasks.context import Resources, TrainContext
 from tasks.disk_need import adapter_weights, model_shapes, percent_trained
 from tasks.method import Adapter, Training
 from tasks.train.adapters import ADAPTERS
+from tasks.train.freeze import Freeze
 from tasks.train.models import whole_model
 from tests import tiny, training
 
@@ -227,3 +228,21 @@ def test_the_share_of_trained_weights_is_the_same_in_plan_and_metrics(root: Path
     run = training.train(method, root, tmp_path / "output")
     assert run.metrics["percent_trained"] == pytest.approx(percent_trained(method, model_shapes(root / "policy")))
     assert AutoConfig.from_pretrained(run.output).model_type == "llama"
+
+
+def test_a_freeze_leaves_the_named_weights_and_trains_the_others(root: Path, tmp_path: Path) -> None:
+    before = training.weights(root / "policy")
+    method = training.method("sft", freeze=Freeze(except_last_layers=1))
+    run = training.train(method, root, tmp_path / "output")
+    changed = {name for name, value in training.weights(run.output).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".layers.1." in name or name == "model.norm.weight"}
+    assert run.metrics["percent_trained"] == pytest.approx(percent_trained(method, model_shapes(root / "policy")))
+
+
+@pytest.mark.parametrize("sft_weight", [None, 0.5], ids=["trl", "pair_loss"])
+def test_noise_on_embeddings_goes_without_the_proof_of_step_zero_and_the_log_says_so(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, sft_weight: float | None
+) -> None:
+    method = training.method("dpo", neftune_alpha=5.0, sft_weight=sft_weight, adapter=Adapter(rank=4))
+    assert training.train(method, root, tmp_path / "output").losses
+    assert "reference=unproven: neftune_alpha=5" in caplog.text
