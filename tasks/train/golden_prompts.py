@@ -44,7 +44,10 @@ def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list
     is_training = base.training
     base.eval()
     found = []
-    with torch.no_grad():
+    dtypes = {each.dtype for each in base.parameters() if each.is_floating_point()}
+    # Where the frozen part is in bf16 and the trained one in fp32, layers of both meet only under autocast.
+    is_mixed = {torch.bfloat16, torch.float32} <= dtypes
+    with torch.no_grad(), torch.autocast(base.device.type, torch.bfloat16, enabled=is_mixed):
         for prompt in prompts:
             ids_BT = torch.tensor([prompt], device=base.device)
             # The class's forward: that of a model in training reads batches without padding.

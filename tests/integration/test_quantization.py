@@ -288,6 +288,16 @@ def test_golden_prompts_before_and_after_the_merge_are_recorded(
         assert found["original"]["after"] == pytest.approx(sum(expected) / 4, abs=1e-4)
 
 
+def test_golden_prompts_meet_a_head_in_fp32_on_a_base_in_bf16(
+    root: Path, tmp_path: Path, policies: dict[str, Path]
+) -> None:
+    dora, fp4 = Adapter(type="dora", rank=4, alpha=8), Quantization(format="fp4")
+    stage = training.method("reward", adapter=dora, quantization=fp4, precision="bf16")
+    resources = Resources(weights="bf16", micro_batch_size=4)
+    run = training.train(stage, root, tmp_path / "output", policy=policies["llama"], resources=resources)
+    assert run.metrics["merge/scores_difference"] < 1
+
+
 def test_no_prompt_is_asked_where_nothing_was_rounded(root: Path, tmp_path: Path, policies: dict[str, Path]) -> None:
     run = training.train(sft(), root, tmp_path / "output", policy=policies["llama"])
     assert not [name for name in run.metrics if name.startswith("merge/")]
