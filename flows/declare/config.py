@@ -167,9 +167,10 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
 
 def _refuse_ms_amp(tree: Node) -> None:
     stages = tree.get("stages")
-    methods = [stage.get("method") for stage in stages.values()] if isinstance(stages, Mapping) else []
+    nodes = [each for each in stages.values() if isinstance(each, Mapping)] if isinstance(stages, Mapping) else []
+    methods = [method for node in nodes if isinstance(method := node.get("method"), Mapping)]
     for node in (tree, *methods):
-        found = node.get("precision") if isinstance(node, Mapping) else None
+        found = node.get("precision")
         if str(found).lower().replace("-", "_") in ("ms_amp", "msamp"):
             raise ConfigError(
                 f"precision={found}: MS-AMP is abandoned, and runs with no current torch; set precision=fp8, which is "
