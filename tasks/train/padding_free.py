@@ -19,7 +19,7 @@ selection is tested, and the arithmetic around the kernels.
 Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -183,14 +183,19 @@ def padding_free_attention(
         rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
         output = _line(torch.cat([attend(*row) for row in rows], dim=2))
     else:
-        # Padding is on the right of every row, so no real token attends to it.
-        grid = (
-            F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:])
-            for each in states
-        )
-        flat = attend(*(each.transpose(1, 2) for each in grid)).transpose(1, 2).flatten(0, 1)
-        output = F.embedding(token_index, flat.flatten(1)).view(-1, *flat.shape[1:])
+        output = _in_grid(attend, states, row_index, token_index)
     return output.unsqueeze(0), None
+
+
+def _in_grid(
+    attend: "Callable[..., Tensor]", states: "Sequence[Tensor]", row_index: "Tensor", token_index: "Tensor | None"
+) -> "Tensor":
+    """Attention of rows padded to one length, on the right, so that no real token attends to padding: (T, heads, d)."""
+    grid = (
+        F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:]) for each in states
+    )
+    flat = attend(*(each.transpose(1, 2) for each in grid)).transpose(1, 2).flatten(0, 1)
+    return F.embedding(token_index, flat.flatten(1)).view(-1, *flat.shape[1:])
 
 
 def _line(states: "Tensor") -> "Tensor":
