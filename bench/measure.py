@@ -54,7 +54,7 @@ class Measured:
     """What a command took.
 
     Args:
-        cpu: seconds; of processes that nobody waited for up to the last sample.
+        cpu: seconds; of a process that was still running at the end, up to the last sample.
         one: peak resident memory of one process that was waited for.
     """
 

@@ -51,7 +51,7 @@ Row = Mapping[str, object]
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """The command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with the demonstration sets; else the rows are drawn")
     parser.add_argument("--llamafactory", default=os.environ.get("POSTTRAIN_LLAMAFACTORY"), help="its Python")

@@ -19,7 +19,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """The command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)

@@ -280,7 +280,7 @@ class BestModel(TrainerCallback):
         return self.step
 
     def restore(self) -> None:
-        """Loads the weights and the optimizer of the best checkpoint into a training, which goes on from them.
+        """Loads the weights and the optimizer of the best checkpoint, from which the training resumes.
 
         Raises:
             ArtifactError: it is damaged.
