@@ -17,7 +17,9 @@ _LOCKED = re.compile(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", re.MULTILINE)
 
 def gather_packages() -> Packages:
     """Of this environment, beside what the code asks for."""
-    found = {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
+    found: dict[str, metadata.Distribution] = {}
+    for each in metadata.distributions():
+        found.setdefault(canonicalize_name(each.metadata["Name"]), each)  # import takes the first on the path too
     python_wanted, wanted = _wanted()
     lock = _CHECKOUT / "requirements.lock"
     return Packages(

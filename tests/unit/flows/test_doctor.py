@@ -159,6 +159,16 @@ def test_what_is_installed_here_is_fit():
     assert {finding.level for finding in here} == {"ok"}
 
 
+def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
+    """setuptools appends its own old copies of packages to the path when it is imported."""
+    copy = tmp_path / "prefect-0.1.dist-info"
+    copy.mkdir()
+    (copy / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 0.1\n")
+    before = gather_packages().installed["prefect"]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert gather_packages().installed["prefect"] == before
+
+
 def test_every_known_bad_pair_and_floor_names_packages_that_pip_knows():
     for pair in packages_module.KNOWN_BAD:
         assert all(packages_module._name(each) for each in pair.together)
