@@ -58,7 +58,7 @@ def render() -> str:
     parts = [_HEAD, _section("Every training", "method", TrainingRecipe)]
     shared = {each.name for each in fields(TrainingRecipe)}
     for name, cls in trainings().items():
-        parts.append(_section(f"`{name}`", "method", cls, without=shared - cls.__annotations__.keys()))
+        parts.append(_section(f"`{name}`", "method", cls, without=shared - _own(cls)))
     for path, cls in _nested(TrainingRecipe):
         parts.append(_section(f"`method.{path}`", f"method.{path}", cls))
         if path == "optimizer":
@@ -72,6 +72,12 @@ def render() -> str:
     parts.append(_section("Resources", "resources", Resources))
     parts += [_section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in _nested(Resources)]
     return "\n".join([*parts, _what_works()])
+
+
+def _own(cls: type) -> set[str]:
+    """The fields that a method or a base between it and ``TrainingRecipe`` declares."""
+    bases = [each for each in cls.__mro__ if issubclass(each, TrainingRecipe) and each is not TrainingRecipe]
+    return {name for each in bases for name in each.__annotations__}
 
 
 def _formats() -> str:
