@@ -74,8 +74,9 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.deploy.prefect_yaml
 
-settings-page: $(READY)  ## docs/settings.md, rendered from the settings' dataclasses and the table of what works with what
+settings-page: $(READY)  ## docs/settings.md and docs/methods.md, rendered from the dataclasses and the table of what works with what
 	$(BIN)/python -m flows.reports.settings_page
+	$(BIN)/python -m flows.reports.methods_page
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
