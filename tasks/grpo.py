@@ -83,7 +83,9 @@ class GRPO(Generating):
         variant, set_bounds = VARIANTS[self.loss], [name for name in _CLIP if getattr(self, name) is not None]
         for name in set_bounds:
             if getattr(variant, name) is None:
-                raise ConfigError(f"{name}={getattr(self, name):g}: loss={self.loss} has no such bound; set {name}=null")
+                raise ConfigError(
+                    f"{name}={getattr(self, name):g}: loss={self.loss} has no such bound; set {name}=null"
+                )
         if self.num_iterations == 1 and set_bounds:
             raise ConfigError(
                 f"{set_bounds[0]}={getattr(self, set_bounds[0]):g} with num_iterations=1: completions are trained once, "

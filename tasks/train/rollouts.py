@@ -24,7 +24,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lineage.errors import PipelineError
-from tasks.data.kinds import PROMPTS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
 from tasks.train.rewards import sequence_scores
@@ -214,7 +213,9 @@ class Rollouts:
                 "num_generations, or set equal_rewards_patience=null"
             )
         if self.equal_steps == 1:
-            logger.warning("step=%d rewards=equal: in every group, so the step learns nothing from them; %s", step + 1, means)
+            logger.warning(
+                "step=%d rewards=equal: in every group, so the step learns nothing from them; %s", step + 1, means
+            )
 
     def keep(
         self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], rewards_BK: "Tensor"
@@ -285,7 +286,7 @@ class Rollouts:
         if not self.scorers:
             return
         rows = self.run.rows
-        examples = PROMPTS.examples(rows.dataset(range(len(rows))))[:]
+        examples = rows.dataset(range(len(rows)))[:]
         check_columns(self.scorers, {name: values for name, values in examples.items() if name not in _TOKENS})
 
 
