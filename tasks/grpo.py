@@ -88,9 +88,9 @@ class GRPO(Generating):
                 )
         if self.num_iterations == 1 and set_bounds:
             raise ConfigError(
-                f"{set_bounds[0]}={getattr(self, set_bounds[0]):g} with num_iterations=1: completions are trained once, "
-                "by the policy that sampled them, so every ratio is 1 and none is bounded; set num_iterations=2 or more, "
-                f"or {set_bounds[0]}=null"
+                f"{set_bounds[0]}={getattr(self, set_bounds[0]):g} with num_iterations=1: completions are trained "
+                "once, by the policy that sampled them, so every ratio is 1 and none is bounded; set num_iterations=2 "
+                f"or more, or {set_bounds[0]}=null"
             )
         if self.num_iterations == 1 and variant.like:
             raise ConfigError(

@@ -89,7 +89,7 @@ class Method(ABC):
     preload: ClassVar[tuple[str, ...]] = _HEAVY
     chat_slot: ClassVar[str | None] = None
 
-    def check_slots(self, filled: frozenset[str]) -> None:
+    def check_slots(self, filled: frozenset[str]) -> None:  # noqa: B027 - most methods have no optional slot
         """Refuses optional slots that are filled, or empty, against the fields.
 
         Args:

@@ -22,7 +22,7 @@ MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are sampled. Log-probabilities in a loss are at the same temperature; the rest changes samples only.
+    """How completions are sampled. A loss has log-probabilities at the same temperature; the rest changes samples only.
 
     Args:
         temperature: of the softmax.
