@@ -373,7 +373,7 @@ class Merge(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRewardModels(Merge):
-    """Averages reward models: Rame et al. 2024, arXiv:2401.12187; or merges the adapter of one.
+    """Averages reward models: Ramé et al. 2024, arXiv:2401.12187; or merges the adapter of one.
 
     They have no base to differ from: a base has no head that gives scores.
     """
