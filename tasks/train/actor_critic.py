@@ -1,0 +1,202 @@
+"""What a policy and its value model say of sampled completions, gathered from all workers.
+
+Shapes: B completions of a step, C tokens of the longest completion, T of the longest row (prompt and completion), K
+last positions of rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+
+from tasks.train.policy_gradient import masked_mean
+from tasks.train.rewards import token_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.train.run import TrainingRun
+
+    Context = AbstractContextManager[None]
+    Ids = Sequence[Sequence[int]]
+    Row = tuple[Sequence[int], Sequence[int], float, Tensor]  # prompt, completion, reward, and what the models say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Rows of a prompt and its completion, padded on the right.
+
+    Args:
+        input_ids_BT, attention_mask_BT: of the rows.
+        starts_B: where completions begin in their rows.
+        mask_BC: 1 on the tokens of completions.
+    """
+
+    input_ids_BT: "Tensor"
+    attention_mask_BT: "Tensor"
+    starts_B: "Tensor"
+    mask_BC: "Tensor"
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], width: int, device: torch.device
+    ) -> "Tokens":
+        """Pads completions to ``width`` columns."""
+        rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        starts_B, lengths_B, ends_B = (torch.tensor([*map(len, each)]) for each in (prompts, completions, rows))
+        ids_BT = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        attention_BT = torch.arange(ids_BT.shape[1]) < ends_B.unsqueeze(1)
+        mask_BC = torch.arange(width) < lengths_B.unsqueeze(1)
+        tensors = (ids_BT, attention_BT.long(), starts_B, mask_BC.float())
+        ids_BT, attention_BT, starts_B, mask_BC = (each.to(device) for each in tensors)
+        return Tokens(input_ids_BT=ids_BT, attention_mask_BT=attention_BT, starts_B=starts_B, mask_BC=mask_BC)
+
+    def gather(self, values_BT: "Tensor", first: int = 0) -> "Tensor":
+        """Of a value at each place from ``first`` on, those before the tokens of completions: (B, C)."""
+        places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BT.device)
+        found_BC = values_BT.gather(1, (places_BC - 1 - first).clamp(max=values_BT.shape[1] - 1))
+        return found_BC * self.mask_BC
+
+
+def token_logps(model: "PreTrainedModel", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
+    """Log-probability (B, C) of each token of the completions, and the entropy of its distribution without a gradient.
+
+    Args:
+        temperature: that the completions were sampled at.
+    """
+    first = int(tokens.starts_B.min()) - 1
+    targets_BK = tokens.input_ids_BT[:, first + 1 :]
+    logits_BKV = model(
+        input_ids=tokens.input_ids_BT, attention_mask=tokens.attention_mask_BT, use_cache=False,
+        logits_to_keep=targets_BK.shape[1] + 1,
+    ).logits[:, :-1]  # fmt: skip
+    all_BKV = (logits_BKV.float() / temperature).log_softmax(-1)
+    logps_BK = all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2)
+    with torch.no_grad():
+        entropies_BK = -(all_BKV.exp() * all_BKV).sum(-1)
+    return tokens.gather(logps_BK, first), tokens.gather(entropies_BK, first)
+
+
+def state_values(model: "PreTrainedModel", tokens: Tokens) -> "Tensor":
+    """The value (B, C) of the state before each token of the completions."""
+    return tokens.gather(token_values(model, tokens.input_ids_BT, tokens.attention_mask_BT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The completions of a step, of all workers in one order, and what the models say of them before its updates.
+
+    Args:
+        prompts, completions: tokens.
+        scores_B: rewards of the completions.
+        logps_BC, reference_BC: log-probabilities of tokens under the policy and its frozen start.
+        values_BC: of the state before each token.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    completions: Sequence[Sequence[int]]
+    scores_B: "Tensor"
+    mask_BC: "Tensor"
+    logps_BC: "Tensor"
+    reference_BC: "Tensor"
+    values_BC: "Tensor"
+    metrics: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, chain(self.prompts, self.completions)))
+
+    def tokens(self, rows: Sequence[int]) -> Tokens:
+        """Of some rows; columns are those of the batch."""
+        chosen = ([each[row] for row in rows] for each in (self.prompts, self.completions))
+        return Tokens.of(*chosen, self.mask_BC.shape[1], self.mask_BC.device)
+
+
+class ActorCritic:
+    """Samples the completions of a step and measures them: each worker its share, and the batch is that of all.
+
+    Args:
+        value: the value model.
+        autocast: of the training's precision.
+    """
+
+    def __init__(self, run: "TrainingRun", value: "PreTrainedModel", autocast: "Callable[[], Context]") -> None:
+        self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
+        self.policy, self.reference = run.policy.model, run.model("reference")
+        self.proof = run.start_proof()
+
+    def sample(self, step: int, temperature: float) -> Batch:
+        """Completions of the step's prompts.
+
+        Raises:
+            PipelineError: a reward function failed, or policy and reference differ before the first step.
+        """
+        rollouts, base = self.run.rollouts, self.policy
+        examples = rollouts.examples(step)
+        with self.autocast():
+            completions = rollouts.generate(
+                base.get_base_model() if isinstance(base, PeftModel) else base, examples, step
+            )
+        rewards_BK = rollouts.score(examples, completions)
+        metrics = rollouts.record(step, examples, completions, rewards_BK)
+        prompts = [each["prompt_ids"] for each in examples]
+        measured = self._measured(prompts, completions, temperature)
+        rows = [*zip(prompts, completions, rollouts.total(rewards_BK).tolist(), measured, strict=True)]
+        batch = self._batch(self._of_all_workers(rows), metrics)
+        if step == 0:
+            self.proof((batch.logps_BC - batch.reference_BC).sum(1))
+        return batch
+
+    def shares(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """This worker's rows of an update, in micro batches."""
+        own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
+        return (own[start : start + size] for start in range(0, len(own), size))
+
+    def _measured(self, prompts: "Ids", completions: "Ids", temperature: float) -> "list[Tensor]":
+        """For each completion log-probabilities, those of the reference, values and entropies: (4, its tokens)."""
+        found, size = [], self.ctx.resources.micro_batch_size
+        self.policy.eval()  # without the dropout of an adapter
+        with torch.no_grad(), self.autocast():
+            for start in range(0, len(completions), size):
+                part = slice(start, start + size)
+                tokens = Tokens.of(prompts[part], completions[part], max(map(len, completions[part])), self.run.device)
+                logps_BC, entropies_BC = token_logps(self.policy, tokens, temperature)
+                with nullcontext() if self.reference else self.policy.disable_adapter():
+                    reference_BC, _ = token_logps(self.reference or self.policy, tokens, temperature)
+                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), entropies_BC], dim=1)
+                found += [row_4C[:, : len(ids)] for row_4C, ids in zip(each.cpu(), completions[part], strict=True)]
+        self.policy.train()
+        return found
+
+    def _of_all_workers(self, rows: "list[Row]") -> "list[Row]":
+        """By rank."""
+        if self.ctx.world_size == 1:
+            return rows
+        parts: list[list[Row]] = [[] for _ in range(self.ctx.world_size)]
+        torch.distributed.all_gather_object(parts, rows)
+        return [*chain(*parts)]
+
+    def _batch(self, rows: "list[Row]", metrics: dict[str, float]) -> Batch:
+        prompts, completions, scores, measured = zip(*rows, strict=True)
+        columns_BC4 = pad_sequence([each_4C.T for each_4C in measured], batch_first=True).to(self.run.device)
+        logps_BC, reference_BC, values_BC, entropies_BC = columns_BC4.unbind(-1)
+        mask_BC = pad_sequence([torch.ones(len(each)) for each in completions], batch_first=True).to(self.run.device)
+        kl, entropy = (logps_BC - reference_BC).sum(1).mean(), masked_mean(entropies_BC, mask_BC)
+        return Batch(
+            prompts=prompts, completions=completions, scores_B=torch.tensor(scores, device=self.run.device),
+            mask_BC=mask_BC, logps_BC=logps_BC, reference_BC=reference_BC, values_BC=values_BC,
+            metrics={**metrics, "kl": float(kl), "entropy": float(entropy)},
+        )  # fmt: skip
+
+
+def over_workers(sums: "Tensor", world_size: int) -> "Tensor":
+    """The sum over all workers."""
+    if world_size > 1:
+        torch.distributed.all_reduce(sums)
+    return sums
