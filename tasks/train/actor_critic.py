@@ -24,47 +24,40 @@ if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
     Context = AbstractContextManager[None]
+    Policy = PreTrainedModel | PeftModel
     Ids = Sequence[Sequence[int]]
     Row = tuple[Sequence[int], Sequence[int], float, Tensor]  # prompt, completion, reward, and what the models say
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Rows of a prompt and its completion, padded on the right.
+    """Rows of a prompt and its completion, padded on the right: causal attention needs no mask there.
 
     Args:
-        input_ids_BT, attention_mask_BT: of the rows.
         starts_B: where completions begin in their rows.
         mask_BC: 1 on the tokens of completions.
     """
 
     input_ids_BT: "Tensor"
-    attention_mask_BT: "Tensor"
     starts_B: "Tensor"
     mask_BC: "Tensor"
 
     @staticmethod
-    def of(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], width: int, device: torch.device
-    ) -> "Tokens":
-        """Pads completions to ``width`` columns."""
-        rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-        starts_B, lengths_B, ends_B = (torch.tensor([*map(len, each)]) for each in (prompts, completions, rows))
-        ids_BT = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        attention_BT = torch.arange(ids_BT.shape[1]) < ends_B.unsqueeze(1)
-        mask_BC = torch.arange(width) < lengths_B.unsqueeze(1)
-        tensors = (ids_BT, attention_BT.long(), starts_B, mask_BC.float())
-        ids_BT, attention_BT, starts_B, mask_BC = (each.to(device) for each in tensors)
-        return Tokens(input_ids_BT=ids_BT, attention_mask_BT=attention_BT, starts_B=starts_B, mask_BC=mask_BC)
+    def of(prompts: "Ids", completions: "Ids", num_columns: int, device: torch.device) -> "Tokens":
+        """Pads completions to so many columns."""
+        rows = [torch.tensor([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        starts_B, lengths_B = (torch.tensor([*map(len, each)], device=device) for each in (prompts, completions))
+        mask_BC = torch.arange(num_columns, device=device) < lengths_B.unsqueeze(1)
+        ids_BT = pad_sequence(rows, batch_first=True).to(device)
+        return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
 
-    def gather(self, values_BT: "Tensor", first: int = 0) -> "Tensor":
+    def gather(self, values_BK: "Tensor", first: int) -> "Tensor":
         """Of a value at each place from ``first`` on, those before the tokens of completions: (B, C)."""
-        places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BT.device)
-        found_BC = values_BT.gather(1, (places_BC - 1 - first).clamp(max=values_BT.shape[1] - 1))
-        return found_BC * self.mask_BC
+        places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BK.device)
+        return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
 
 
-def token_logps(model: "PreTrainedModel", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
+def token_logps(model: "Policy", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
     """Log-probability (B, C) of each token of the completions, and the entropy of its distribution without a gradient.
 
     Args:
@@ -72,11 +65,8 @@ def token_logps(model: "PreTrainedModel", tokens: Tokens, temperature: float) ->
     """
     first = int(tokens.starts_B.min()) - 1
     targets_BK = tokens.input_ids_BT[:, first + 1 :]
-    logits_BKV = model(
-        input_ids=tokens.input_ids_BT, attention_mask=tokens.attention_mask_BT, use_cache=False,
-        logits_to_keep=targets_BK.shape[1] + 1,
-    ).logits[:, :-1]  # fmt: skip
-    all_BKV = (logits_BKV.float() / temperature).log_softmax(-1)
+    outputs = model(input_ids=tokens.input_ids_BT, use_cache=False, logits_to_keep=targets_BK.shape[1] + 1)
+    all_BKV = (outputs.logits[:, :-1].float() / temperature).log_softmax(-1)
     logps_BK = all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2)
     with torch.no_grad():
         entropies_BK = -(all_BKV.exp() * all_BKV).sum(-1)
@@ -85,7 +75,7 @@ def token_logps(model: "PreTrainedModel", tokens: Tokens, temperature: float) ->
 
 def state_values(model: "PreTrainedModel", tokens: Tokens) -> "Tensor":
     """The value (B, C) of the state before each token of the completions."""
-    return tokens.gather(token_values(model, tokens.input_ids_BT, tokens.attention_mask_BT))
+    return tokens.gather(token_values(model, tokens.input_ids_BT, None), first=0)
 
 
 @dataclass(frozen=True, kw_only=True)
