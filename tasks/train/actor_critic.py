@@ -119,6 +119,7 @@ class ActorCritic:
     def __init__(self, run: "TrainingRun", value: "PreTrainedModel", autocast: "Callable[[], Context]") -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
         self.policy, self.reference = run.policy.model, run.model("reference")
+        self.base = self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
         self.proof = run.start_proof()
 
     def sample(self, step: int, temperature: float) -> Batch:
@@ -127,12 +128,10 @@ class ActorCritic:
         Raises:
             PipelineError: a reward function failed, or policy and reference differ before the first step.
         """
-        rollouts, base = self.run.rollouts, self.policy
+        rollouts = self.run.rollouts
         examples = rollouts.examples(step)
         with self.autocast():
-            completions = rollouts.generate(
-                base.get_base_model() if isinstance(base, PeftModel) else base, examples, step
-            )
+            completions = rollouts.generate(self.base, examples, step)
         rewards_BK = rollouts.score(examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
         prompts = [each["prompt_ids"] for each in examples]
