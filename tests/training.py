@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.dpo import DPO
+from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
+from tasks.orpo import ORPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.simpo import SimPO
 from tests import tiny
 
 if TYPE_CHECKING:
@@ -18,7 +22,10 @@ if TYPE_CHECKING:
 
 # Small enough to step in milliseconds; max_length cuts nothing.
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
-METHODS: dict[str, type[Training]] = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO}
+METHODS: dict[str, type[Training]] = {
+    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "kto": KTO, "orpo": ORPO,
+    "simpo": SimPO, "cpo": CPO,
+}  # fmt: skip
 
 
 def method(name: str, **fields: object) -> Training:
