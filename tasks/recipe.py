@@ -13,12 +13,15 @@ from typing import Annotated, ClassVar, Literal, cast
 from annotated_types import Ge, Gt, Lt
 
 from lineage.artifact import Kind, Source
+from lineage.code import code_digest, code_digest_now
+from lineage.digest import digest_of
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.reward_functions import Rewards, code_of_rewards, identity_of
 from tasks.train.adapters import Adapter
 from tasks.train.freeze import Freeze
 from tasks.train.optimizers import Optimizer
@@ -93,13 +96,33 @@ class Method(ABC):
         """The method's part of the fingerprint: class, version and every field that is not None."""
         values = without_nones(asdict(self))
         assert isinstance(values, dict)
+        if rewards := _rewards_of(self):
+            values["rewards"] = identity_of(rewards)
         return {"method": self.name(), "version": self.version, **values}
+
+    def code_digest(self, *, now: bool = False) -> str:
+        """Digest of the code that it runs: of its class, and of the Python functions among its rewards.
+
+        Args:
+            now: of the files as they are at this moment, not as they were when this process first looked for them.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        digest = (code_digest_now if now else code_digest)(type(self).__module__)
+        functions = code_of_rewards(_rewards_of(self))
+        return digest_of({"method": digest, **functions}) if functions else digest
 
     @classmethod
     def name(cls) -> str:
         """The class's name; outside ``tasks`` with its module, so that a user's ``DPO`` is not ours."""
         ours = cls.__module__.partition(".")[0] == "tasks"
         return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _rewards_of(method: Method) -> Rewards:
+    found: Rewards | None = getattr(method, "rewards", None)
+    return found or {}
 
 
 class Role(StrEnum):

@@ -17,7 +17,6 @@ from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
 from flows.planning.staleness import State, judge, restarts, resumed, reused
 from lineage.artifact import SOURCE, Source
-from lineage.code import code_digest
 from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
@@ -204,7 +203,7 @@ def _plan_stage(
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
     if (name, identity) not in memo.stages:
-        code = code_digest(type(stage.method).__module__)
+        code = stage.method.code_digest()
         entry = store.entry(name, identity)
         state, reason = judge(name, entry, stage.method, inputs, store)
         if state == "reuse":
