@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -87,6 +88,13 @@ class Method(ABC):
     uses_gpu: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...]] = _HEAVY
     chat_slot: ClassVar[str | None] = None
+
+    def check_slots(self, filled: frozenset[str]) -> None:  # noqa: B027 - most methods have no optional slot
+        """Refuses optional slots that are filled, or empty, against the fields.
+
+        Args:
+            filled: the slots that have an input.
+        """
 
     @abstractmethod
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -251,7 +259,17 @@ class TrainingRecipe(Method):
         if self.num_steps is not None:
             return self.num_steps
         assert self.num_epochs
-        return steps_of_epochs(self.num_epochs, num_rows(), self.global_batch_size)
+        return steps_of_epochs(self.num_epochs, num_rows(), self.rows_per_step)
+
+    @property
+    def rows_per_step(self) -> int | Fraction:
+        """Rows that an optimizer step reads; a fraction where several steps read the same."""
+        return self.global_batch_size
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the training compares the policy with its frozen start."""
+        return FROZEN_POLICY in self.models.values()
 
     def recipe(self) -> dict[str, object]:
         """As of every method; settings as they were before they had names of their own, so that old outputs stay."""

@@ -13,6 +13,7 @@ from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
 from flows.planning.hyperparameters import Hyperparameters, examples_file, hyperparameters
 from flows.planning.kernels import check_kernels
+from flows.planning.merge_check import check_merges
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
 from flows.planning.staleness import State, judge, restarts, resumed, reused
@@ -147,8 +148,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, a training cannot run on its resources, ``code_drift=refuse`` and a reused stage's code changed, or
-            a stage cannot go on from its checkpoints.
+            no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
+            and a reused stage's code changed, or a stage cannot go on from its checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -158,6 +159,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_positions(pipeline)
     check_evaluations(pipeline)
     check_kernels(pipeline)
+    check_merges(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)

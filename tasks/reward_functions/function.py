@@ -21,7 +21,8 @@ class RewardFunction:
             or ``python:FILE.py:FUNCTION``; None: the built-in function that the reward is named after.
         weight: factor in the sum of rewards; negative: a penalty.
         allow_code: lets ``python:FILE.py:FUNCTION`` run that file.
-        column: of the prompts' rows: what answers are compared with.
+        column: of the prompts' rows: what answers are compared with. Default: ``answer``; ``target`` of countdown (with
+            ``numbers``), ``tools`` of tool_call, ``tests`` of code, and none of json.
         answer_tag: ``answer``: only the text in the last ``<answer>...</answer>`` is scored; an answer without it
             scores 0.
         partial_credit: the most that an answer gets that is not wholly right; each function says its share.
@@ -47,7 +48,7 @@ class RewardFunction:
     target_tokens: Annotated[int, Gt(0)] | None = None
     width_tokens: Annotated[int, Gt(0)] | None = None
     bound: Literal["both", "upper"] | None = None
-    timeout_seconds: Annotated[float, Gt(0)] | None = None
+    timeout_seconds: Annotated[int, Gt(0)] | None = None
     memory_mib: Annotated[int, Ge(64)] | None = None
 
     def __post_init__(self) -> None:

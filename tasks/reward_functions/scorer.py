@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.python_source import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
-from tasks.reward_functions.built_in import BUILT_IN, Answer, BuiltIn
+from tasks.reward_functions.answer import Answer, BuiltIn
+from tasks.reward_functions.built_in import BUILT_IN
 from tasks.reward_functions.function import TAKES, RewardFunction, Rewards
 
 if TYPE_CHECKING:
@@ -202,8 +203,10 @@ class _BuiltInScore:
     def _score(self, prompts: Sequence[Sequence[Message]], row: int, answer: Answer) -> float:
         try:
             return self.function.score(self.reward, answer)
-        except DataError as error:
-            raise DataError(f"rewards.{self.key}: row {row} ({_shown(prompts[row])}): {error}") from error
+        except Exception as error:
+            kind = type(error) if isinstance(error, PipelineError) else PipelineError
+            said = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
+            raise kind(f"rewards.{self.key}: row {row} ({said}): {error}") from error
 
     def check(self, name: str, columns: Columns) -> None:
         names = self.function.columns(self.reward)
