@@ -1,4 +1,4 @@
-"""Checks of the models of a stage against each other that load none: made with the plan, not after hours of training."""
+"""Checks of a stage's models against each other that load none: made with the plan, not after hours of training."""
 
 from pathlib import Path
 
