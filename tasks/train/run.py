@@ -133,17 +133,16 @@ class TrainingRun:
         """The input policy, without the stage's adapter."""
         given = self.inputs[_POLICY]
         if self._is_reward_model:
-            policy = models.load_reward_model(self.method, given, self.ctx)
+            policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
         else:
-            policy = models.load_policy(self.method, given, self.ctx, self._intake)
+            policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
         models.require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-        if self.method.adapter and not self.method.adapter.changes_the_base:
-            hold_in(policy.model, self._frozen_dtype)
+        hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
 
@@ -197,7 +196,7 @@ class TrainingRun:
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
-        model = models.load_model(self.inputs[name])
+        model = models.load_model(self.inputs[name], self._frozen_dtype)
         if role == Role.REWARD_MODEL:
             install_scores(model)
         return models.frozen(hold_in(model, self._frozen_dtype))
@@ -209,10 +208,10 @@ class TrainingRun:
             return None
         given, carried = self.inputs[_POLICY], self._intake.carried
         if self.method.adapter_in == "stack":  # on a quantized base, merged adapters would be rounded with it
-            base = models.load_policy(self.method, given, self.ctx, self._intake).model
+            base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        reference = models.load_policy(self.method, given, self.ctx).model
+        reference = models.load_policy(self.method, given, self.ctx, dtype=self._frozen_dtype).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, self._frozen_dtype))
 
@@ -353,6 +352,12 @@ class TrainingRun:
     @property
     def _frozen_dtype(self) -> "Dtype":
         return self.ctx.resources.frozen_dtype(self.method.precision)
+
+    @property
+    def _base_dtype(self) -> "Dtype":
+        """Of the weights that training starts from: fp32 where they are trained, or an initialization changes them."""
+        adapter = self.method.adapter
+        return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
 
     @property
     def _proof_tolerance(self) -> str:
