@@ -28,6 +28,7 @@ from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
     add_reference,
+    complete_head,
     continued,
     new_adapter,
     peft_config,
@@ -119,6 +120,7 @@ class TrainingRun:
         if not self.method.has_own_loop:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
+        complete_head(model)
         step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
@@ -418,6 +420,7 @@ class TrainingRun:
             install_scores(trainer.model)
         if self._needs_reference and reference_of(self.method) == "copy":
             add_reference(trainer.model)
+        complete_head(trainer.model)
         for model in filter(None, (trainer.model, reference)):
             if is_line:
                 install(model, self._attention, packs=self._packs)
