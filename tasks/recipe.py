@@ -19,7 +19,7 @@ from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.train.adapters import Adapter
+from tasks.train.adapters import STACKED, Adapter
 from tasks.train.freeze import Freeze
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
@@ -326,7 +326,7 @@ class TrainingRecipe(Method):
                 f"adapter_in=continue with adapter.{found}: this starts a new adapter from the base's weights; set "
                 "adapter_in=merge, or adapter.type=lora with adapter.init=null"
             )
-        if self.adapter_in == "stack" and (self.adapter.type not in ("lora", "dora") or self.adapter.init):
+        if self.adapter_in == "stack" and (self.adapter.type not in STACKED or self.adapter.init):
             found = f"init={self.adapter.init}" if self.adapter.init else f"type={self.adapter.type}"
             raise ConfigError(
                 f"adapter_in=stack with adapter.{found}: only a LoRA that starts at zero can lie upon another; set "
