@@ -62,7 +62,7 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/resume_differences.py
 
-chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster
+chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 test-gpu: $(READY)
@@ -74,8 +74,9 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.deploy.prefect_yaml
 
-settings-page: $(READY)  ## docs/settings.md, rendered from the settings' dataclasses and the table of what works with what
+settings-page: $(READY)  ## docs/settings.md and docs/methods.md, rendered from the dataclasses and the table of what works with what
 	$(BIN)/python -m flows.reports.settings_page
+	$(BIN)/python -m flows.reports.methods_page
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock

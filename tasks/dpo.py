@@ -8,9 +8,7 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
-from tasks.data.tokens.thinking import Thinking
-from tasks.data.tokens.tokenization import TooLong
-from tasks.method import FROZEN_POLICY, POLICY, Training
+from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -19,14 +17,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(Training):
+class DPO(AnswerTraining):
     """Tunes a policy on preference pairs; its frozen start is the reference.
 
     Args:
         beta: strength of the KL to the reference.
         loss_type: ``sigmoid`` is eq. 7 of the paper; ``ipo`` arXiv:2310.12036, ``hinge`` arXiv:2305.10425.
         sft_weight: of the chosen answers' log-likelihood in the loss, which keeps them likely (``rpo_loss``).
-        too_long, max_prompt_length, thinking: as in ``tasks.data.tokens.tokenization.Tokenization``.
     """
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
@@ -34,14 +31,9 @@ class DPO(Training):
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 
     default_learning_rate: ClassVar = 1e-6
-    global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
-    max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     sft_weight: Annotated[float, Gt(0)] | None = None
-    too_long: TooLong | None = None
-    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
-    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,10 +1,14 @@
 """A method: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
+from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.tokenization import TooLong
 from tasks.recipe import (
     FROZEN_POLICY,
     POLICY,
@@ -40,6 +44,7 @@ __all__ = [
     "VALUE_MODEL",
     "Adapter",
     "Adaptive",
+    "AnswerTraining",
     "Input",
     "Inputs",
     "Method",
@@ -120,7 +125,7 @@ class Training(TrainingRecipe):
         run = TrainingRun(self, inputs, ctx)
         metrics = self.loop(run)
         saved = run.save()
-        epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
+        epochs = metrics["steps"] * float(self.rows_per_step) / len(run.rows) if "steps" in metrics else None
         length = {} if epochs is None else {"epochs": epochs}
         return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
 
@@ -131,6 +136,25 @@ class Training(TrainingRecipe):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         """The trainer of a method that transformers' loop trains: ``run.trl(Trainer, Config, **own)``."""
         raise NotImplementedError(f"{type(self).__qualname__} defines neither trainer(run) nor loop(run)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTraining(Training):
+    """A training on answers to prompts, which are rows of their own lengths.
+
+    Args:
+        too_long: what is done with a row of more than ``max_length`` tokens: cut the end of its answers (None), cut the
+            beginning of its prompt, drop it, or fail.
+        max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
+        thinking: whether thinking in the answers (``<think>...</think>``) is trained or dropped; None: as the chat
+            template does, and a row whose thinking the template would drop is an error.
+    """
+
+    global_batch_size: Annotated[int, Gt(0)] = 64  # rows per step: conversations, pairs, or single answers
+    max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
+    too_long: TooLong | None = None
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    thinking: Thinking | None = None
 
 
 def _difference(name: str, found: object, default: object) -> tuple[str, object, object] | None:

@@ -1,16 +1,13 @@
 """Supervised fine-tuning on conversations: Ouyang et al. 2022, arXiv:2203.02155, section 3.5."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-from annotated_types import Gt
+from typing import TYPE_CHECKING, ClassVar
 
 from lineage.model_source import text_digest
 from tasks.chat_template import CHAT_TEMPLATES, check_name, template_text
 from tasks.data.kinds import CONVERSATIONS
-from tasks.data.tokens.thinking import Thinking
-from tasks.data.tokens.tokenization import Packing, TooLong
-from tasks.method import Training
+from tasks.data.tokens.tokenization import Packing
+from tasks.method import AnswerTraining
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -19,29 +16,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT(Training):
+class SFT(AnswerTraining):
     """Trains a policy on the assistant's turns, including the token that ends each turn, and on nothing else.
 
     Args:
         chat_template: for a model that has none; written into the output. From a file: ``sources.base.chat_template``.
-        too_long: of more than ``max_length`` tokens: cut its end (None), cut its prompt's beginning, drop it, or fail.
-        max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
         packing: conversations share an example, and attend to themselves; ``global_batch_size`` then counts packs.
-        thinking: of the assistant: trained or dropped; None: as the template does, and where it drops some, an error.
     """
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends a turn, or no such token
     # The first version of packing padded the rows of a pack.
-    option_versions: ClassVar = {**Training.option_versions, "packing": ("version", 1)}
+    option_versions: ClassVar = {**AnswerTraining.option_versions, "packing": ("version", 1)}
     reads: ClassVar = CONVERSATIONS
     default_learning_rate: ClassVar = 2e-5
-    global_batch_size: Annotated[int, Gt(0)] = 64  # examples per step; a conversation is one, or several
-    max_length: Annotated[int, Gt(0)] = 2048
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
-    too_long: TooLong | None = None
-    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     packing: Packing | None = None
-    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -75,11 +75,18 @@ class Outcome:
 
 
 @cache
+def shipped() -> dict[str, tuple[type[Method], Fields]]:
+    """The methods of ``conf/stage`` and the fields that their files set, by the names of the files."""
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONF / "stage").glob("*.yaml"))}
+    return {
+        name: (method_class(f"conf/stage/{name}.yaml", str(stated.pop("_target_"))), stated)
+        for name, stated in files.items()
+    }
+
+
 def trainings() -> dict[str, type[Method]]:
     """The methods of ``conf/stage`` that train, by the name of their file."""
-    targets = {path.stem: str(yaml.safe_load(path.read_text())["_target_"]) for path in (CONF / "stage").glob("*.yaml")}
-    found = {name: method_class(f"conf/stage/{name}.yaml", target) for name, target in sorted(targets.items())}
-    return {name: method for name, method in found.items() if issubclass(method, Training)}
+    return {name: method for name, (method, _) in shipped().items() if issubclass(method, Training)}
 
 
 def choices() -> dict[str, list[Choice]]:
@@ -118,13 +125,14 @@ def _values(setting: str, path: str, cls: type) -> list[Choice]:
 
 
 def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | None = None) -> Case:
-    """A training and its resources with these fields, as YAML builds them.
+    """A training and its resources with these fields upon those of its file in ``conf/stage``, as YAML builds them.
 
     Raises:
         ConfigError: a value is wrong, or a setting refuses its own fields.
     """
     tree: dict[str, object] = {"method": {}, "resources": {}}
-    for path, value in fields.items():
+    stated = next((stated for method, stated in shipped().values() if method is cls), {})
+    for path, value in {**{f"method.{name}": value for name, value in stated.items()}, **fields}.items():
         *parents, name = path.split(".")
         node = tree
         for parent in parents:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import cast, get_args, get_type_hints
+from typing import cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows, trainings
+from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows
 from tasks.context import Resources
 from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
 from tasks.train.adapters import ADAPTERS
@@ -33,7 +33,7 @@ Every setting of a training, and [what works with what](#what-works-with-what). 
 stage: `optimizer=muon`, `schedule=linear`, `adapter=lora`, `quantization=nf4`, `resources=gpu` (the files of `conf/`).
 A field of `method` is part of a model's identity; one of `resources` says where and how it is trained, and is not.
 `null` turns a setting off. The plan refuses a value that is not accepted, and a field that the chosen name does not
-read.
+read. The options of each method are in [methods.md](methods.md).
 """
 _WHAT_WORKS = """\
 ## What works with what
@@ -55,12 +55,9 @@ Schema = Mapping[str, object]
 
 def render() -> str:
     """The text of the page."""
-    parts = [_HEAD, _section("Every training", "method", TrainingRecipe)]
-    shared = {each.name for each in fields(TrainingRecipe)}
-    for name, cls in trainings().items():
-        parts.append(_section(f"`{name}`", "method", cls, without=shared - cls.__annotations__.keys()))
-    for path, cls in _nested(TrainingRecipe):
-        parts.append(_section(f"`method.{path}`", f"method.{path}", cls))
+    parts = [_HEAD, section("Every training", "method", TrainingRecipe)]
+    for path, cls in nested(TrainingRecipe):
+        parts.append(section(f"`method.{path}`", f"method.{path}", cls))
         if path == "optimizer":
             parts.append(_optimizers())
         if path == "adapter":
@@ -69,8 +66,8 @@ def render() -> str:
             parts.append(_schedules())
         if path == "quantization":
             parts.append(_formats())
-    parts.append(_section("Resources", "resources", Resources))
-    parts += [_section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in _nested(Resources)]
+    parts.append(section("Resources", "resources", Resources))
+    parts += [section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in nested(Resources)]
     return "\n".join([*parts, _what_works()])
 
 
@@ -85,7 +82,7 @@ def _formats() -> str:
         for name, row in FORMATS.items()
     ]  # fmt: skip
     said = "Every format reads `skip_modules` and `merge`.\n"
-    return "\n".join([said, *_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
+    return "\n".join([said, *markdown_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
 
 
 def _optimizers() -> str:
@@ -98,7 +95,7 @@ def _optimizers() -> str:
         f"Every optimizer reads `weight_decay`. `pip install 'posttrain[{EXTRA}]'` installs the packages that they "
         "need, but for those with a licence, which forbids commercial use.\n"
     )
-    return "\n".join([said, *_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
+    return "\n".join([said, *markdown_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
 
 
 def _adapters() -> str:
@@ -108,7 +105,7 @@ def _adapters() -> str:
         "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
         "norms.\n"
     )
-    return "\n".join([said, *_table(("type", "from", "reads"), rows), ""])
+    return "\n".join([said, *markdown_table(("type", "from", "reads"), rows), ""])
 
 
 def _needs(entry: Entry) -> str:
@@ -124,30 +121,48 @@ def _schedules() -> str:
         for name, entry in SCHEDULES.items()
     ]
     said = "Every schedule reads `warmup`.\n"
-    return "\n".join([said, *_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
+    return "\n".join([said, *markdown_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
 
 
-def _nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """The dataclasses among a class's fields, and theirs, each by the path of its field."""
+def nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """The dataclasses among a class's fields, and theirs, each by the path of its field; of a mapping its values."""
     hints = get_type_hints(cls)
     for each in fields(cls):
-        for part in (hints[each.name], *get_args(hints[each.name])):
-            if isinstance(part, type) and is_dataclass(part):
-                yield f"{path}{each.name}", part
-                yield from _nested(part, f"{path}{each.name}.")
+        for part in _types(hints[each.name]):
+            if is_dataclass(part):
+                name = f"{path}{each.name}.NAME" if _is_mapping(hints[each.name]) else f"{path}{each.name}"
+                yield name, part
+                yield from nested(part, f"{name}.")
 
 
-def _section(title: str, where: str, cls: type, without: Collection[str] = ()) -> str:
-    """A dataclass as a table of its fields."""
+def _types(hint: object) -> Iterator[type]:
+    """A type, and those that it is made of."""
+    if isinstance(hint, type):
+        yield hint
+    for part in get_args(hint):
+        yield from _types(part)
+
+
+def _is_mapping(hint: object) -> bool:
+    return get_origin(hint) is Mapping or any(_is_mapping(part) for part in get_args(hint))
+
+
+def section(title: str, where: str, cls: type, without: Collection[str] = (), about: str = "") -> str:
+    """A dataclass as a table of its fields.
+
+    Args:
+        without: fields that are left out.
+        about: a paragraph between the first one of the docstring and the table.
+    """
     schema = TypeAdapter(cls).json_schema()
     properties = cast("Mapping[str, Schema]", schema["properties"])
-    said, nested = _said(cls), dict(_nested(cls))
+    said, parts = _said(cls), dict(nested(cls))
     rows = [
         (
             f"`{each.name}`",
-            "fields of its own" if each.name in nested else _accepted(properties[each.name], schema),
+            "fields of its own" if each.name in parts else _accepted(properties[each.name], schema),
             _default(each),
-            _prose(said.get(each.name) or _lead(nested.get(each.name))),
+            prose(said.get(each.name) or lead(parts.get(each.name))),
         )
         for each in fields(cls)
         if each.name not in without
@@ -158,16 +173,17 @@ def _section(title: str, where: str, cls: type, without: Collection[str] = ()) -
         if learning_rate
         else ""
     )
-    table = _table((f"`{where}.`", "accepted", "default", "meaning"), rows)
-    return "\n".join([f"## {title}", "", _prose(_lead(cls)) + rate, "", *table, ""])
+    table = markdown_table((f"`{where}.`", "accepted", "default", "meaning"), rows)
+    paragraphs = [prose(lead(cls)) + rate, *([about] if about else []), "\n".join(table if rows else [])]
+    return "\n\n".join([f"## {title}", *filter(None, paragraphs)]) + "\n"
 
 
-def _lead(cls: type | None) -> str:
+def lead(cls: type | None) -> str:
     """The first paragraph of a class's docstring."""
     return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split()) if cls else ""
 
 
-def _prose(text: str) -> str:
+def prose(text: str) -> str:
     """A comment or docstring as Markdown, with YAML's words."""
     return re.sub(r"\bNone\b", "`null`", text.replace("``", "`"))
 
@@ -223,11 +239,11 @@ def _what_works() -> str:
         [
             _WHAT_WORKS,
             "Every value works alone on CPUs, but:\n",
-            *_table(("setting", "works", "with, or why not"), conditions),
+            *markdown_table(("setting", "works", "with, or why not"), conditions),
             "\nEvery two values of different settings work together, but:\n",
-            *_table(("setting", "not with", "rule"), refused),
+            *markdown_table(("setting", "not with", "rule"), refused),
             "\nThe rules:\n",
-            *_table(("rule", "refuses, for example", "why", "set instead"), rules),
+            *markdown_table(("rule", "refuses, for example", "why", "set instead"), rules),
             "",
         ]
     )
@@ -237,7 +253,8 @@ def _code(overrides: str) -> str:
     return f"`{overrides}`" if overrides else ""
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
 

@@ -6,15 +6,11 @@ Shapes: B pairs of a micro batch, R = 2B rows.
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-from annotated_types import Gt
+from typing import TYPE_CHECKING, ClassVar
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
-from tasks.data.tokens.thinking import Thinking
-from tasks.data.tokens.tokenization import TooLong
-from tasks.method import FROZEN_POLICY, Training
+from tasks.method import FROZEN_POLICY, AnswerTraining
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +58,7 @@ class Logps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairLoss(Training):
+class PairLoss(AnswerTraining):
     """A subclass defines ``loss``; everything else is shared.
 
     Where the architecture allows it, prompts and answers share one padding-free forward; only the answers' tokens go
@@ -73,11 +69,6 @@ class PairLoss(Training):
     reads: ClassVar = PREFERENCES
 
     default_learning_rate: ClassVar = 1e-6
-    global_batch_size: Annotated[int, Gt(0)] = 64  # pairs per step
-    max_length: Annotated[int, Gt(0)] = 2048  # tokens, prompt + answer
-    too_long: TooLong | None = None
-    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
-    thinking: Thinking | None = None  # of the answers, as in DPO
 
     @abstractmethod
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":

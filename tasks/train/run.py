@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, set_seed
+from transformers import PreTrainedModel, PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -75,13 +76,14 @@ from tasks.train.validation import VAL_LOSS
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel, TrainerCallback
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy
+    from tasks.train.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +201,7 @@ class TrainingRun:
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name], self._frozen_dtype)
+        models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
         return models.frozen(hold_in(model, self._frozen_dtype))
@@ -245,7 +248,7 @@ class TrainingRun:
         # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
         is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
         shared = {
-            "train_dataset": self._ordered_rows,
+            "train_dataset": self.ordered_rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
             "processing_class": policy.tokenizer,
             "ref_model": reference,
@@ -263,7 +266,8 @@ class TrainingRun:
         )
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
-        self._prepare(trainer, reference, is_line)
+        frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
+        self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
         if self._needs_reference and "proof" not in own:
@@ -288,12 +292,31 @@ class TrainingRun:
         Args:
             step: counted from 0.
         """
-        resources, rows = self.ctx.resources, self._ordered_rows
+        resources, rows = self.ctx.resources, self.ordered_rows
         collate = self._collator(None, is_line=False)
         size, first = resources.micro_batch_size, step * self.method.global_batch_size
         for number in range(resources.accumulation_steps(self.method.global_batch_size)):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
             yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The policy's."""
+        return self._start.tokenizer
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens at which the policy's generation ends, with those that end the assistant's turns."""
+        assert self.rows
+        found = self._start.model.generation_config.eos_token_id
+        return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+    @cached_property
+    def rollouts(self) -> "Rollouts":
+        """What generates and scores, of a method that learns from its own completions."""
+        from tasks.train.rollouts import Rollouts
+
+        return Rollouts(self)
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
@@ -320,12 +343,15 @@ class TrainingRun:
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        if "rollouts" in self.__dict__ and self.ctx.rank == 0:
+            self.rollouts.write_samples(self.ctx.output_dir)
         if merged is None or not prompts:
             return {}
         return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
 
     @cached_property
-    def _ordered_rows(self) -> Dataset:
+    def ordered_rows(self) -> Dataset:
+        """Exactly the rows that the training consumes, in its order."""
         return ordered(self.rows, self.method, self.num_steps)
 
     @property
@@ -373,7 +399,7 @@ class TrainingRun:
 
     @property
     def _needs_reference(self) -> bool:
-        return Role.FROZEN_POLICY in self.method.models.values()
+        return self.method.has_reference
 
     def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
         assert self.method.adapter
@@ -391,7 +417,7 @@ class TrainingRun:
             adapted = upon(below, config)
         else:
             pad = self._start.tokenizer.pad_token_id
-            adapted = new_adapter(model, adapter, config, lambda: self._ordered_rows, pad)
+            adapted = new_adapter(model, adapter, config, lambda: self.ordered_rows, pad)
         save_only_the_trained(adapted)
         if adapter.changes_the_base:
             self._adapter_start = adapter_weights_of(adapted)
@@ -402,8 +428,9 @@ class TrainingRun:
             self.share = share_trained(model)
 
     def _reference(self) -> "PreTrainedModel | None":
-        names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
-        return self.model(names[0]) if names else None
+        if not self.method.has_reference:
+            return None
+        return self.model(next(name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY))
 
     def _collator(self, own: object, is_line: bool) -> Collator:
         """The method's own or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
@@ -414,14 +441,20 @@ class TrainingRun:
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
         return collate
 
-    def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
-        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
+    def _prepare(
+        self, trainer: Trainer, reference: "PreTrainedModel | None", frozen: "Sequence[PreTrainedModel]", is_line: bool
+    ) -> None:
+        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too.
+
+        Args:
+            frozen: further models that the trainer reads rows with, such as a teacher.
+        """
         if self._is_reward_model:
             install_scores(trainer.model)
         if self._needs_reference and reference_of(self.method) == "copy":
             add_reference(trainer.model)
         complete_head(trainer.model)
-        for model in filter(None, (trainer.model, reference)):
+        for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:
                 install(model, self._attention, packs=self._packs)
             elif self._attention:
@@ -470,7 +503,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
+    return rows.dataset(row_order(len(rows), math.ceil(num_steps * method.rows_per_step), method.seed))
 
 
 def fit(

@@ -1,0 +1,108 @@
+"""Renders ``docs/methods.md`` from the methods of ``conf/stage`` and the table of what works with what.
+
+``python -m flows.reports.methods_page`` writes it.
+"""
+
+import inspect
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
+from flows.reports.settings_page import markdown_table, nested, section
+from lineage.artifact import Kind
+from tasks.recipe import Method, TrainingRecipe
+
+FILE = Path(__file__).parents[2] / "docs" / "methods.md"
+
+_HEAD = """\
+<!-- Rendered by `make settings-page` from the methods of conf/stage and from tasks/train/compatibility.py. -->
+# Methods
+
+Every method that a stage can have: what it reads and writes, its own options, and what it works with. A stage takes one
+by the name of its file in `conf/stage`: `+stage@stages.NAME.method=dpo` in a command, `/stage@stages.NAME.method: dpo`
+among the `defaults` of a pipeline. Every training also has the fields of [settings.md](settings.md#every-training).
+[add_a_method.md](add_a_method.md) adds one of your own.
+"""
+_TRAININGS = """\
+## Trainings
+
+The slots of rows say which data stage feeds them. Of the settings, "all" means all values of
+[settings.md](settings.md#what-works-with-what) that work alone; `posttrain compat` says why one does not work with a
+method, and what to set instead.
+"""
+_OTHERS = """\
+## Stages that take no optimizer steps
+"""
+_SETTINGS = ("adapter", "quantization", "precision", "sharding")
+
+
+def render() -> str:
+    """The text of the page."""
+    parts = [_HEAD, _TRAININGS, *markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
+    shared = {each.name for each in fields(TrainingRecipe)}
+    for name, cls in trainings().items():
+        own = set().union(*(each.__annotations__ for each in cls.__mro__ if each not in TrainingRecipe.__mro__))
+        parts.append(_method(name, cls, shared - own))
+    others = {name: cls for name, (cls, _) in shipped().items() if name not in trainings()}
+    return "\n".join([*parts, _OTHERS, *(_method(name, cls, ()) for name, cls in others.items())])
+
+
+def _overview() -> list[tuple[str, ...]]:
+    """Each training with its slots, and the values of the settings that it works with."""
+    _, pairs = all_outcomes()
+    return [
+        (f"[`{name}`](#{name})", _slots(cls), cls.produces.value, *(_works(name, each, pairs) for each in _SETTINGS))
+        for name, cls in trainings().items()
+    ]
+
+
+def _slots(cls: type[Method]) -> str:
+    said = {slot: f"`{slot}` ({kind.value})" for slot, kind in cls.consumes.items() if slot != "*"}
+    if "*" in cls.consumes:
+        said["*"] = f"further slots ({_plural(cls.consumes['*'])})"
+    return ", ".join(text + (", optional" if slot in cls.optional else "") for slot, text in said.items())
+
+
+def _plural(kind: Kind) -> str:
+    return kind.value if kind.value.endswith("s") else f"{kind.value}s"
+
+
+def _works(method: str, setting: str, pairs: Sequence[Outcome]) -> str:
+    """The values of a setting that work with a method, or those that do not, whichever are fewer."""
+    found: Mapping[str, str] = {
+        right.value: each.works
+        for each in pairs
+        for left, right in [each.choices]
+        if (left.setting, left.value, right.setting) == ("method", method, setting)
+    }
+    refused = [value for value, works in found.items() if works == "no"]
+    working = [value for value in found if value not in refused]
+    if not refused:
+        return "all"
+    if len(working) <= len(refused):
+        return ", ".join(working) or "none"
+    return f"all but {', '.join(refused)}"
+
+
+def _method(name: str, cls: type[Method], without: Collection[str]) -> str:
+    module = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    source = module.partition("\n\n")[0].replace("\n", " ")
+    about = f"{source} `{cls.__module__}.{cls.__qualname__}`. Reads {_slots(cls)}; writes {cls.produces.value}."
+    parts = ["#" + section(f"`{name}`", "method", cls, without, about)]
+    for path, part in nested(cls):
+        if path.partition(".")[0] not in without:
+            parts.append("##" + section(f"`{name}`: `method.{path}`", f"method.{path}", part))
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Writes the page."""
+    FILE.write_text(render(), encoding="utf-8")
+    print(f"{FILE} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
