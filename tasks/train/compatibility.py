@@ -15,7 +15,7 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
-from tasks.train.adapters import MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -435,6 +435,19 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.adapter.target_modules": "attention"},
         example={"method.adapter.type": "dora"},
         config={"model_type": "mixtral"},
+    ),
+    Rule(
+        id="adapter-images",
+        fields=("method.adapter.type", "method.adapter.init", "method.adapter.target_modules"),
+        refuses=lambda case: (
+            case.get("config.vision_config") is not None
+            and (case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva")
+            and case.get("method.adapter.target_modules") == ALL_LINEAR
+        ),
+        reason="it reads what each layer gets, and rows of text reach no layer that reads images",
+        nearest={"method.adapter.target_modules": "*language_model*"},
+        example={"method.adapter.type": "adalora"},
+        config={"vision_config": {}},
     ),
     Rule(
         id="dropout-reference",
