@@ -322,6 +322,15 @@ RULES: tuple[Rule, ...] = (
         stage="own_loop",
     ),
     Rule(
+        id="neftune-packing",
+        fields=("method.neftune_alpha", "method.packing"),
+        refuses=lambda case: case.method.neftune_alpha and case.get("method.packing"),
+        reason="the noise is divided by the root of the length, and packs lie end to end with all others of a micro "
+        "batch, so that micro_batch_size would change it",
+        nearest={"method.packing": None},
+        example={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
+    ),
+    Rule(
         id="quantization-gpu",
         fields=("method.quantization.format", "resources.gpus_per_worker"),
         refuses=lambda case: (row := _format_row(case)) and row.gpu and not case.on_gpu,
