@@ -16,6 +16,7 @@ from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tasks.train.adapted import REFERENCE
+from tasks.train.reference_logps import COLUMNS
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ class PairTrainer(Trainer):
     ) -> "Tensor":
         answers_RT = inputs["completion_mask"]
         labels_RT = inputs["input_ids"].masked_fill(answers_RT == 0, -100)
-        batch = {name: each for name, each in inputs.items() if name != "completion_mask"}
+        batch = {name: each for name, each in inputs.items() if name not in ("completion_mask", *COLUMNS)}
         more = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         outputs = model(**batch, **more, labels=labels_RT, fused_lm_head=True, use_cache=False)
-        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(batch, labels_RT)
+        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(inputs, batch, labels_RT)
         if reference_R is not None and self.proof and self.state.global_step == 0:
             self.proof(sums_R.detach() - reference_R)
         counts_R = answers_RT[:, 1:].sum(1).clamp(min=1)
@@ -94,9 +95,11 @@ class PairTrainer(Trainer):
         self._record({**metrics, "logps/chosen": chosen_B, "logps/rejected": rejected_B})
         return loss
 
-    def _reference_sums(self, batch: "Batch", labels_RT: "Tensor") -> "Tensor | None":
+    def _reference_sums(self, inputs: "Batch", batch: "Batch", labels_RT: "Tensor") -> "Tensor | None":
         if self.proof is None:
             return None
+        if COLUMNS[0] in inputs:  # precomputed
+            return torch.cat([inputs[name] for name in COLUMNS])
         model = self.model if self.ref_model is None else self.ref_model
         plain: AbstractContextManager[object] = torch.no_grad()
         with plain, disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
