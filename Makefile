@@ -62,7 +62,7 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/resume_differences.py
 
-chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster
+chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 test-gpu: $(READY)

@@ -1,4 +1,4 @@
-"""Rows from a Python function: where its code lies and what it is now. Its code is read here, never run."""
+"""A Python function of the user's: where its code lies and what it is now. Its code is read here, never run."""
 
 import os
 import symtable
@@ -15,8 +15,8 @@ _ACCEPTED = "accepted: python:PACKAGE.MODULE.FUNCTION, and python:FILE.py:FUNCTI
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFunction:
-    """A function that takes nothing and yields rows.
+class PythonFunction:
+    """A function that yields rows, or scores answers.
 
     Args:
         module: its dotted name; None where ``file`` is stated.
@@ -34,8 +34,8 @@ class RowFunction:
         return f"{PYTHON}{self.module}.{self.name}"
 
 
-def row_function(path: str) -> RowFunction:
-    """What the path of a source names.
+def python_function(path: str) -> PythonFunction:
+    """The function that a path names.
 
     Raises:
         ConfigError: it is of no form that is accepted.
@@ -43,19 +43,22 @@ def row_function(path: str) -> RowFunction:
     stated = path.removeprefix(PYTHON)
     file, _, name = stated.rpartition(":")
     if file:
-        found = RowFunction(name=name, file=Path(os.path.expanduser(os.path.expandvars(file))))
+        found = PythonFunction(name=name, file=Path(os.path.expanduser(os.path.expandvars(file))))
         is_well_formed = file.endswith(".py")
     else:
         module, _, name = stated.rpartition(".")
-        found = RowFunction(name=name, module=module)
+        found = PythonFunction(name=name, module=module)
         is_well_formed = all(part.isidentifier() for part in module.split("."))
     if not (is_well_formed and name.isidentifier()):
         raise ConfigError(f"path={path} names no function; {_ACCEPTED}")
     return found
 
 
-def code_of(function: RowFunction) -> str:
+def code_of(function: PythonFunction, takes: str = "takes no argument and yields mappings") -> str:
     """Digest of a function's code: of its file, or of its module and of what that imports of its own package.
+
+    Args:
+        takes: what a function of this use does, for the message that refuses a name.
 
     Raises:
         ConfigError: there is no such module or file, it is not written in Python, or defines no such function.
@@ -70,7 +73,7 @@ def code_of(function: RowFunction) -> str:
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; {_ACCEPTED}")
     try:
-        _require_defined(function.name, file)
+        _require_defined(function.name, file, takes)
         return digest_file(file) if function.module is None else code_digest_now(function.module)
     except SyntaxError as error:
         raise ConfigError(
@@ -79,12 +82,11 @@ def code_of(function: RowFunction) -> str:
         ) from error
 
 
-def _require_defined(name: str, file: Path) -> None:
+def _require_defined(name: str, file: Path, takes: str) -> None:
     code = symtable.symtable(file.read_bytes(), str(file), "exec")  # type: ignore[arg-type]  # it takes bytes
     defined = {each.get_name() for each in code.get_symbols() if each.is_assigned() or each.is_imported()}
     if name not in defined:
         functions = sorted(each.get_name() for each in code.get_children() if each.get_type() == "function")
         raise ConfigError(
-            f"{file} defines no {name}; functions in it: {', '.join(functions) or 'none'}; name one that takes no "
-            "argument and yields mappings"
+            f"{file} defines no {name}; functions in it: {', '.join(functions) or 'none'}; name one that {takes}"
         )

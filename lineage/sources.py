@@ -34,7 +34,7 @@ from lineage.model_source import (
     vocabulary,
 )
 from lineage.peft_adapter import base_source, check_base, is_peft, not_an_adapter
-from lineage.python_source import PYTHON, code_of, row_function
+from lineage.python_source import PYTHON, code_of, python_function
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.source_checks import check_options, is_hub_id, is_loaded, reading_identity, reading_options
 from lineage.text_split import (
@@ -249,7 +249,7 @@ def _remote_split(url: str, source: Source) -> SplitBy:
 def _by_code(name: str, source: Source) -> Pinned:
     """A function's rows are taken to be what its code is: what else it reads, such as a clock, nobody can know."""
     try:
-        function = row_function(source.path)
+        function = python_function(source.path)
         if function.file and not source.allow_code:
             raise ConfigError(
                 f"path={source.path}: the rows would come from running that file; state sources.{name}.allow_code=true "

@@ -125,7 +125,7 @@ class Training(TrainingRecipe):
         run = TrainingRun(self, inputs, ctx)
         metrics = self.loop(run)
         saved = run.save()
-        epochs = metrics["steps"] * self.global_batch_size / len(run.rows) if "steps" in metrics else None
+        epochs = metrics["steps"] * float(self.rows_per_step) / len(run.rows) if "steps" in metrics else None
         length = {} if epochs is None else {"epochs": epochs}
         return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
 

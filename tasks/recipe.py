@@ -7,18 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.artifact import Kind, Source
+from lineage.code import code_digest, code_digest_now
+from lineage.digest import digest_of
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
 from tasks.best import HELD_OUT_LOSS, Best
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.reward_functions import Rewards, code_of_rewards, identity_of
 from tasks.train.adapters import Adapter
 from tasks.train.freeze import Freeze
 from tasks.train.optimizers import Optimizer
@@ -85,6 +89,13 @@ class Method(ABC):
     preload: ClassVar[tuple[str, ...]] = _HEAVY
     chat_slot: ClassVar[str | None] = None
 
+    def check_slots(self, filled: frozenset[str]) -> None:  # noqa: B027 - most methods have no optional slot
+        """Refuses optional slots that are filled, or empty, against the fields.
+
+        Args:
+            filled: the slots that have an input.
+        """
+
     @abstractmethod
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         """Reads ``inputs``, writes ``ctx.output_dir``, returns final metrics (flat name -> number)."""
@@ -93,13 +104,33 @@ class Method(ABC):
         """The method's part of the fingerprint: class, version and every field that is not None."""
         values = without_nones(asdict(self))
         assert isinstance(values, dict)
+        if rewards := _rewards_of(self):
+            values["rewards"] = identity_of(rewards)
         return {"method": self.name(), "version": self.version, **values}
+
+    def code_digest(self, *, now: bool = False) -> str:
+        """Digest of the code that it runs: of its class, and of the Python functions among its rewards.
+
+        Args:
+            now: of the files as they are at this moment, not as they were when this process first looked for them.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        digest = (code_digest_now if now else code_digest)(type(self).__module__)
+        functions = code_of_rewards(_rewards_of(self))
+        return digest_of({"method": digest, **functions}) if functions else digest
 
     @classmethod
     def name(cls) -> str:
         """The class's name; outside ``tasks`` with its module, so that a user's ``DPO`` is not ours."""
         ours = cls.__module__.partition(".")[0] == "tasks"
         return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _rewards_of(method: Method) -> Rewards:
+    found: Rewards | None = getattr(method, "rewards", None)
+    return found or {}
 
 
 class Role(StrEnum):
@@ -228,7 +259,17 @@ class TrainingRecipe(Method):
         if self.num_steps is not None:
             return self.num_steps
         assert self.num_epochs
-        return steps_of_epochs(self.num_epochs, num_rows(), self.global_batch_size)
+        return steps_of_epochs(self.num_epochs, num_rows(), self.rows_per_step)
+
+    @property
+    def rows_per_step(self) -> int | Fraction:
+        """Rows that an optimizer step reads; a fraction where several steps read the same."""
+        return self.global_batch_size
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the training compares the policy with its frozen start."""
+        return FROZEN_POLICY in self.models.values()
 
     def recipe(self) -> dict[str, object]:
         """As of every method; settings as they were before they had names of their own, so that old outputs stay."""

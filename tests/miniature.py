@@ -1,9 +1,26 @@
-"""The default pipeline at a size that a test can train: the overrides, and rows of a user's own."""
+"""Shipped pipelines at a size that a test can train: the overrides, and rows of a user's own."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
+from flows.declare.compose import CONF
+from flows.declare.config import load_pipeline
+from tasks.gate import Gate
 from tests import tiny
+
+# Of every shipped pipeline but that of a real model, which has a test of its own (test_smollm2.py), and that which only
+# adds retraining to another.
+SHIPPED = sorted(
+    {path.stem for path in (CONF / "pipeline").glob("*.yaml")} - {"smollm2-one-sentence", "cpt-sft-dpo-retrain"}
+)
+# Field of a method -> its value in miniature.
+SMALL = {
+    "num_steps": 4, "num_rows": 16, "num_prompts": 4, "num_questions": 4, "max_new_tokens": 8,
+    "max_completion_length": 8, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
+    "num_heads": 2, "num_resamples": 100,
+}  # fmt: skip
 
 MODEL = (
     "stages.base.method.vocab_size=512",
@@ -20,6 +37,30 @@ STEPS = (
     "stages.evaluate.method.max_new_tokens=8",
     "resources.cpus_per_worker=1",
 )
+
+
+def overrides_of(pipeline: str, *, gated: bool = True, **values: object) -> Iterator[str]:
+    """Overrides that make a shipped pipeline small.
+
+    Args:
+        gated: keep its gate, which refuses a model of four steps.
+        values: of fields, such as ``num_steps=120``, in place of those of ``SMALL``.
+    """
+    yield f"pipeline={pipeline}"
+    yield "resources.cpus_per_worker=1"
+    for name, stage in load_pipeline([f"pipeline={pipeline}"]).stages.items():
+        if isinstance(stage.method, Gate) and not gated:
+            yield f"~stages.{name}"
+            continue
+        known = {each.name for each in fields(stage.method)}
+        for field, value in {**SMALL, **values}.items():
+            if field in known:
+                yield f"stages.{name}.method.{field}={value}"
+
+
+def trainings_of(pipeline: str) -> list[str]:
+    """The stages of a shipped pipeline that take optimizer steps."""
+    return [name for name, stage in load_pipeline([f"pipeline={pipeline}"]).stages.items() if stage.method.trains]
 
 
 def write_own_rows(folder: Path, count: int = 60) -> tuple[str, ...]:

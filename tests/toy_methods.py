@@ -10,6 +10,7 @@ from tasks.context import Metrics, TrainContext
 from tasks.evaluate.report import TABLE_FILE
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.method import Inputs, Method, Training
+from tasks.reward_functions import Rewards
 from tests.toy_loop import loop
 
 
@@ -38,6 +39,7 @@ class ToyModel(Method):
     preload: ClassVar[tuple[str, ...]] = ()
 
     size: int = 1
+    rewards: Rewards | None = None
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         (ctx.output_dir / "model.txt").write_text("0" * self.size)

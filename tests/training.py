@@ -38,10 +38,12 @@ def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
 
 
 def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs:
-    """Every slot of a method, filled from ``write_inputs``."""
+    """Every slot of a method, filled from ``write_inputs``; an optional one where the test wrote its artifact."""
     found = {}
     for slot, kind in stage.consumes.items():
         path = (policy or root / "policy") if kind == Kind.CHECKPOINT else root / kind.value
+        if slot in stage.optional and not path.exists():
+            continue
         found[slot] = Input(name=path.name, kind=kind, fingerprint=f"{path.name:f<64}", path=path)
     return found
 

@@ -165,6 +165,10 @@ class Pipeline:
             )
         if "*" in slots and "*" not in optional and not stage.inputs.keys() - slots.keys():
             raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
+        try:
+            stage.method.check_slots(frozenset(stage.inputs))
+        except ConfigError as error:
+            raise ConfigError(f"stages.{name}: {error}") from error
         for slot, reference in stage.inputs.items():
             if slot not in slots and "*" not in slots:
                 raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {', '.join(slots)}{nearest(slot, slots)}")

@@ -76,7 +76,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         num_steps = method.steps(lambda: examples)
     num_epochs = method.num_epochs
     if num_epochs is None and examples and num_steps:
-        num_epochs = num_steps * method.global_batch_size / examples
+        num_epochs = num_steps * float(method.rows_per_step) / examples
     return Hyperparameters(
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,

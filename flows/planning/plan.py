@@ -13,11 +13,11 @@ from flows.planning.evaluate_check import check_evaluations
 from flows.planning.gate_check import check_gates
 from flows.planning.hyperparameters import Hyperparameters, examples_file, hyperparameters
 from flows.planning.kernels import check_kernels
+from flows.planning.merge_check import check_merges
 from flows.planning.placed import check_fallbacks
 from flows.planning.preflight import check_models, check_replay, check_same_split
 from flows.planning.staleness import State, judge, restarts, resumed, reused
 from lineage.artifact import SOURCE, Source
-from lineage.code import code_digest
 from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.sources import Pinned, pin
@@ -148,8 +148,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, a training cannot run on its resources, ``code_drift=refuse`` and a reused stage's code changed, or
-            a stage cannot go on from its checkpoints.
+            no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
+            and a reused stage's code changed, or a stage cannot go on from its checkpoints.
     """
     check_gates(pipeline)
     check_fallbacks(pipeline)
@@ -159,6 +159,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_positions(pipeline)
     check_evaluations(pipeline)
     check_kernels(pipeline)
+    check_merges(pipeline)
     memo = memo or Memo()
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)
@@ -204,7 +205,7 @@ def _plan_stage(
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
     if (name, identity) not in memo.stages:
-        code = code_digest(type(stage.method).__module__)
+        code = stage.method.code_digest()
         entry = store.entry(name, identity)
         state, reason = judge(name, entry, stage.method, inputs, store)
         if state == "reuse":

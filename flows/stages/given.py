@@ -6,7 +6,6 @@ from flows.planning.plan import Plan, PlannedInput, PlannedStage
 from flows.planning.root_model import POLICY
 from flows.stages.job import JobInput
 from lineage.artifact import MODELS, SOURCE, Kind
-from lineage.code import code_digest_now
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, DataError, PipelineError, StageError
 from lineage.manifest import InputRecord, Manifest
@@ -84,7 +83,7 @@ def require_unchanged_code(plan: Plan, planned: PlannedStage) -> None:
         StageError: it was changed while the stages before ran.
     """
     module = type(planned.stage.method).__module__
-    if code_digest_now(module) != planned.code_digest:
+    if planned.stage.method.code_digest(now=True) != planned.code_digest:
         raise StageError(
             planned.name,
             f"the code of {module} has changed since the plan was made; run again: what is finished is kept, and the "

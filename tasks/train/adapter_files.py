@@ -137,7 +137,7 @@ def intake(method: TrainingRecipe, policy: Input) -> Intake:
     if method.adapter_in not in ("continue", "stack"):
         base, merged = base_and_adapters(policy.path)
         return Intake(base=base, merged=merged)
-    base, adapters, beneath = _parts(policy.path)
+    base, adapters, beneath = base_and_kept_adapters(policy.path)
     if not adapters:
         raise ConfigError(
             f"adapter_in={method.adapter_in}: {policy.name} has no adapter that could be kept; an output of a stage "
@@ -158,7 +158,7 @@ def intake(method: TrainingRecipe, policy: Input) -> Intake:
     return Intake(base=base, merged=adapters[:-1], carried=adapters[-1:], beneath=beneath)
 
 
-def _parts(directory: Path) -> tuple[Path, list[Path], Base | None]:
+def base_and_kept_adapters(directory: Path) -> tuple[Path, list[Path], Base | None]:
     """The full model under a model, its adapters, and what the last of them lies upon; None: it has no name."""
     base, adapters = base_and_adapters(directory)
     if adapters:
@@ -171,7 +171,7 @@ def _parts(directory: Path) -> tuple[Path, list[Path], Base | None]:
     named = _base_in_manifest(given)
     policy = _base_directory(directory, named)
     if manifest.recipe.get("adapter_in") == "continue":  # it lies upon what the adapter before it does
-        base, adapters, beneath = _parts(policy)
+        base, adapters, beneath = base_and_kept_adapters(policy)
         return base, [*adapters[:-1], own], beneath
     base, adapters = base_and_adapters(policy)
     return base, [*adapters, own], named

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
+_COMPUTED_WITH_REWARDS = frozenset({"entropy"})  # by trainers that generate
 _MASKS = ("prompt_mask", "completion_mask")  # of TRL's trainers that generate: they have no attention mask
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # Largest implicit reward (beta x log-ratio) at step 0. Policy and reference run the same kernels: in fp32 they differ
@@ -116,7 +117,7 @@ class Recorder(TrainerCallback):
         """Reports a step, with its speed and memory."""
         self.window.append((time.perf_counter(), float(logs["num_tokens"])))
         (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
-        metrics = {name: float(value) for name, value in logs.items() if name not in UNREPORTED}
+        metrics = {name: float(value) for name, value in logs.items() if name not in _unreported(logs)}
         speed = (tokens - tokens_before) / (now - start)
         self.report(step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(device)})
 
@@ -232,6 +233,10 @@ def has_diverged(logs: dict[str, float]) -> bool:
     return not (math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"]))
 
 
+def _unreported(logs: "Mapping[str, float]") -> frozenset[str]:
+    return UNREPORTED - _COMPUTED_WITH_REWARDS if "reward" in logs else UNREPORTED
+
+
 def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
     """Metrics of a step: means of the last steps up to it, and its loss on held-out rows if it was measured.
 
@@ -241,7 +246,7 @@ def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
     end = bisect_right(log, step, key=itemgetter("step"))  # the log may be long, and callers ask for many steps
     steps = (log[index] for index in reversed(range(end)) if "loss" in log[index])
     last = list(islice(steps, WINDOW_STEPS))[::-1]
-    names = last[-1].keys() - UNREPORTED - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
+    names = last[-1].keys() - _unreported(last[-1]) - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
     means = {name: sum(float(entry[name]) for entry in last) / len(last) for name in sorted(names)}
     held_out = {HELD_OUT_LOSS: float(last[-1][HELD_OUT_LOSS])} if HELD_OUT_LOSS in last[-1] else {}
     return {**means, **held_out}

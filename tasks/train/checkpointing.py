@@ -96,7 +96,7 @@ class Saver:
         resources = self.ctx.resources
         by_step = resources.save_steps is not None and step % resources.save_steps == 0
         by_epoch = resources.save_epochs is not None and completes_epochs(
-            resources.save_epochs, step, self.num_rows, self.method.global_batch_size
+            resources.save_epochs, step, self.num_rows, self.method.rows_per_step
         )
         waited = time.monotonic() - self.last_save
         return by_step or by_epoch or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.data.tokens.tokenized_rows import TokenizedRows
 
 NUM_PROMPTS = 4
+_TEXTS = (  # where a stage reads no rows
+    "The capital of France is Paris, and the river that flows through it is the Seine.",
+    "def add(left: int, right: int) -> int:\n    return left + right\n",
+    "Question: a train leaves at 9:40 and arrives at 11:05. How long does it take?\nAnswer: 1 hour and 25 minutes.",
+    "Water boils at a lower temperature on a mountain, because the pressure of the air is lower there.",
+)
 _MAX_TOKENS = 256
 _ANSWERS = ("chosen_ids", "completion_ids")
 
@@ -27,6 +33,11 @@ def golden_prompts(rows: "TokenizedRows") -> Golden:
     """The tokens of the first rows of a stage: a prompt with its answer, or with the chosen one."""
     first = rows.examples.select(range(min(NUM_PROMPTS, len(rows))))
     return [_tokens(row)[:_MAX_TOKENS] for row in first]
+
+
+def golden_texts(tokenizer: "PreTrainedTokenizerBase") -> Golden:
+    """The tokens of fixed texts."""
+    return [tokenizer(text)["input_ids"][:_MAX_TOKENS] for text in _TEXTS]
 
 
 def _tokens(row: Mapping[str, list[int]]) -> list[int]:

@@ -4,7 +4,7 @@ import copy
 import logging
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -294,6 +294,7 @@ def whole_model(
     rounding: Mapping[str, object] | None = None,
     quantizer: Quantizer | None = None,
     taken: Intake | None = None,
+    watch: "Callable[[PeftModel], None] | None" = None,
 ) -> "PreTrainedModel":
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
 
@@ -304,6 +305,7 @@ def whole_model(
         rounding: of the base of ``last`` (``Quantization.rounding``); None: that base is in full precision.
         quantizer: how its linear layers are rounded after the merge.
         taken: the base and the adapters, in place of those of the directory.
+        watch: called with the model before its last adapter is merged.
 
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
@@ -318,11 +320,15 @@ def whole_model(
     model = _full_model(kind, base, config, quantizer if not merges else None, local)
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
         model = _dequantized(model)
-    for adapter, rounded in merges:
+    for number, (adapter, rounded) in enumerate(merges, start=1):
         if rounded:
             of_base = Quantizer.like(rounded)
             model = fill_dequantized(model, of_base.finish(of_base.applied(model)))
-        model = _merged(model, adapter)
+        adapted = _adapted(model, adapter)
+        if watch and number == len(merges):
+            watch(adapted)
+        model = adapted.merge_and_unload()
+        model.requires_grad_(True)  # PEFT froze the base
     if (merges or base != directory) and (directory / _GENERATION).exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     if quantizer:
@@ -371,7 +377,7 @@ def _dequantized(model: "PreTrainedModel") -> "PreTrainedModel":
     return fill_dequantized(plain, model)
 
 
-def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
+def _adapted(model: "PreTrainedModel", adapter: Path) -> "PeftModel":
     from peft import PeftConfig, PeftModel
 
     detect_quantized_layers(False)
@@ -388,8 +394,7 @@ def _merged(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     apart = [*loaded.missing_keys, *(loaded.unexpected_keys if model.get_output_embeddings() is not None else ())]
     if apart:
         raise _misfit(model, adapter, f"{len(apart)} weights are in one of the two alone, such as {apart[0]}")
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged.requires_grad_(True)  # PEFT froze the base
+    return adapted
 
 
 def _misfit(model: "PreTrainedModel", adapter: Path, cause: str) -> ConfigError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,13 +76,14 @@ from tasks.train.validation import VAL_LOSS
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy
+    from tasks.train.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +239,7 @@ class TrainingRun:
             )
         policy = self._start
         # Precomputed log-probabilities are computed here, before an adapter changes the model.
-        rows, reference = self._ordered_rows, None if self._precomputes else self._reference()
+        rows, reference = self.ordered_rows, None if self._precomputes else self._reference()
         # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
@@ -291,12 +293,31 @@ class TrainingRun:
         Args:
             step: counted from 0.
         """
-        resources, rows = self.ctx.resources, self._ordered_rows
+        resources, rows = self.ctx.resources, self.ordered_rows
         collate = self._collator(None, is_line=False)
         size, first = resources.micro_batch_size, step * self.method.global_batch_size
         for number in range(resources.accumulation_steps(self.method.global_batch_size)):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
             yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The policy's."""
+        return self._start.tokenizer
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens at which the policy's generation ends, with those that end the assistant's turns."""
+        assert self.rows
+        found = self._start.model.generation_config.eos_token_id
+        return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+    @cached_property
+    def rollouts(self) -> "Rollouts":
+        """What generates and scores, of a method that learns from its own completions."""
+        from tasks.train.rollouts import Rollouts
+
+        return Rollouts(self)
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
@@ -323,12 +344,15 @@ class TrainingRun:
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        if "rollouts" in self.__dict__ and self.ctx.rank == 0:
+            self.rollouts.write_samples(self.ctx.output_dir)
         if merged is None or not prompts:
             return {}
         return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
 
     @cached_property
-    def _ordered_rows(self) -> Dataset:
+    def ordered_rows(self) -> Dataset:
+        """Exactly the rows that the training consumes, in its order."""
         rows = self.rows
         if self._precomputes:
             rows = replace(rows, examples=self._with_reference(rows.examples))
@@ -379,7 +403,7 @@ class TrainingRun:
 
     @property
     def _needs_reference(self) -> bool:
-        return Role.FROZEN_POLICY in self.method.models.values()
+        return self.method.has_reference
 
     @property
     def _precomputes(self) -> bool:
@@ -401,7 +425,7 @@ class TrainingRun:
             adapted = upon(below, config)
         else:
             pad = self._start.tokenizer.pad_token_id
-            adapted = new_adapter(model, adapter, config, lambda: self._ordered_rows, pad)
+            adapted = new_adapter(model, adapter, config, lambda: self.ordered_rows, pad)
         save_only_the_trained(adapted)
         if adapter.changes_the_base:
             self._adapter_start = adapter_weights_of(adapted)
@@ -412,8 +436,9 @@ class TrainingRun:
             self.share = share_trained(model)
 
     def _reference(self) -> "PreTrainedModel | None":
-        names = [name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY]
-        return self.model(names[0]) if names else None
+        if not self.method.has_reference:
+            return None
+        return self.model(next(name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY))
 
     def _collator(self, own: object, is_line: bool) -> Collator:
         """The method's own or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
@@ -480,7 +505,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), num_steps * method.global_batch_size, method.seed))
+    return rows.dataset(row_order(len(rows), math.ceil(num_steps * method.rows_per_step), method.seed))
 
 
 def fit(

@@ -82,7 +82,7 @@ class Validating(TrainerCallback):
 
     def _validates(self, step: int) -> bool:
         validation = self.method.validation
-        return validation is not None and validation.is_due(step, self.num_rows, self.method.global_batch_size)
+        return validation is not None and validation.is_due(step, self.num_rows, self.method.rows_per_step)
 
     def _competes(self, step: int) -> bool:
         best = self.method.best

@@ -38,12 +38,12 @@ class Validation:
                 "is measured; set validation.every_steps=N or validation.every_epochs=1, and the other to null"
             )
 
-    def is_due(self, step: int, num_rows: int, global_batch_size: int) -> bool:
+    def is_due(self, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
         """Whether the loss is measured after a step that is not the last, which is always measured."""
         if self.every_steps is not None:
             return step % self.every_steps == 0
         assert self.every_epochs
-        return completes_epochs(self.every_epochs, step, num_rows, global_batch_size)
+        return completes_epochs(self.every_epochs, step, num_rows, rows_per_step)
 
 
 @dataclass
@@ -61,15 +61,15 @@ class Patience:
             self.waited += 1
 
 
-def steps_of_epochs(epochs: float, num_rows: int, global_batch_size: int) -> int:
+def steps_of_epochs(epochs: float, num_rows: int, rows_per_step: int | Fraction) -> int:
     """Optimizer steps of so many passes over the rows; the last one is filled from the next pass."""
-    return max(1, math.ceil(_rows(epochs, num_rows) / global_batch_size))
+    return max(1, math.ceil(_rows(epochs, num_rows) / rows_per_step))
 
 
-def completes_epochs(epochs: float, step: int, num_rows: int, global_batch_size: int) -> bool:
+def completes_epochs(epochs: float, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
     """Whether a step is the first that completes a multiple of so many passes over the rows."""
     rows = _rows(epochs, num_rows)
-    return step * global_batch_size // rows > (step - 1) * global_batch_size // rows
+    return step * rows_per_step // rows > (step - 1) * rows_per_step // rows
 
 
 def _rows(epochs: float, num_rows: int) -> Fraction:

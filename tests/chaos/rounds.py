@@ -9,18 +9,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flows.declare.config import load_pipeline
 from tests.chaos.kills import CLUSTER_WAYS, WAYS, start
 from tests.chaos.record import Reached, digests, doubled, made_again, misrecorded, reached, starts, untidy
 from tests.command import CONF
 from tests.marked import left
-from tests.miniature import MODEL, STEPS, write_own_rows
+from tests.miniature import overrides_of, trainings_of, write_own_rows
 
 SAVE_STEPS = 3
-TRAINING = ("cpt", "sft", "reward", "dpo", "left", "right")
-MINIATURE = (
-    *MODEL, *STEPS, *(f"stages.{stage}.method.num_steps=120" for stage in TRAINING[:4]),
-    f"resources.save_steps={SAVE_STEPS}",
-)  # fmt: skip
+NUM_STEPS = 120  # of each training: enough that kills meet one that has a checkpoint
+TOY_TRAININGS = ("left", "right")
 # Two workers that step together: a stage that takes half a minute to start.
 CLUSTER = (
     "stages.sft.resources.num_workers=2", "stages.sft.resources.launcher=cluster",
@@ -28,7 +26,7 @@ CLUSTER = (
 )  # fmt: skip
 TOY = (
     "pipeline=toy", "model=none", "sources.rows.path=rows.txt", f"resources.save_steps={SAVE_STEPS}",
-    *(f"stages.{stage}.method.{each}" for stage in TRAINING[4:] for each in ("num_steps=30", "step_seconds=0.1")),
+    *(f"stages.{stage}.method.{each}" for stage in TOY_TRAININGS for each in ("num_steps=30", "step_seconds=0.1")),
 )  # fmt: skip
 
 
@@ -73,16 +71,27 @@ class Score:
 class Rounds:
     """Rounds below one folder, whose every kill and moment come from one seed."""
 
-    def __init__(self, folder: Path, seed: int, *, toy: bool, cluster: bool) -> None:
+    def __init__(self, folder: Path, seed: int, *, pipeline: str, toy: bool, cluster: bool) -> None:
         self._folder = folder
         self._chance = random.Random(seed)
         self._mark = secrets.token_hex(8)
-        self._toy, self._cluster = toy, cluster
+        self._toy = toy
         self._ways = {**WAYS, **(CLUSTER_WAYS if cluster else {})}
         self.score = Score()
         rows = folder / "rows"  # of all: a data stage's report names its files
         rows.mkdir()
-        self._rows = [word.replace("=", f"={rows}/") for word in write_own_rows(rows)]
+        own = [word.replace("=", f"={rows}/") for word in write_own_rows(rows)]
+        if toy:
+            self._trainings, self._overrides = [*TOY_TRAININGS], [*TOY]
+            return
+        self._trainings = trainings_of(pipeline)
+        known = load_pipeline([f"pipeline={pipeline}"]).sources
+        self._overrides = [
+            *overrides_of(pipeline, gated=False, num_steps=NUM_STEPS),
+            *(word for word in own if word.split(".")[1] in known),
+            *(CLUSTER if cluster else ()),
+            f"resources.save_steps={SAVE_STEPS}",
+        ]
 
     def unbroken(self) -> tuple[dict[str, str], float]:
         """Digests and seconds of a run that nobody touches: the second of two, which finds all databases made.
@@ -150,7 +159,7 @@ class Rounds:
         except subprocess.TimeoutExpired:
             pass
         name = self._chance.choice(sorted(self._ways))
-        hits += reached(folder / "artifacts", TRAINING)
+        hits += reached(folder / "artifacts", self._trainings)
         self._ways[name].kill(run, self._mark, self._chance)
         code = run.wait()
         self.score.kills += 1
@@ -163,5 +172,4 @@ class Rounds:
         folder.mkdir()
         if self._toy:
             (folder / "rows.txt").write_text("rows")
-        words = TOY if self._toy else (*MINIATURE, *(CLUSTER if self._cluster else ()), *self._rows)
-        return [sys.executable, "-m", "flows", "run", "--config-dir", str(CONF), *words]
+        return [sys.executable, "-m", "flows", "run", "--config-dir", str(CONF), *self._overrides]

@@ -17,7 +17,7 @@ import orjson
 from lineage.artifact import Source
 from lineage.code import source_file
 from lineage.errors import DataError
-from lineage.python_source import RowFunction, row_function
+from lineage.python_source import PythonFunction, python_function
 from tasks.data.reading.chunk import Broken, Chunk, Row
 
 _ROWS_PER_CHUNK = 1000
@@ -46,7 +46,7 @@ def read_function(source: Source) -> Iterator[Chunk]:
     Raises:
         DataError: it cannot be imported or called, or raises; the message names the line that did.
     """
-    rows = _yielded(row_function(source.path), source.path)
+    rows = _yielded(python_function(source.path), source.path)
     for first in count(step=_ROWS_PER_CHUNK):
         with redirect_stdout(sys.stderr):  # standard output is the command's own, such as its JSON
             items = tuple(
@@ -79,7 +79,7 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-def _yielded(function: RowFunction, path: str) -> Iterator[object]:
+def _yielded(function: PythonFunction, path: str) -> Iterator[object]:
     try:
         rows = _loaded(function, path)()
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
@@ -89,11 +89,16 @@ def _yielded(function: RowFunction, path: str) -> Iterator[object]:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise DataError(
-            f"{path}: {_place(error, function)}{type(error).__name__}: {error}; mend the function"
+            f"{path}: {place_of_error(error, function)}{type(error).__name__}: {error}; mend the function"
         ) from error
 
 
-def _loaded(function: RowFunction, path: str) -> Callable[[], object]:
+def load_function(function: PythonFunction, path: str, accepted: str) -> Callable[..., object]:
+    """Imports a function of the user's.
+
+    Raises:
+        DataError: it is nothing that can be called.
+    """
     if function.file:
         spec = importlib.util.spec_from_file_location(function.file.stem, function.file)
         assert spec and spec.loader
@@ -103,7 +108,12 @@ def _loaded(function: RowFunction, path: str) -> Callable[[], object]:
         module = importlib.import_module(str(function.module))
     found: object = vars(module).get(function.name)
     if not callable(found):
-        raise DataError(f"{path} is {'nothing' if found is None else type(found).__name__}; {_ACCEPTED}; name one")
+        raise DataError(f"{path} is {'nothing' if found is None else type(found).__name__}; {accepted}; name one")
+    return found
+
+
+def _loaded(function: PythonFunction, path: str) -> Callable[[], object]:
+    found = load_function(function, path, _ACCEPTED)
     try:
         inspect.signature(found).bind()
     except TypeError as error:
@@ -111,7 +121,7 @@ def _loaded(function: RowFunction, path: str) -> Callable[[], object]:
     return found
 
 
-def _place(error: BaseException, function: RowFunction) -> str:
+def place_of_error(error: BaseException, function: PythonFunction) -> str:
     """``file:line: `` of the last line of the function's file that was running; empty where none was."""
     own = str(function.file or source_file(str(function.module)))
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == own]

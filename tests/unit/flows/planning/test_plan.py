@@ -90,7 +90,7 @@ def test_an_attempt_that_stopped_says_where(toy):
 @pytest.fixture
 def drifted(toy, monkeypatch):
     finish(toy())
-    monkeypatch.setattr("flows.planning.plan.code_digest", lambda module: "other code")
+    monkeypatch.setattr("tasks.recipe.code_digest", lambda module: "other code")
     return toy
 
 
@@ -109,6 +109,25 @@ def test_drifted_code_reruns_when_asked(drifted):
 def test_drifted_code_is_refused_when_asked(drifted):
     with pytest.raises(ConfigError, match="code_drift=refuse"):
         drifted("code_drift=refuse")
+
+
+def test_the_code_of_a_reward_function_drifts_and_its_folder_is_no_identity(toy, tmp_path):
+    def plan(folder: str, code: str, **options: object):
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"raise SystemExit('the plan ran it')\n{code}\n")
+        fields = {"function": f"python:{file}:score", "allow_code": True, **options}
+        stated = ",".join(f"{name}:{json.dumps(value)}" for name, value in fields.items())
+        return toy("+stages.model.method.rewards={mine:{" + stated + "}}")
+
+    finish(plan("one", "def score(completions): return [1]"))
+    moved = plan("two", "def score(completions): return [1]")
+    assert set(states(moved).values()) == {"reuse"} and "code changed" not in moved.stage("model").reason
+    changed = plan("one", "def score(completions): return [2]")
+    assert states(changed)["model"] == "reuse" and "its code changed since" in changed.stage("model").reason
+    assert plan("one", "def score(completions): return [1]", weight=2.0).stage("model").reason == (
+        "rewards.mine.weight: 1.0 -> 2.0"
+    )
 
 
 def test_plan_json_has_the_fields_of_the_contract(toy):

@@ -1,0 +1,392 @@
+"""Merges models: an adapter into its base, or several models into one.
+
+linear: Wortsman et al. 2022, arXiv:2203.05482. slerp: Shoemake 1985, "Animating rotation with quaternion curves".
+task_arithmetic: Ilharco et al. 2022, arXiv:2212.04089. ties: Yadav et al. 2023, arXiv:2306.01708. dare: Yu et al. 2023,
+arXiv:2311.03099.
+"""
+
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError, DataError
+from tasks.context import Metrics, TrainContext
+from tasks.recipe import Inputs, Method
+from tasks.train.merging import (
+    BASE,
+    INDEX,
+    POLICY,
+    adapters_on_one_base,
+    drawn,
+    plain_lora,
+    read_tensor,
+    require_alike,
+    slerp,
+    whole_weights,
+    write_config,
+)
+from tasks.train.quantization import torch_dtype
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_MAX_DIFFERENCE = 0.05  # nats per token
+_TOLERANCE = 1e-6  # of the sum of weights
+_COMBINED = "combined"  # adapter
+
+Watch = Callable[["PeftModel"], None]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Name = Literal[
+    "linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "cat", "svd", "ties_svd",
+    "dare_linear_svd", "dare_ties_svd",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """What a combination does, and so what it reads.
+
+    Args:
+        deltas: adds up differences to a base; else averages weights, so that their shares sum to 1.
+        reads: further fields.
+        space: where it is defined.
+    """
+
+    deltas: bool = True
+    reads: Collection[str] = ()
+    space: Collection[str] = ("weights",)
+
+
+_BOTH, _ADAPTERS = ("weights", "adapters"), ("adapters",)
+COMBINATIONS: Mapping[str, Combination] = {
+    "linear": Combination(deltas=False, space=_BOTH),
+    "slerp": Combination(deltas=False),
+    "task_arithmetic": Combination(),
+    "ties": Combination(reads=("density", "majority_sign"), space=_BOTH),
+    "dare_linear": Combination(reads=("density", "seed"), space=_BOTH),
+    "dare_ties": Combination(reads=("density", "majority_sign", "seed"), space=_BOTH),
+    "cat": Combination(space=_ADAPTERS),
+    "svd": Combination(reads=("svd_rank",), space=_ADAPTERS),
+    "ties_svd": Combination(reads=("density", "majority_sign", "svd_rank"), space=_ADAPTERS),
+    "dare_linear_svd": Combination(reads=("density", "seed", "svd_rank"), space=_ADAPTERS),
+    "dare_ties_svd": Combination(reads=("density", "majority_sign", "seed", "svd_rank"), space=_ADAPTERS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Method):
+    """Merges the adapter of ``policy`` into its base, or ``policy`` with the models of all further slots.
+
+    The output has the tokenizer, the chat template and the config of ``policy``. Differences are to the model in the
+    slot ``base``; in the space of adapters, to the base of the adapters. Weights are combined tensor by tensor, so that
+    memory holds one model.
+
+    Args:
+        combination: of several models; None: the only model's adapter is merged.
+        space: weights, or the matrices of LoRAs on one base (``add_weighted_adapter`` of PEFT). There ``cat``
+            and all ``svd`` take adapters of any ranks; the others combine A and B apart, a rough approximation (PEFT).
+        weights: by slot; None: equal shares of an average, and of differences each whole.
+        density: share of a tensor's differences that is kept: the largest of ties, random ones of dare.
+        majority_sign: how ties elects a sign: by the sum of differences, or by their count; None: total.
+        svd_rank: of the combined adapter; None: the largest of its parts.
+        seed: of what dare keeps; None: 0.
+        dtype: of the output; None: fp32 where an adapter is merged, else that of the policy's weights.
+        max_difference: largest difference of a golden prompt's mean log-probability, in nats, between adapters on their
+            base and the output; of a reward model of its score. None: 0.05.
+    """
+
+    consumes: ClassVar[Mapping[str, Kind]] = {POLICY: Kind.CHECKPOINT, BASE: Kind.CHECKPOINT, "*": Kind.CHECKPOINT}
+    optional: ClassVar[frozenset[str]] = frozenset({BASE, "*"})
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+
+    combination: Name | None = None
+    space: Literal["weights", "adapters"] | None = None
+    weights: Mapping[str, float] | None = None
+    density: Annotated[float, Gt(0), Le(1)] | None = None
+    majority_sign: Literal["total", "frequency"] | None = None
+    svd_rank: Annotated[int, Gt(0)] | None = None
+    seed: Annotated[int, Ge(0)] | None = None
+    dtype: Dtype | None = None
+    max_difference: Annotated[float, Gt(0)] | None = None
+
+    def __post_init__(self) -> None:
+        row = COMBINATIONS[self.combination] if self.combination else None
+        space = self.space or "weights"
+        if row and space not in row.space:
+            names = [name for name, each in COMBINATIONS.items() if space in each.space]
+            raise ConfigError(
+                f"combination={self.combination} with space={space}: accepted there: {', '.join(names)}; set one of "
+                f"them, or space={row.space[0] if isinstance(row.space, tuple) else 'weights'}"
+            )
+        reads = {*row.reads, "space", "weights"} if row else set()
+        if not row or space == "adapters":
+            reads.add("max_difference")
+        for name in ("space", "weights", "density", "majority_sign", "svd_rank", "seed", "max_difference"):
+            if getattr(self, name) is not None and name not in reads:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: combination={self.combination or 'null'} has none; it reads "
+                    f"{', '.join(sorted({*reads, 'dtype'}))}; set {name}=null, or another combination"
+                )
+        if row and "density" in row.reads and self.density is None:
+            raise ConfigError(
+                f"combination={self.combination}: density is not set, the share of differences that is kept; set "
+                f"density={'0.2' if 'dare' not in str(self.combination) else '0.5'}"
+            )
+        for slot, weight in (self.weights or {}).items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"weights.{slot}={weight}: a finite number is accepted; correct it")
+
+    def check_inputs(self, slots: Collection[str]) -> None:
+        """Requires the slots that the combination combines, and a weight for each.
+
+        Raises:
+            ConfigError: names the slot or the field.
+        """
+        models = [slot for slot in slots if slot != BASE]
+        row = COMBINATIONS[self.combination] if self.combination else None
+        if row is None:
+            if len(models) > 1:
+                raise ConfigError(
+                    f"combination is not set, and there are {len(models)} models ({', '.join(models)}); set "
+                    "combination=linear, or another, or leave one model"
+                )
+        elif len(models) < 2 and (not row.deltas or self.space == "adapters"):
+            raise ConfigError(
+                f"combination={self.combination}: {', '.join(models)} is the only model; fill a further slot, such as "
+                "inputs.other=STAGE"
+            )
+        if self.combination == "slerp" and len(models) != 2:
+            raise ConfigError(
+                f"combination=slerp: it is between two models, and there are {len(models)} ({', '.join(models)}); "
+                "leave two, or set combination=linear"
+            )
+        needs_base = row is not None and row.deltas and self.space != "adapters"
+        if needs_base != (BASE in slots):
+            do = (
+                f"fill inputs.{BASE} with the model that they were trained from" if needs_base
+                else f"remove inputs.{BASE}"
+            )  # fmt: skip
+            found = "adds up differences to a base" if needs_base else "reads no base"
+            raise ConfigError(f"combination={self.combination or 'null'}: it {found}; {do}")
+        self._check_weights(models, is_average=row is not None and not row.deltas and self.space != "adapters")
+
+    def _check_weights(self, models: Sequence[str], *, is_average: bool) -> None:
+        if self.weights is None:
+            return
+        if {*self.weights} != {*models}:
+            raise ConfigError(
+                f"weights has {', '.join(self.weights)}, and the models are {', '.join(models)}; set a weight for each"
+            )
+        total = sum(self.weights.values())
+        if is_average and abs(total - 1) > _TOLERANCE:
+            raise ConfigError(
+                f"weights sum to {total:g}: {self.combination} averages models, and would scale all of their weights; "
+                "set weights that sum to 1, or combination=task_arithmetic with a base"
+            )
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from tasks.train.golden_prompts import compared, golden_texts, golden_values
+        from tasks.train.models import copy_tokenizer, load_tokenizer, whole_model
+        from tasks.train.sharding import leave_out_deepspeed
+
+        leave_out_deepspeed()
+        self.check_inputs(inputs)
+        require_alike(inputs)
+        policy = inputs[POLICY]
+        prompts = golden_texts(load_tokenizer(policy))
+        ctx.output_dir.mkdir(parents=True, exist_ok=True)
+        before: list[float] = []
+        if self.combination is None or self.space == "adapters":
+            model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(golden_values(adapted, prompts)))
+            model.to(torch_dtype(self.dtype or "fp32")).save_pretrained(ctx.output_dir, safe_serialization=True)
+            del model
+        else:
+            self._combine_weights(inputs, ctx)
+        copy_tokenizer(policy.path, ctx.output_dir)
+        output = whole_model(self.produces, ctx.output_dir)
+        after = golden_values(output, prompts)
+        if not all(map(math.isfinite, after)):
+            raise DataError(
+                f"the merged model gives non-finite log-probabilities ({', '.join(map(str, after))}); a model with "
+                "finite weights is accepted; set dtype=fp32 or dtype=bf16, or other weights"
+            )
+        size = {"merge/models": float(len(inputs.keys() - {BASE})), "parameters": float(output.num_parameters())}
+        if not before:
+            return {**size, "merge/golden": sum(after) / len(after)}
+        metrics = compared(before, after, is_reward_model=self.produces == Kind.REWARD_MODEL)
+        found = max(abs(one - two) for one, two in zip(before, after, strict=True))
+        most = _MAX_DIFFERENCE if self.max_difference is None else self.max_difference
+        if found > most:
+            raise DataError(
+                f"merging moved a golden prompt by {found:.3g}, in mean log-probability or score (all are in the log); "
+                f"max_difference={most:g} is accepted; set dtype=fp32, or max_difference={1.1 * found:.2g} if that is "
+                "meant"
+            )
+        return {**size, **metrics}
+
+    def shares(self, models: Collection[str]) -> dict[str, float]:
+        """Slot -> weight, in one order: another order of a sum gives other last bits."""
+        if self.weights is not None:
+            return {slot: self.weights[slot] for slot in sorted(self.weights)}
+        is_average = not COMBINATIONS[str(self.combination)].deltas and self.space != "adapters"
+        return dict.fromkeys(sorted(models), 1 / len(models) if is_average else 1.0)
+
+    def _with_adapters(self, inputs: Inputs, ctx: TrainContext, watch: "Watch") -> "PreTrainedModel":
+        """The model with its adapters merged; ``watch`` sees it before the last of them is."""
+        from tasks.train.adapter_files import Intake, base_and_adapters
+        from tasks.train.models import whole_model
+
+        policy = inputs[POLICY]
+        if self.combination is None:
+            if not base_and_adapters(policy.path)[1] and self.dtype is None:
+                raise ConfigError(
+                    f"{policy.name} has no adapter, and dtype is not set: nothing is merged; an output of a stage with "
+                    "save=adapter, or an adapter of PEFT, is accepted; set dtype=bf16 to convert a whole model"
+                )
+            return whole_model(policy.kind, policy.path, watch=watch)
+        base, below, adapters = adapters_on_one_base(inputs)
+        taken = Intake(base=base, merged=below)
+        model = whole_model(policy.kind, policy.path, taken=taken)
+        return self._combined(model, adapters, ctx.work_dir, watch)
+
+    def _combined(
+        self, model: "PreTrainedModel", adapters: Mapping[str, Path], work: Path, watch: "Watch"
+    ) -> "PreTrainedModel":
+        from peft import PeftModel
+
+        from tasks.train.quantized_base import detect_quantized_layers
+
+        detect_quantized_layers(False)
+        names = {slot: f"input{number}" for number, slot in enumerate(adapters)}
+        adapted: PeftModel | None = None
+        for slot, adapter in adapters.items():
+            plain = plain_lora(slot, adapter, work / names[slot])
+            if adapted is None:
+                adapted = PeftModel.from_pretrained(model, plain, adapter_name=names[slot])
+            else:
+                adapted.load_adapter(str(plain), names[slot])
+        assert adapted is not None
+        shares = self.shares(adapters)
+        own = {"density": self.density, "majority_sign_method": self.majority_sign, "svd_rank": self.svd_rank}
+        try:
+            with drawn(self.seed or 0, _COMBINED):
+                adapted.base_model.add_weighted_adapter(
+                    list(names.values()), [shares[slot] for slot in names], _COMBINED, str(self.combination),
+                    **{name: value for name, value in own.items() if value is not None},
+                )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(
+                f"space=adapters, combination={self.combination}: PEFT refuses it: {error}; cat and svd take adapters "
+                "of any ranks; set one of these, or space=weights"
+            ) from error
+        adapted.set_adapter(_COMBINED)
+        watch(adapted)
+        merged: PreTrainedModel = adapted.merge_and_unload(adapter_names=[_COMBINED])
+        return merged
+
+    def _combine_weights(self, inputs: Inputs, ctx: TrainContext) -> None:
+        """Writes the combined weights, in the files that those of the policy are in."""
+        from safetensors.torch import save_file
+
+        places = whole_weights(inputs, ctx.work_dir)
+        shares = self.shares([slot for slot in inputs if slot != BASE])
+        sizes: Counter[str] = Counter()  # by dtype
+        for path in sorted(set(places[POLICY].values())):
+            tensors = {}
+            for name in (each for each, place in places[POLICY].items() if place == path):
+                found = {slot: read_tensor(files, name) for slot, files in places.items()}
+                tensors[name] = self.combined(name, found, shares)
+                sizes[str(tensors[name].dtype).removeprefix("torch.")] += tensors[name].nbytes
+            save_file(tensors, ctx.output_dir / path.name, metadata={"format": "pt"})
+        if len(set(places[POLICY].values())) > 1:
+            files = {name: path.name for name, path in places[POLICY].items()}
+            index = {"metadata": {"total_size": sizes.total()}, "weight_map": files}
+            (ctx.output_dir / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_config(inputs[POLICY].path, ctx.output_dir, sizes.most_common(1)[0][0])
+
+    def combined(self, name: str, found: "Mapping[str, Tensor]", shares: Mapping[str, float]) -> "Tensor":
+        """One tensor of the output: computed in fp64, so that a share of 1 beside shares of 0 is that input to the bit.
+
+        Args:
+            found: the tensor of each slot.
+        """
+        import torch
+
+        first = found[POLICY]
+        if not first.is_floating_point():
+            if any(not torch.equal(first, each) for each in found.values()):
+                raise ConfigError(
+                    f"{name} has whole numbers, which cannot be combined, and differs between the models; models that "
+                    "share it are accepted"
+                )
+            return first
+        used = {slot: weight for slot, weight in shares.items() if weight}
+        result = self._floats(name, {slot: each.double() for slot, each in found.items()}, used)
+        result = result.to(torch_dtype(self.dtype) if self.dtype else first.dtype).contiguous()
+        if not result.isfinite().all():
+            raise DataError(
+                f"{name}: the merge has non-finite values; finite weights of the models are accepted, and a dtype that "
+                "holds their combination; set dtype=fp32, or check the models"
+            )
+        return result
+
+    def _floats(self, name: str, found: "Mapping[str, Tensor]", shares: Mapping[str, float]) -> "Tensor":
+        if self.combination == "slerp" and len(shares) > 1:
+            (left, _), (right, share) = ((found[slot], weight) for slot, weight in shares.items())
+            return slerp(left, right, share)
+        if not COMBINATIONS[str(self.combination)].deltas:
+            return reduce(add, (weight * found[slot] for slot, weight in shares.items()))
+        deltas = [found[slot] - found[BASE] for slot in shares]
+        if not deltas:
+            return found[BASE]
+        with drawn(self.seed or 0, name):
+            return found[BASE] + self._added(deltas, list(shares.values()))
+
+    def _added(self, deltas: "list[Tensor]", shares: list[float]) -> "Tensor":
+        """Differences combined by PEFT's functions."""
+        import torch
+        from peft.utils import merge_utils
+
+        weights = torch.tensor(shares, dtype=deltas[0].dtype)
+        if self.combination == "task_arithmetic":
+            return merge_utils.task_arithmetic(deltas, weights)
+        assert self.density is not None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The density")  # of 1, which keeps all
+            if self.combination == "dare_linear":
+                return merge_utils.dare_linear(deltas, weights, self.density)
+            ties = merge_utils.ties if self.combination == "ties" else merge_utils.dare_ties
+            return ties(deltas, weights, self.density, self.majority_sign or "total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRewardModels(Merge):
+    """Averages reward models: Ramé et al. 2024, arXiv:2401.12187; or merges the adapter of one.
+
+    They have no base to differ from: a base has no head that gives scores.
+    """
+
+    consumes: ClassVar[Mapping[str, Kind]] = {POLICY: Kind.REWARD_MODEL, "*": Kind.REWARD_MODEL}
+    optional: ClassVar[frozenset[str]] = frozenset({"*"})
+    produces: ClassVar[Kind] = Kind.REWARD_MODEL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.combination not in (None, "linear", "slerp") or self.space == "adapters":
+            space = f" with space={self.space}" if self.space else ""
+            raise ConfigError(
+                f"combination={self.combination}{space}: reward models are averaged, their heads too; "
+                "combination=linear or slerp is accepted, in the space of weights; set combination=linear"
+            )

@@ -1,0 +1,281 @@
+"""Scores answers with the reward functions of a stage, and checks what they return."""
+
+import inspect
+import math
+import numbers
+import os
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.python_source import PYTHON, PythonFunction, code_of
+from tasks.data.reading.python_rows import load_function, place_of_error
+from tasks.reward_functions.answer import Answer, BuiltIn
+from tasks.reward_functions.built_in import BUILT_IN
+from tasks.reward_functions.function import TAKES, RewardFunction, Rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, object]
+Columns = Mapping[str, Sequence[object]]
+_ACCEPTED = "a list with one finite number per completion is accepted"
+_GIVEN = ("prompts", "completions")  # arguments of a user's function, beside the columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """One reward function, ready to score.
+
+    Args:
+        name: its key in the configuration.
+        weight: factor in the sum of rewards.
+        columns: the columns of the prompts' rows that it needs.
+        score: scores a batch; what it returns is checked.
+    """
+
+    name: str
+    weight: float
+    columns: tuple[str, ...]
+    score: Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
+
+    def __call__(
+        self, prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns
+    ) -> list[float]:
+        """The score of each completion.
+
+        Args:
+            prompts: messages, one list per completion.
+            columns: column of the prompts' rows -> a value per completion.
+
+        Raises:
+            PipelineError: the function raises, or returns anything but finite numbers; names row, function and value.
+        """
+        _require_columns(self, columns)
+        scores = self.score(prompts, completions, columns)
+        found = scores.tolist() if hasattr(scores, "tolist") else scores
+        if not isinstance(found, list | tuple) or len(found) != len(completions):
+            shown = f"{len(found)} values" if isinstance(found, list | tuple) else reprlib.repr(found)
+            raise PipelineError(
+                f"rewards.{self.name} returned {shown} for {len(completions)} completions; {_ACCEPTED}; mend "
+                "the function"
+            )
+        for row, value in enumerate(found):
+            if not _is_finite(value):
+                raise PipelineError(
+                    f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
+                    f"completion {reprlib.repr(completions[row])}); {_ACCEPTED}; mend the function"
+                )
+        return [float(value) for value in found]
+
+
+def scorers(rewards: Rewards, tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[Scorer]:
+    """The reward functions of a configuration, in its order. Python functions are imported here.
+
+    Args:
+        tokenizer: the policy's, for functions that count tokens.
+
+    Raises:
+        ConfigError: as ``check_rewards``; or a function counts tokens, and there is no tokenizer.
+        DataError: a Python function cannot be imported, or cannot be called with prompts and completions.
+    """
+    check_rewards(rewards)
+    return [_scorer(key, reward, tokenizer) for key, reward in rewards.items()]
+
+
+def check_rewards(rewards: Rewards) -> None:
+    """Checks a stage's rewards without running any of them.
+
+    Raises:
+        ConfigError: a name, an option or a Python function that does not exist, or an option that it does not read.
+    """
+    for key, reward in rewards.items():
+        where = f"rewards.{key}"
+        if not math.isfinite(reward.weight):
+            raise ConfigError(f"{where}.weight={reward.weight}: a finite number is accepted; change it")
+        name, options = reward.function or key, reward.options()
+        if name.startswith(PYTHON):
+            if options:
+                raise ConfigError(
+                    f"{where}.{next(iter(options))}: options are of built-in functions, and {name} reads none; remove "
+                    "it, or write it into the function"
+                )
+            _check_code(where, reward)
+            continue
+        known = BUILT_IN.get(name)
+        if known is None:
+            raise ConfigError(
+                f"{where}: there is no reward function {name}; accepted: {', '.join(BUILT_IN)}, "
+                "python:PACKAGE.MODULE.FUNCTION, and python:FILE.py:FUNCTION with allow_code: true; set "
+                f"{where}.function"
+            )
+        if reward.allow_code:
+            raise ConfigError(
+                f"{where}.allow_code=true: {name} is built in; it is for python:FILE.py:FUNCTION; remove allow_code"
+            )
+        unread = sorted(options.keys() - known.options)
+        if unread:
+            raise ConfigError(
+                f"{where}.{unread[0]}={options[unread[0]]}: {name} does not read it; {name} reads "
+                f"{', '.join(sorted(known.options))}; remove it, or choose another function"
+            )
+        try:
+            known.check_options(reward)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_code(where: str, reward: RewardFunction) -> None:
+    try:
+        function = reward.code()
+        assert function
+        if function.file and not reward.allow_code:
+            raise ConfigError(
+                f"{reward.function} would run that file; set {where}.allow_code=true to let it run, or name a function "
+                "of a module, as python:PACKAGE.MODULE.FUNCTION"
+            )
+        if reward.allow_code and not function.file:
+            raise ConfigError(
+                f"allow_code=true: {reward.function} is of a module; allow_code is for python:FILE.py:FUNCTION; remove "
+                "it"
+            )
+        code_of(function, TAKES)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_columns(found: Sequence[Scorer], columns: Columns) -> None:
+    """Checks the rows of all prompts before the first step.
+
+    Raises:
+        DataError: a column is missing, or its value in a row is not what the function accepts.
+    """
+    for scorer in found:
+        _require_columns(scorer, columns)
+        if isinstance(scorer.score, _BuiltInScore):
+            scorer.score.check(scorer.name, columns)
+
+
+def _scorer(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerBase | None") -> Scorer:
+    code = reward.code()
+    if code:
+        score, columns = _python_score(key, str(reward.function), code)
+        return Scorer(name=key, weight=reward.weight, columns=columns, score=score)
+    function = BUILT_IN[reward.function or key]
+    if function.counts_tokens and tokenizer is None:
+        raise ConfigError(
+            f"rewards.{key}: {reward.function or key} counts tokens, and no tokenizer was given; pass the policy's"
+        )
+    built_in = _BuiltInScore(key=key, reward=reward, function=function, tokenizer=tokenizer)
+    return Scorer(name=key, weight=reward.weight, columns=function.columns(reward), score=built_in)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BuiltInScore:
+    key: str
+    reward: RewardFunction
+    function: BuiltIn
+    tokenizer: "PreTrainedTokenizerBase | None"
+
+    def __call__(
+        self, prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns
+    ) -> list[float]:
+        names = self.function.columns(self.reward)
+        answers = [
+            Answer.of(text, {name: columns[name][row] for name in names}, self.reward, self._num_tokens(text))
+            for row, text in enumerate(completions)
+        ]
+        score = partial(self._score, prompts)
+        if not self.function.starts_processes:
+            return [score(row, answer) for row, answer in enumerate(answers)]
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            return list(pool.map(score, range(len(answers)), answers))
+
+    def _num_tokens(self, text: str) -> int:
+        if not (self.function.counts_tokens and self.tokenizer):
+            return 0
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _score(self, prompts: Sequence[Sequence[Message]], row: int, answer: Answer) -> float:
+        try:
+            return self.function.score(self.reward, answer)
+        except Exception as error:
+            kind = type(error) if isinstance(error, PipelineError) else PipelineError
+            said = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
+            raise kind(f"rewards.{self.key}: row {row} ({said}): {error}") from error
+
+    def check(self, name: str, columns: Columns) -> None:
+        names = self.function.columns(self.reward)
+        for row, values in enumerate(zip(*(columns[each] for each in names), strict=True)):
+            try:
+                self.function.check_row(self.reward, dict(zip(names, values, strict=True)))
+            except DataError as error:
+                raise DataError(f"rewards.{name}: row {row} of the prompts: {error}") from error
+
+
+def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
+    missing = [name for name in scorer.columns if name not in columns]
+    if missing:
+        raise DataError(
+            f"rewards.{scorer.name}: the prompts have no column {missing[0]}; they have: "
+            f"{', '.join(sorted(columns)) or 'none'}; add it to the rows, or set rewards.{scorer.name}.column"
+        )
+
+
+def _python_score(
+    key: str, path: str, function: PythonFunction
+) -> tuple[Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object], tuple[str, ...]]:
+    """A user's function, and the columns that it cannot do without."""
+    loaded = load_function(function, path, _ACCEPTED)
+    if inspect.iscoroutinefunction(loaded):
+        raise DataError(f"rewards.{key}: {path} is async; a plain function is accepted; write it with def")
+    parameters = inspect.signature(loaded).parameters
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    by_place = [each.name for each in parameters.values() if each.kind == each.POSITIONAL_ONLY]
+    unnamed = [name for name in _GIVEN if not takes_all and name not in parameters]
+    if by_place or "completions" in unnamed:
+        raise DataError(
+            f"rewards.{key}: {path}{inspect.signature(loaded)} cannot be called as score(prompts=, completions=, "
+            "**columns); a function that takes completions by name is accepted; rename its arguments"
+        )
+    named = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    needed = tuple(each.name for each in named if each.default is each.empty and each.name not in _GIVEN)
+
+    def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> object:
+        given = {**columns, "prompts": prompts, "completions": completions}
+        try:
+            return loaded(**(given if takes_all else {name: given[name] for name in given if name in parameters}))
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            row = _failing_row(loaded, given, takes_all, len(completions))
+            where = "" if row is None else f" for row {row} ({_shown(prompts[row])}, {reprlib.repr(completions[row])})"
+            raise PipelineError(
+                f"rewards.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; mend "
+                "the function"
+            ) from error
+
+    return score, needed
+
+
+def _failing_row(
+    function: Callable[..., object], given: Mapping[str, Sequence[object]], takes_all: bool, num_rows: int
+) -> int | None:
+    """The first row on which a function that raised raises alone; None: it raises on the batch only."""
+    names = given if takes_all else [name for name in given if name in inspect.signature(function).parameters]
+    for row in range(num_rows):
+        try:
+            function(**{name: [given[name][row]] for name in names})
+        except (Exception, SystemExit):
+            return row
+    return None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(float(value))
+
+
+def _shown(prompt: Sequence[Message]) -> str:
+    return f"prompt {reprlib.repr(str(prompt[-1]['content']))}" if prompt else "no prompt"

@@ -1,0 +1,48 @@
+"""REINFORCE leave-one-out: Ahmadian et al. 2024, arXiv:2402.14740."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt
+
+from tasks.train.generating import Generating
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from tasks.train.run import TrainingRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(Generating):
+    """Makes a completion likelier by its reward less the mean of the other completions of its prompt (eq. 7).
+
+    Args:
+        beta: weight of the KL to the policy that the stage starts from, in the reward of a whole completion (eq. 2); 0:
+            no reference.
+        normalize_advantages: to mean 0 and variance 1 over all completions of a step, as REINFORCE++ does with a
+            baseline per prompt: Hu et al. 2025, arXiv:2501.03262.
+        reward_clip: rewards are clipped to so much above and below 0.
+        mask_truncated: completions without an end get no loss.
+    """
+
+    num_generations: Annotated[int, Ge(2)] = 4
+    beta: Annotated[float, Ge(0)] = 0.05
+    normalize_advantages: bool = False
+    reward_clip: Annotated[float, Gt(0)] | None = None
+    mask_truncated: bool = False
+
+    @property
+    def has_reference(self) -> bool:
+        return self.beta > 0
+
+    def trainer(self, run: "TrainingRun") -> "Trainer":
+        from trl import RLOOConfig, RLOOTrainer
+
+        from tasks.train.generating_trainer import generating_trainer
+
+        clip = None if self.reward_clip is None else (-self.reward_clip, self.reward_clip)
+        return generating_trainer(
+            run, RLOOTrainer, RLOOConfig, kl_beta=self.beta, normalize_advantages=self.normalize_advantages,
+            reward_clip_range=clip, mask_truncated_completions=self.mask_truncated,
+        )  # fmt: skip

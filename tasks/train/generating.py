@@ -1,0 +1,137 @@
+"""Methods that learn from their own completions: what GRPO, RLOO, online DPO and PPO share.
+
+``run.rollouts`` (``tasks.train.rollouts``) generates, scores and keeps samples, in a trainer of TRL
+(``tasks.train.generating_trainer``) and in a loop of its own alike.
+"""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from lineage.errors import ConfigError
+from tasks.data.kinds import PROMPTS
+from tasks.data.tokens.tokenization import Tokenization, TooLong
+from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, Training
+from tasks.reward_functions import Rewards, check_rewards, identity_of
+
+REWARD_MODEL_NAME = "reward_model"  # its slot, and its name among the rewards
+MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are sampled. A loss has log-probabilities at the same temperature; the rest changes samples only.
+
+    Args:
+        temperature: of the softmax.
+        top_p: the most probable tokens whose probabilities sum up to it; 1: all.
+        top_k: so many of the most probable tokens; None: all.
+        min_p: tokens of at least this share of the most probable one's probability.
+        repetition_penalty: divides the logits of tokens that are in the prompt or completion; 1: none.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    temperature: Annotated[float, Gt(0)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: Annotated[int, Gt(0)] | None = None
+    min_p: Annotated[float, Gt(0), Le(1)] | None = None
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generating(Training):
+    """A training on completions that its policy samples, with rewards from functions, a reward model, or both.
+
+    A step reads ``global_batch_size / num_generations`` prompts, in the one order of all trainings, and samples
+    ``num_generations`` completions of each. The noise of a completion follows from the seed, the step and its place in
+    the batch alone, so that micro batch, workers and resumes draw the same; they change only the last bits of logits.
+
+    Args:
+        global_batch_size: completions per step, over all workers; a multiple of ``num_generations``.
+        max_length: tokens of prompt and completion; a prompt has what ``max_completion_length`` leaves of it.
+        max_prompt_length: a lower limit for prompts; a longer prompt keeps its last tokens.
+        too_long: what is done with a prompt of more tokens: cut its beginning (None), drop it, or fail.
+        rewards: name -> reward function; their weighted sum is the reward.
+        reward_model_weight: of the reward model's score in the sum, where the slot ``reward_model`` is filled.
+        missing_eos_penalty: subtracted from the reward of a completion that has no end.
+        equal_rewards_patience: steps in a row in which no group has two different rewards, after which it fails.
+        vllm: generates by vLLM: on a ``server``, or in the training's process.
+    """
+
+    reads: ClassVar = PROMPTS
+    models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY, REWARD_MODEL_NAME: REWARD_MODEL}
+    optional: ClassVar[frozenset[str]] = frozenset({REWARD_MODEL_NAME})
+    default_learning_rate: ClassVar = 1e-6
+
+    global_batch_size: Annotated[int, Gt(0)] = 64
+    max_length: Annotated[int, Gt(0)] = 1024
+    max_completion_length: Annotated[int, Gt(0)] = 256  # tokens
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    too_long: TooLong | None = None
+    num_generations: Annotated[int, Ge(1)] = 8  # completions per prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    rewards: Rewards | None = None
+    reward_model_weight: Annotated[float, Gt(0)] | None = None  # None: 1
+    missing_eos_penalty: Annotated[float, Gt(0)] | None = None
+    equal_rewards_patience: Annotated[int, Gt(0)] | None = 20
+    vllm: Literal["server", "colocate"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.global_batch_size % self.num_generations:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} completions are not groups of num_generations="
+                f"{self.num_generations}; a multiple of it is accepted; set global_batch_size="
+                f"{max(1, self.global_batch_size // self.num_generations) * self.num_generations}"
+            )
+        check_rewards(self.rewards or {})
+        for name in (REWARD_MODEL_NAME, MISSING_EOS):
+            if name in (self.rewards or {}):
+                raise ConfigError(f"rewards.{name}: this name is taken; rename the reward function")
+
+    def recipe(self) -> dict[str, object]:
+        """As of every training; of a reward function what it does, not where its file is."""
+        recipe = super().recipe()
+        return {**recipe, "rewards": identity_of(self.rewards)} if self.rewards else recipe
+
+    def check_slots(self, filled: frozenset[str]) -> None:
+        """Refuses a stage without any reward, and options of a slot that is empty.
+
+        Args:
+            filled: the slots that have an input.
+        """
+        if REWARD_MODEL_NAME not in filled and not self.rewards:
+            raise ConfigError(
+                "rewards and the slot reward_model are empty, so nothing scores the completions; set "
+                "rewards.NAME.function=..., or inputs.reward_model=<stage>"
+            )
+        if REWARD_MODEL_NAME not in filled and self.reward_model_weight is not None:
+            raise ConfigError(
+                f"reward_model_weight={self.reward_model_weight:g}: the slot reward_model is empty; fill it, or set "
+                "reward_model_weight=null"
+            )
+
+    def tokenization(self) -> Tokenization | None:
+        """Of prompts, which leave room for a completion."""
+        room = self.max_length - self.max_completion_length
+        limit = room if self.max_prompt_length is None else self.max_prompt_length
+        if not 0 < limit <= room:
+            raise ConfigError(
+                f"max_length={self.max_length} with max_completion_length={self.max_completion_length} leaves {room} "
+                f"tokens for a prompt, and max_prompt_length={self.max_prompt_length}; set max_length="
+                f"{max(limit, 1) + self.max_completion_length} or more"
+            )
+        return Tokenization(kind=PROMPTS.kind, max_length=limit, too_long=self.too_long)
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps on the completions of one generation."""
+        return 1
+
+    @property
+    def rows_per_step(self) -> Fraction:
+        """Prompts that an optimizer step reads."""
+        return Fraction(self.global_batch_size, self.num_generations * self.steps_per_generation)

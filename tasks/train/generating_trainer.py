@@ -1,0 +1,180 @@
+"""TRL's trainers that generate, on the completions and rewards of ``Rollouts``.
+
+TRL draws noise from the one generator of a worker, so that completions depend on workers, and on what drew before. It
+reloads the reference from a path, counts a reward that is not a number as none, shuffles completions, and forgets them
+between the steps of a generation when a training resumes. Here none of it does.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import PeftModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
+
+from lineage.checkpoints import Checkpoints
+from tasks.train.adapted import REFERENCE
+from tasks.train.generating import Generating
+from tasks.train.sharding import autocast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, Trainer
+
+    from tasks.train.rollouts import Rollouts
+    from tasks.train.run import TrainingRun
+
+_STATE = "rollouts-{rank}.pt"
+_TIMES = ("step_time",)  # metrics of TRL's about the clock
+
+
+def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: type, **own: object) -> "Trainer":
+    """Builds a trainer of TRL that generates.
+
+    Args:
+        trainer_class: GRPO's or RLOO's, or a class upon one of them.
+        own: as of ``run.trl``; ``kl_beta`` is the weight of the KL.
+    """
+    method, rollouts = run.method, run.rollouts
+    assert isinstance(method, Generating)
+    sampling = method.sampling
+    shared = {
+        "num_generations": method.num_generations,
+        "num_iterations": method.steps_per_generation,
+        "max_completion_length": method.max_completion_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "shuffle_dataset": False,  # the rows are in the order of training
+        "reward_funcs": [_named(name) for name in rollouts.names],
+        "reward_weights": rollouts.weights,
+        "use_vllm": method.vllm is not None,
+        "vllm_mode": method.vllm or "colocate",
+        "proof": run.start_proof() if method.has_reference else None,
+    }
+    joined = type(trainer_class.__name__, (WithRollouts, trainer_class), {})
+    return run.trl(joined, config_class, rollouts=rollouts, **{**shared, **own})
+
+
+def _named(name: str) -> Callable[..., list[float]]:
+    """Stands for a reward in TRL's list of them; ``Rollouts`` scores."""
+
+    def reward(**columns: object) -> list[float]:
+        raise NotImplementedError
+
+    reward.__name__ = name
+    return reward
+
+
+class WithRollouts(_BaseTrainer):
+    """What stands before a trainer of TRL that generates."""
+
+    def __init__(
+        self, *args: object, rollouts: "Rollouts", kl_beta: float, ref_model: "PreTrainedModel | None" = None,
+        proof: "Callable[[Tensor], None] | None" = None, **kwargs: object,
+    ) -> None:  # fmt: skip
+        kwargs["args"].beta = 0.0  # type: ignore[attr-defined]  # else it would load a reference of its own
+        super().__init__(*args, **kwargs)
+        self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
+        if ref_model is not None:
+            add_fused_lm_head(ref_model, temperature=self.temperature)
+        self._buffered: list[dict[str, Tensor]] = []
+        self._of_generation: dict[str, list[float]] = {}
+
+    def _prepare_inputs(self, examples: list[dict[str, object]]) -> "dict[str, Tensor]":
+        """The completions of a micro batch: new ones at the first of a generation, in the order of the batch."""
+        number, accumulation = self._step % self.args.steps_per_generation, self.args.steps_per_generation
+        if number == 0 and (self.state.global_step % self.num_iterations == 0 or not self._buffered):
+            generated = self._generate_and_score_completions(examples)
+            if self.state.global_step == 0 and self.proof is not None:
+                self._prove(self.proof, split_tensor_dict(generated, accumulation)[0])
+            self._buffered = split_tensor_dict(generated, accumulation)
+            self._of_generation = {name: [*values] for name, values in self._metrics["train"].items()}
+        found: dict[str, Tensor] = self._buffered[number]
+        return found
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
+        self._examples = inputs
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
+        if self.use_vllm:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        with self.accelerator.autocast(), autocast(self.args):
+            found = self.rollouts.generate(model, self._examples, self.state.global_step)
+        return found if self._returns_ids_alone else (found, None)
+
+    @property
+    def _returns_ids_alone(self) -> bool:
+        from trl import RLOOTrainer
+
+        return isinstance(self, RLOOTrainer)
+
+    def _calculate_rewards(
+        self, inputs: object, prompts: object, completions: object, completion_ids: Sequence[Sequence[int]]
+    ) -> "Tensor":
+        step = self.state.global_step
+        rewards_BK = self.rollouts.score(self._examples, completion_ids)
+        rewards_NK: Tensor = self.rollouts.gathered(rewards_BK)
+        self.rollouts.watch(step, rewards_NK)
+        self.rollouts.keep(step, self._examples, completion_ids, rewards_BK)
+        return rewards_NK
+
+    def _prove(self, proof: "Callable[[Tensor], None]", batch: "Mapping[str, Tensor]") -> None:
+        """Requires that policy and reference agree on the first micro batch."""
+        ids_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask_BT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        arguments = (ids_BT, mask_BT, batch["completion_ids"].size(1))
+        self.model.eval()
+        with torch.no_grad():
+            policy_BC, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments)
+            if self.ref_model is not None:
+                reference_BC, *_ = self._get_per_token_logps_and_entropies(self.ref_model, *arguments)
+            else:
+                name = REFERENCE if REFERENCE in self.model.peft_config else None
+                with use_adapter(self.model, adapter_name=name):
+                    reference_BC, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments)
+        self.model.train()
+        proof(((policy_BC - reference_BC) * batch["completion_mask"]).sum(1))
+
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+        """Logs at each step the metrics of its generation; one that no token has a value for is 0."""
+        metrics = self._metrics["train"]
+        for name, values in self._of_generation.items():
+            metrics.setdefault(name, [*values])
+        for name in _TIMES:
+            metrics.pop(name, None)
+        for values in metrics.values():
+            values[:] = [0.0 if math.isnan(value) else value for value in values]
+        super().log(logs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        reused = self.state.global_step % self.num_iterations != 0
+        state = {
+            "rollouts": self.rollouts.state_dict(),
+            "buffered": self._buffered if reused else [],
+            "of_generation": self._of_generation if reused else {},
+        }
+        draft = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        torch.save(state, draft / _STATE.format(rank=self.args.process_index))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        same = Checkpoints.at(Path(checkpoint)).num_workers == self.args.world_size
+        rank = self.args.process_index if same else 0
+        state = torch.load(
+            Path(checkpoint) / _STATE.format(rank=rank), map_location=self.args.device, weights_only=True
+        )
+        self.rollouts.load_state_dict(state["rollouts"])
+        if same:
+            self._buffered, self._of_generation = state["buffered"], state["of_generation"]

@@ -1,0 +1,292 @@
+"""Files and tensors of merged models: what must agree, where weights lie, and how two tensors are interpolated."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError
+from lineage.model_files import quantization_format, read_json
+from lineage.model_source import vocabulary_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tasks.recipe import Input, Inputs
+
+POLICY, BASE = "policy", "base"  # slots
+CONFIG, _GENERATION = "config.json", "generation_config.json"
+_WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+_NEARLY_PARALLEL = 1e-6  # sine of the angle between two tensors, below which their interpolation is linear
+# Settings of config.json that two models must share: with others, the same weights are another function.
+_SHARED = (
+    "model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads",
+    "n_head",
+    "num_key_value_heads", "head_dim", "intermediate_size", "n_inner", "moe_intermediate_size", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "hidden_act", "activation_function", "rms_norm_eps",
+    "tie_word_embeddings", "rope_parameters", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+
+_LEFT_OUT = (  # by PEFT's ``add_weighted_adapter``
+    "use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "trainable_token_indices",
+    "lora_bias",
+)  # fmt: skip
+
+Places = Mapping[str, Path]  # name of a tensor -> its file
+
+
+def config_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
+    """The first setting in which two ``config.json`` are of different models: name, and both values; None: none is."""
+    for name in _SHARED:
+        found = [each.get(name) for each in (ours, theirs)]
+        if None not in found and found[0] != found[1]:
+            return f"{name} {found[0]} and {found[1]}"
+    text, other = ours.get("text_config"), theirs.get("text_config")
+    return config_difference(text, other) if isinstance(text, Mapping) and isinstance(other, Mapping) else None
+
+
+def require_same_config(name: str, other: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> None:
+    """Requires that two models have one architecture and size.
+
+    Raises:
+        ConfigError: they differ, or one is quantized.
+    """
+    for label, config in ((name, ours), (other, theirs)):
+        found = quantization_format(config)
+        if found:
+            raise ConfigError(
+                f"{label} is quantized ({found}), and weights in few bits cannot be combined; models in 16 or 32 bits "
+                "are accepted; merge the model that it was quantized from"
+            )
+    apart = config_difference(ours, theirs)
+    if apart:
+        raise ConfigError(
+            f"{name} and {other} are different models: {apart}; models that were trained from one base are accepted; "
+            f"leave {other} out"
+        )
+
+
+def require_same_vocabulary(name: str, other: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> None:
+    """Requires that two models have the same tokens under the same ids.
+
+    Raises:
+        ConfigError: they differ, naming a token.
+    """
+    apart = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+    if apart:
+        raise ConfigError(
+            f"{name} and {other} have different tokenizers: {len(apart)} tokens differ, such as {apart[0]!r} "
+            f"({ours.get(apart[0])} and {theirs.get(apart[0])}); models that were trained from one base are accepted; "
+            f"leave {other} out"
+        )
+
+
+def require_same_template(name: str, other: str, ours: str | None, theirs: str | None) -> None:
+    """Requires that another model has the policy's chat template, or none: a model before fine-tuning has none.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    if theirs is None or ours == theirs:
+        return
+    if ours is None:
+        raise ConfigError(
+            f"{name} has no chat template, and {other} has one, which the output would lose; put {other} into the slot "
+            f"{POLICY}, and {name} into another"
+        )
+    raise ConfigError(
+        f"{name} and {other} have different chat templates, so a message is other tokens to each; models with one "
+        f"template are accepted; set the same chat_template where they are trained, or leave {other} out"
+    )
+
+
+def template_of(directory: Path) -> str | None:
+    """The chat template of a model in a directory, as it is stored; None: it has none."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    config = read_json(directory, "tokenizer_config.json")
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    return template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True)
+
+
+def require_alike(inputs: "Inputs") -> None:
+    """Requires that all models have the architecture, the vocabulary and the chat template of the policy.
+
+    Raises:
+        ConfigError: one has not, naming both.
+    """
+    from tasks.train.models import load_config
+
+    policy = inputs[POLICY]
+    ours = load_config(policy.path).to_dict()
+    known = vocabulary_of(read_json(policy.path, "tokenizer.json"))
+    for slot, other in inputs.items():
+        if slot == POLICY:
+            continue
+        require_same_config(policy.name, other.name, ours, load_config(other.path).to_dict())
+        vocabulary = vocabulary_of(read_json(other.path, "tokenizer.json"))
+        if known and vocabulary:
+            require_same_vocabulary(policy.name, other.name, known, vocabulary)
+        if slot != BASE:
+            require_same_template(policy.name, other.name, template_of(policy.path), template_of(other.path))
+
+
+def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
+    """Where the weights of each slot lie: in its own files, or in ``work`` where an adapter has to be merged first.
+
+    Raises:
+        ConfigError: the models have different weights.
+    """
+    places = {slot: _places(_merged_directory(slot, each, work)) for slot, each in inputs.items()}
+    if len({frozenset(each) for each in places.values()}) > 1:  # the same weights may have other names on the hub
+        places = {slot: _places(_merged_directory(slot, each, work, again=True)) for slot, each in inputs.items()}
+    ours = places[POLICY]
+    for slot, theirs in places.items():
+        apart = sorted(ours.keys() ^ theirs.keys()) or [
+            name for name in ours if _shape(ours, name) != _shape(theirs, name)
+        ]
+        if apart:
+            raise ConfigError(
+                f"{inputs[POLICY].name} and {inputs[slot].name} have different weights: {len(apart)} differ, such as "
+                f"{apart[0]}; models that were trained from one base are accepted; leave {inputs[slot].name} out"
+            )
+    return places
+
+
+def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
+    """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
+    from tasks.train.adapter_files import base_and_adapters
+    from tasks.train.models import whole_model
+
+    base, adapters = base_and_adapters(given.path)
+    if not adapters and not again:
+        return base
+    if not (work / slot).is_dir():
+        whole_model(given.kind, given.path).save_pretrained(work / slot, safe_serialization=True)
+    return work / slot
+
+
+def _places(directory: Path) -> Places:
+    index = read_json(directory, INDEX)
+    if isinstance(index, dict):
+        return {name: directory / file for name, file in index["weight_map"].items()}
+    from safetensors import safe_open
+
+    path = directory / _WHOLE
+    if not path.is_file():
+        raise ConfigError(f"{directory}: no {_WHOLE} and no {INDEX}; a model as save_pretrained writes it is accepted")
+    with safe_open(path, framework="pt") as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _shape(places: Places, name: str) -> tuple[int, ...]:
+    from safetensors import safe_open
+
+    with safe_open(places[name], framework="pt") as file:
+        return tuple(file.get_slice(name).get_shape())
+
+
+def read_tensor(places: Places, name: str) -> "Tensor":
+    """One tensor, without the rest of its file."""
+    from safetensors import safe_open
+
+    with safe_open(places[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def write_config(source: Path, target: Path, dtype: str | None) -> None:
+    """The config of a model with another dtype, and its settings of generation."""
+    config = read_json(source, CONFIG)
+    assert isinstance(config, dict)
+    config = {name: value for name, value in config.items() if name not in ("torch_dtype", "quantization_config")}
+    config |= {"dtype": dtype} if dtype else {}
+    (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if (source / _GENERATION).exists():
+        shutil.copyfile(source / _GENERATION, target / _GENERATION)
+
+
+def slerp(left: "Tensor", right: "Tensor", share: float) -> "Tensor":
+    """The point at ``share`` of the arc from one tensor to another, as vectors: Shoemake 1985, section 3.3.
+
+    sin((1 - t) a) / sin(a) left + sin(t a) / sin(a) right, with a the angle between them. Where that is nearly 0 or pi,
+    or one is 0, the arc is not defined, and the line is taken.
+    """
+    lengths = float(left.norm() * right.norm())
+    cosine = max(-1.0, min(1.0, float((left * right).sum()) / lengths)) if lengths else 1.0
+    angle = math.acos(cosine)
+    if math.sin(angle) < _NEARLY_PARALLEL:
+        return (1 - share) * left + share * right
+    parts = math.sin((1 - share) * angle), math.sin(share * angle)
+    return (parts[0] * left + parts[1] * right) / math.sin(angle)
+
+
+@contextmanager
+def drawn(seed: int, name: str) -> Iterator[None]:
+    """Random numbers of a seed and a tensor, whatever was drawn before: PEFT draws from torch's global generator."""
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        yield
+
+
+def adapters_on_one_base(inputs: "Inputs") -> tuple[Path, Sequence[Path], dict[str, Path]]:
+    """The base of all models, the adapters that are beneath each, and by slot the last adapter.
+
+    Raises:
+        ConfigError: one has no adapter, or another base, or an adapter whose matrices cannot be combined.
+    """
+    from tasks.train.adapter_files import base_and_kept_adapters, rounding_of_base
+
+    found = {slot: base_and_kept_adapters(inputs[slot].path)[:2] for slot in sorted(inputs)}
+    for slot, (_, adapters) in found.items():
+        if not adapters or rounding_of_base(adapters[-1]):
+            what = "lies on a dequantized base (quantization.merge=dequantized)" if adapters else "has no adapter"
+            raise ConfigError(
+                f"space=adapters: {inputs[slot].name} {what}; LoRAs on one base are accepted; set space=weights"
+            )
+    base, adapters = found[POLICY]
+    for slot, (other, theirs) in found.items():
+        if (other.resolve(), *theirs[:-1]) != (base.resolve(), *adapters[:-1]):
+            raise ConfigError(
+                f"space=adapters: the adapters of {inputs[POLICY].name} and {inputs[slot].name} lie on different "
+                f"models ({base} and {other}); LoRAs on one base are accepted; set space=weights"
+            )
+    return base, adapters[:-1], {slot: each[-1] for slot, (_, each) in found.items()}
+
+
+def plain_lora(label: str, adapter: Path, target: Path) -> Path:
+    """A copy of a LoRA that PEFT combines rightly: scaled by alpha / rank, and started from nothing.
+
+    ``add_weighted_adapter`` copies the settings of the first adapter: ``use_rslora`` would scale the result again, and
+    an initialization such as pissa would change the base. What it leaves out, as DoRA's magnitudes, is refused.
+
+    Raises:
+        ConfigError: the adapter is no plain LoRA.
+    """
+    config = read_json(adapter, _ADAPTER)
+    assert isinstance(config, dict)
+    left_out = [f"{name}={config[name]}" for name in _LEFT_OUT if config.get(name)]
+    left_out += [f"bias={config['bias']}"] if config.get("bias", "none") != "none" else []
+    left_out += [f"peft_type={config['peft_type']}"] if config.get("peft_type") != "LORA" else []
+    if left_out:
+        raise ConfigError(
+            f"space=adapters: the adapter of {label} has {', '.join(left_out)}, which PEFT leaves out when it "
+            "combines; plain LoRAs are accepted; set space=weights"
+        )
+    if config.get("use_rslora"):
+        config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
+    config |= {"init_lora_weights": True, "task_type": None}
+    target.mkdir(parents=True, exist_ok=True)
+    for path in adapter.glob("adapter_model.*"):
+        shutil.copyfile(path, target / path.name)
+    (target / _ADAPTER).write_text(json.dumps(config))
+    return target

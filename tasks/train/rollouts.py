@@ -1,0 +1,366 @@
+"""Completions of a policy in training: sampled, scored, watched, and kept as samples.
+
+In a loop of its own:
+
+    examples = run.rollouts.examples(step)
+    completion_ids = run.rollouts.generate(model, examples, step)
+    rewards_BK = run.rollouts.score(examples, completion_ids)
+    metrics = run.rollouts.record(step, examples, completion_ids, rewards_BK)
+
+Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
+"""
+
+import json
+import logging
+import math
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lineage.errors import PipelineError
+from tasks.reward_functions import check_columns, scorers
+from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
+from tasks.train.rewards import sequence_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.train.run import TrainingRun
+
+    Example = Mapping[str, object]  # a prompt, its tokens and its columns
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_FILE = "samples.parquet"
+SAMPLES_PER_STEP = 16  # of the first prompts of a step
+MAX_SAMPLES = 10_000  # in the output; of a longer training, those of every so many steps
+LOGGED = 10  # samples in the log
+_TOKENS = ("prompt", "prompt_ids")  # of an example, beside its columns
+
+
+class Rollouts:
+    """The completions of one training.
+
+    Attributes:
+        names, weights: of the rewards: the functions, then the reward model, then the penalty of a missing end.
+        equal_steps: the last steps in a row in which no group has two different rewards.
+        samples: kept so far.
+    """
+
+    def __init__(self, run: "TrainingRun") -> None:
+        method = run.method
+        assert isinstance(method, Generating)
+        method.check_slots(frozenset(run.inputs))
+        self.run, self.ctx, self.method = run, run.ctx, method
+        self.tokenizer = run.tokenizer
+        self.scorers = scorers(method.rewards or {}, self.tokenizer)
+        has_model, penalty = REWARD_MODEL_NAME in run.inputs, method.missing_eos_penalty
+        self.names = [*(each.name for each in self.scorers), *[REWARD_MODEL_NAME] * has_model]
+        self.weights = [*(each.weight for each in self.scorers), *[method.reward_model_weight or 1.0] * has_model]
+        if penalty is not None:
+            self.names, self.weights = [*self.names, MISSING_EOS], [*self.weights, 1.0]
+        self.equal_steps = 0
+        self.samples: list[dict[str, object]] = []
+        self._check_columns()
+
+    @cached_property
+    def reward_model(self) -> "PreTrainedModel | None":
+        """On the training's device; None: the slot is empty."""
+        if REWARD_MODEL_NAME not in self.run.inputs:
+            return None
+        model = self.run.model(REWARD_MODEL_NAME)
+        assert model is not None
+        return model.to(self.run.device)
+
+    @property
+    def num_local(self) -> int:
+        """Completions of this worker in a step."""
+        return self.method.global_batch_size // self.ctx.world_size
+
+    def examples(self, step: int) -> "list[Example]":
+        """This worker's prompts of a step, counted from 0, each as often as it has completions here."""
+        rows, size = self.run.ordered_rows, self.method.global_batch_size
+        first = step * size + self.ctx.rank * self.num_local
+        indices = [place // self.method.num_generations for place in range(first, first + self.num_local)]
+        found = {index: rows[index] for index in dict.fromkeys(indices)}
+        return [found[index] for index in indices]
+
+    def generate(self, model: "PreTrainedModel", examples: "Sequence[Example]", step: int) -> list[list[int]]:
+        """Samples a completion of each example's prompt, up to its end token, with this policy.
+
+        Args:
+            model: without the wrapper of a process group or of PEFT; with autocast where it is used.
+            step: of the generation, which makes its noise another than that of other steps.
+        """
+        first = self.ctx.rank * self.num_local
+        seeds = [
+            random.Random(f"{self.method.seed} {step} {first + index}").getrandbits(63)
+            for index in range(len(examples))
+        ]
+        prompts = [list(map(int, each["prompt_ids"])) for each in examples]  # type: ignore[call-overload]
+        return sample(
+            model, prompts, self.method.sampling, seeds, max_new_tokens=self.method.max_completion_length,
+            pad_token_id=self.pad_token_id, stop_tokens=self.stop_tokens,
+        )  # fmt: skip
+
+    @cached_property
+    def stop_tokens(self) -> list[int]:
+        """Each of them ends a completion."""
+        found = self.run.stop_tokens
+        return [*dict.fromkeys([*found, *filter(None, [self.tokenizer.eos_token_id])])]
+
+    @property
+    def pad_token_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if pad is None else pad)
+
+    def score(self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]]) -> "Tensor":
+        """The rewards (B, K) of completions, without their weights; on the training's device.
+
+        Raises:
+            PipelineError: a reward function raises, or a reward is non-finite; names row, function and value.
+        """
+        texts = self.texts(completion_ids)
+        prompts = [each["prompt"] for each in examples]
+        names = dict.fromkeys(name for each in examples for name in each if name not in _TOKENS)
+        columns = {name: [each.get(name) for each in examples] for name in names}
+        found = [torch.tensor(scorer(prompts, texts, columns)) for scorer in self.scorers]  # type: ignore[arg-type]
+        if self.reward_model is not None:
+            found.append(self._model_scores(examples, completion_ids, texts))
+        if self.method.missing_eos_penalty is not None:
+            found.append(-self.method.missing_eos_penalty * self.truncated(completion_ids).float())
+        return torch.stack([each.float() for each in found], dim=1).to(self.run.device)
+
+    def truncated(self, completion_ids: Sequence[Sequence[int]]) -> "Tensor":
+        """Whether completions (B) have no end."""
+        return torch.tensor([not ids or ids[-1] not in self.stop_tokens for ids in completion_ids])
+
+    def texts(self, completion_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Completions as reward functions read them: without special tokens."""
+        found: list[str] = self.tokenizer.batch_decode([*completion_ids], skip_special_tokens=True)
+        return found
+
+    def record(
+        self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], rewards_BK: "Tensor"
+    ) -> dict[str, float]:
+        """Keeps samples, and watches the rewards of all workers.
+
+        Args:
+            step: counted from 0.
+
+        Returns:
+            Metrics with TRL's names, over all workers: ``reward``, ``reward_std``, ``rewards/NAME/mean``,
+            ``frac_reward_zero_std`` and the completions' lengths.
+
+        Raises:
+            PipelineError: no group had two different rewards for ``equal_rewards_patience`` steps in a row.
+        """
+        lengths = torch.tensor([[len(ids) for ids in completion_ids], self.truncated(completion_ids).tolist()])
+        rewards_NK = self.gathered(rewards_BK)
+        lengths_N2 = self.gathered(lengths.T.float().to(rewards_BK.device))
+        self.watch(step, rewards_NK)
+        self.keep(step, examples, completion_ids, rewards_BK)
+        total_N = self.total(rewards_NK)
+        means = {f"rewards/{name}/mean": float(rewards_NK[:, index].mean()) for index, name in enumerate(self.names)}
+        return {
+            **means,
+            "reward": float(total_N.mean()),
+            "reward_std": float(total_N.std()) if len(total_N) > 1 else 0.0,
+            "frac_reward_zero_std": float(self.equal_groups(rewards_NK).float().mean()),
+            "completions/mean_length": float(lengths_N2[:, 0].mean()),
+            "completions/max_length": float(lengths_N2[:, 0].max()),
+            "completions/clipped_ratio": float(lengths_N2[:, 1].mean()),
+        }
+
+    def total(self, rewards_NK: "Tensor") -> "Tensor":
+        """The weighted sum (N) of rewards."""
+        return rewards_NK @ torch.tensor(self.weights, device=rewards_NK.device)
+
+    def equal_groups(self, rewards_NK: "Tensor") -> "Tensor":
+        """Whether all rewards of each prompt are equal."""
+        groups = self.total(rewards_NK).view(-1, self.method.num_generations)
+        return torch.isclose(groups, groups[:, :1]).all(1)
+
+    def gathered(self, values_B: "Tensor") -> "Tensor":
+        """The values of all workers, in the order of the batch."""
+        if self.ctx.world_size == 1:
+            return values_B
+        found = [torch.empty_like(values_B) for _ in range(self.ctx.world_size)]
+        torch.distributed.all_gather(found, values_B.contiguous())
+        return torch.cat(found)
+
+    def watch(self, step: int, rewards_NK: "Tensor") -> None:
+        """Counts the steps in which no reward tells one completion from another; see ``record``."""
+        if self.method.num_generations == 1:
+            return
+        self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
+        patience = self.method.equal_rewards_patience
+        if self.equal_steps == 0:
+            return
+        means = ", ".join(f"{name}={float(rewards_NK[:, index].mean()):g}" for index, name in enumerate(self.names))
+        if patience is not None and self.equal_steps >= patience:
+            raise PipelineError(
+                f"for {self.equal_steps} steps up to step {step + 1}, all completions of each prompt had equal rewards "
+                f"(means of the last: {means}), so there is nothing to learn; rewards that differ within a group are "
+                "accepted; make the prompts easier or harder, give partial credit, raise sampling.temperature or "
+                "num_generations, or set equal_rewards_patience=null"
+            )
+        if self.equal_steps == 1:
+            logger.warning(
+                "step=%d rewards=equal: in every group, so the step learns nothing from them; %s", step + 1, means
+            )
+
+    def keep(
+        self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], rewards_BK: "Tensor"
+    ) -> None:
+        """Keeps the first completions of a step as samples, on rank 0."""
+        num_generations = math.ceil(self.run.num_steps / self.method.steps_per_generation)
+        every = math.ceil(num_generations * SAMPLES_PER_STEP / MAX_SAMPLES)
+        number = step // self.method.steps_per_generation
+        if self.ctx.rank != 0 or (number % every and number != num_generations - 1):
+            return
+        shown = completion_ids[:SAMPLES_PER_STEP]
+        truncated = self.truncated(shown).tolist()
+        for index, text in enumerate(self.texts(shown)):
+            rewards = dict(zip(self.names, rewards_BK[index].tolist(), strict=True))
+            self.samples.append({
+                "step": step + 1,
+                "prompt": json.dumps(examples[index]["prompt"], ensure_ascii=False),
+                "completion": text,
+                "num_tokens": len(shown[index]),
+                "truncated": truncated[index],
+                "reward": float(self.total(rewards_BK[index : index + 1])),
+                **{f"rewards/{name}": value for name, value in rewards.items()},
+            })  # fmt: skip
+
+    def write_samples(self, directory: Path) -> None:
+        """Writes the samples to ``samples.parquet``, and the last ten to the log."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(self.samples), directory / SAMPLES_FILE)
+        for each in self.samples[-LOGGED:]:
+            logger.info(
+                "step=%d reward=%g prompt=%s completion=%r", each["step"], each["reward"], each["prompt"],
+                each["completion"],
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, object]:
+        """For checkpoints."""
+        return {"samples": self.samples, "equal_steps": self.equal_steps}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        samples, equal_steps = state["samples"], state["equal_steps"]
+        assert isinstance(samples, list) and isinstance(equal_steps, int)
+        self.samples, self.equal_steps = samples, equal_steps
+
+    def _model_scores(
+        self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], texts: Sequence[str]
+    ) -> "Tensor":
+        """The reward model reads the tokens that the policy read and wrote."""
+        assert self.reward_model is not None
+        whole = [[*each["prompt_ids"], *ids] for each, ids in zip(examples, completion_ids, strict=True)]  # type: ignore[misc]
+        found, size = [], self.ctx.resources.micro_batch_size
+        for start in range(0, len(whole), size):
+            ids_BT, mask_BT = _padded(whole[start : start + size], self.pad_token_id, left=False)
+            with torch.no_grad():
+                scores_B = sequence_scores(self.reward_model, ids_BT.to(self.run.device), mask_BT.to(self.run.device))
+            found.append(scores_B.cpu())
+        scores = torch.cat(found)
+        for index in (~torch.isfinite(scores)).nonzero().flatten().tolist():
+            raise PipelineError(
+                f"the reward model {self.run.inputs[REWARD_MODEL_NAME].name} gave {scores[index]} for row {index} of "
+                f"the batch (completion {texts[index][:200]!r}); a finite score is accepted; train it again"
+            )
+        return scores
+
+    def _check_columns(self) -> None:
+        """Checks what reward functions need of all prompts, before the first step."""
+        if not self.scorers:
+            return
+        rows = self.run.rows
+        examples = rows.dataset(range(len(rows)))[:]
+        check_columns(self.scorers, {name: values for name, values in examples.items() if name not in _TOKENS})
+
+
+def sample(
+    model: "PreTrainedModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
+    max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int],
+) -> list[list[int]]:  # fmt: skip
+    """Samples a completion of each prompt, up to its first stop token, which is part of it.
+
+    Args:
+        model: its own settings of generation (``generation_config``) are not used.
+        seeds: of each completion's noise.
+    """
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=sampling.repetition_penalty,
+        pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
+    )  # fmt: skip
+    ids_BT, mask_BT = (each.to(model.device) for each in _padded(prompts, pad_token_id, left=True))
+    own, was_training = model.generation_config, model.training
+    model.generation_config = config  # else ``generate`` would fill what is unset from the model's
+    model.eval()  # a gradient checkpoint would switch the cache off, an adapter's dropout would add noise
+    try:
+        with torch.inference_mode():
+            processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
+            found_BT = model.generate(
+                input_ids=ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=processors
+            )
+    finally:
+        model.generation_config = own
+        model.train(was_training)
+    return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
+
+
+class _Draw(LogitsProcessor):
+    """Adds Gumbel noise, so that the largest score is a sample of the softmax.
+
+    Each row has a generator of its own: other rows, and how many there are, do not change its noise.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
+        noise_BV = torch.empty_like(scores, dtype=torch.float32)
+        for noise_V, generator in zip(noise_BV, self.generators, strict=True):
+            noise_V.exponential_(generator=generator)
+        return scores.float() - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()
+
+
+def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+    """Those of transformers, in its order."""
+    found: list[LogitsProcessor] = []
+    if sampling.temperature != 1:
+        found.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k is not None:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p != 1:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        found.append(MinPLogitsWarper(sampling.min_p))
+    return found
+
+
+def _ended(ids: list[int], stop_tokens: Sequence[int]) -> list[int]:
+    end = next((index for index, each in enumerate(ids) if each in stop_tokens), len(ids))
+    return ids[: end + 1]
+
+
+def _padded(rows: Sequence[list[int]], pad: int, *, left: bool) -> "tuple[Tensor, Tensor]":
+    """Tokens (B, T), and the mask of those that are no padding."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(0, len(row))
+        ids[index, place], mask[index, place] = torch.tensor(row), 1
+    return ids, mask

@@ -1,0 +1,144 @@
+"""Built-in rewards for the text of an answer: right, nearly right, empty, hostile and very long answers."""
+
+import time
+
+import pytest
+
+from lineage.errors import ConfigError, DataError
+from tasks.reward_functions import RewardFunction, check_columns, check_rewards, scorers
+
+LONG = 300_000  # characters
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": list(range(len(text.split())))}
+
+
+def score(name: str, completion: str, row: dict[str, object] | None = None, **options: object) -> float:
+    (scorer,) = scorers({name: RewardFunction(**options)}, Words())
+    columns = {column: [value] for column, value in (row or {}).items()}
+    check_columns([scorer], columns)
+    (value,) = scorer([[{"role": "user", "content": "?"}]], [completion], columns)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("12345", "12345", 1), (" 12345\n", 12345, 1), ("1 2  3", "1 2 3", 1), ("ﬁne", "fine", 1), ("true", True, 1),
+        ("12354", "12345", 0.6 * 0.5), ("1234", "12345", 0.8 * 0.5), ("Yes", "yes", 2 / 3 * 0.5), ("", "12345", 0),
+        ("12345" * LONG, "12345", pytest.approx(5 / 100_000 * 0.5)), ("\x00\ud800", "12", 0),
+    ],
+)  # fmt: skip
+def test_exact(completion, answer, value):
+    assert score("exact", completion, {"answer": answer}, partial_credit=0.5) == value
+    assert score("exact", completion, {"answer": answer}) == (value if value == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [("so <answer> 7 </answer>.", 1), ("<answer>6</answer> <answer>7</answer>", 1), ("7", 0), ("<answer>7", 0),
+     ("</answer>7<answer>", 0), ("<answer></answer>", 0)],
+)  # fmt: skip
+def test_with_a_tag_only_the_text_in_it_is_an_answer(completion, value):
+    assert score("exact", completion, {"answer": "7"}, answer_tag="answer") == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("The answer is 42.", "42", 1), ("first 7, then 42", 42, 1), ("42 %", "0.42", 1), (r"42\%", 0.42, 1),
+        ("1,234,567.5", 1234567.5, 1), ("3/4", 0.75, 1), (r"$\frac{3}{4}$", "0.75", 1), (r"-\dfrac{3}{4}", -0.75, 1),
+        ("\u22125", -5, 1), ("7-5", 5, 1), ("x = -5", -5, 1), ("1.5e3", 1500, 1), (".5", "1/2", 1),
+        ("$18", "#### 18", 1),
+        ("1,2,3", 3, 1), ("41", 42, 41 / 42 * 0.5), ("", 42, 0), ("no number", 42, 0), ("1/0", 42, 0),
+        ("9" * LONG, 42, 0), ("1," * LONG, 42, 0.5 / 42), ("1,111" * LONG, 42, 0), ("1/" * LONG + "42", 42, None),
+        ("84", 42, 0), ("-42", 42, 0), ("1e400", 42, 0), ("NaN inf", 42, 0), ("42" + " %" * LONG, 0.42, None),
+        ("(" * LONG, 42, 0), ("$" * LONG, 42, 0), ("\\frac{" * LONG, 42, 0),
+    ],
+)  # fmt: skip
+def test_numeric(completion, answer, value):
+    start = time.perf_counter()
+    found = score("numeric", completion, {"answer": answer}, partial_credit=0.5)
+    assert 0 <= found <= 1 if value is None else found == pytest.approx(value)
+    assert time.perf_counter() - start < 2
+
+
+def test_numeric_has_an_absolute_and_a_relative_tolerance():
+    assert score("numeric", "0.3333", {"answer": "1/3"}) == 0
+    assert score("numeric", "0.3333", {"answer": "1/3"}, tolerance=1e-4) == 1
+    assert score("numeric", "102", {"answer": 100}, relative_tolerance=0.02) == 1
+    assert score("numeric", "103", {"answer": 100}, relative_tolerance=0.02) == 0
+    with pytest.raises(DataError, match="row 0 of the prompts: answer is 'none', without a number"):
+        score("numeric", "1", {"answer": "none"})
+
+
+def test_regex_of_an_option_or_a_column():
+    assert score("regex", "a = 7", pattern=r"=\s*\d$") == 1
+    assert score("regex", "a = b", pattern=r"=\s*\d$") == 0
+    assert score("regex", "cats", {"answer": "cats?"}) == score("regex", "a cat", {"wanted": "cats?"}, column="wanted")
+    assert score("regex", "", pattern="x") == 0
+    with pytest.raises(ConfigError, match=r"rewards.regex: pattern '\(': .* a regular expression is accepted"):
+        check_rewards({"regex": RewardFunction(pattern="(")})
+    with pytest.raises(ConfigError, match="pattern and column=answer: one of them holds the pattern"):
+        check_rewards({"regex": RewardFunction(pattern="a", column="answer")})
+    for value in ("(", None):
+        with pytest.raises(DataError, match="row 0 of the prompts: answer is"):
+            score("regex", "", {"answer": value})
+
+
+@pytest.mark.parametrize("pattern", [r"(a|aa)+$", r"(.*)*x", r"(a+)+$"])
+def test_a_search_that_would_not_end_finds_nothing(pattern, monkeypatch):
+    monkeypatch.setattr("tasks.reward_functions.answer.SEARCH_SECONDS", 0.05)
+    assert score("regex", "a" * 50_000 + "!", pattern=pattern) == 0
+    assert score("format", "a" * 50_000 + "!", pattern=pattern) == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<think>2 + 2</think>\n<answer>4</answer>", 1), (" <think>a</think><answer>4</answer>\n", 1),
+        ("<think>a</think> so <answer>4</answer>", 1 * 0.5), ("<think>a</think><answer> </answer>", 1 * 0.5),
+        ("<answer>4</answer><think>a</think>", 1 * 0.5), ("<think>a</think><answer>4", 0.75 * 0.5),
+        ("<think>" * 2 + "a</think><answer>4</answer>", 0.75 * 0.5), ("", 0), ("4", 0), ("<answer>" * LONG, 0),
+    ],
+)  # fmt: skip
+def test_format(completion, value):
+    assert score("format", completion, partial_credit=0.5) == value
+    assert score("format", completion) == (value if value == 1 else 0)
+
+
+def test_format_of_own_tags_or_a_pattern():
+    assert score("format", "<a>1</a><b-c>2</b-c>", tags=("a", "b-c")) == 1
+    assert score("format", "<a>1</a>", tags=("a", "b-c"), partial_credit=0.5) == 0.25
+    assert score("format", "7 days", pattern=r"\d+ days") == 1 and score("format", "7 days!", pattern=r"\d+ days") == 0
+    for options, found in (
+        ({"tags": ("a b",)}, "names such as"), ({"tags": ()}, "names such as"),
+        ({"pattern": "a", "tags": ("a",)}, "pattern with tags="),
+        ({"pattern": "a", "partial_credit": 0.5}, "is of tags"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"rewards.format: .*{found}"):
+            check_rewards({"format": RewardFunction(**options)})
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "value"),
+    [
+        (20, {}, 1), (15, {}, 0.75), (25, {}, 0.75), (40, {}, 0), (0, {}, 0), (LONG, {}, 0),
+        (15, {"width_tokens": 10}, 0.5), (30, {"width_tokens": 10}, 0),
+        (3, {"bound": "upper"}, 1), (25, {"bound": "upper"}, 0.75), (25, {"bound": "both"}, 0.75),
+    ],
+)  # fmt: skip
+def test_length_counts_tokens(words, options, value):
+    assert score("length", "w " * words, target_tokens=20, **options) == value
+
+
+def test_length_needs_a_target_and_a_tokenizer():
+    with pytest.raises(ConfigError, match=r"rewards.length: target_tokens is not set"):
+        check_rewards({"length": RewardFunction()})
+    with pytest.raises(ConfigError, match="length counts tokens, and no tokenizer was given"):
+        scorers({"length": RewardFunction(target_tokens=20)})
