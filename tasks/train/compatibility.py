@@ -199,8 +199,7 @@ def _measures_held_out(case: Case) -> bool:
 
 def _compares_pairs(case: Case) -> bool:
     """Whether it trains on pairs of answers against a frozen reference."""
-    has_reference = FROZEN_POLICY in case.method.models.values()
-    return has_reference and type(case.method).reads == PREFERENCES and not case.method.has_own_loop
+    return case.method.has_reference and type(case.method).reads == PREFERENCES and not case.method.has_own_loop
 
 
 def _unpackable(case: Case) -> str | None:

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
 from tasks.method import Adapter, Optimizer, Schedule
+from tasks.train.dpo_losses import ReferenceSync
 from tasks.train.freeze import Freeze
 from tests import tiny, training
 from tests.training import same, weights
@@ -39,6 +40,14 @@ CHANGES: dict[str, object] = {
     "beta": 0.5,
     "loss_type": "ipo",
     "sft_weight": 1.0,
+    "losses": {"sigmoid": 1.0, "kto_pair": 1.0},
+    "label_smoothing": 0.1,
+    "discopop_tau": 1.0,
+    "f_divergence": "forward_kl",
+    "f_alpha": 0.1,
+    "ld_alpha": 0.0,
+    "weighting": "wpo",
+    "reference_sync": ReferenceSync(every_steps=2),
     "chat_template": "chatml",
     "too_long": "cut_prompt",
     "max_prompt_length": 6,
@@ -46,6 +55,12 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+}
+# Fields that are read with others alone, with the others: the run without the field is another one.
+READ_WITH: dict[str, dict[str, object]] = {
+    "label_smoothing": {"loss_type": "aot"},
+    "discopop_tau": {"loss_type": "discopop"},
+    "f_alpha": {"f_divergence": "alpha_divergence"},
 }
 SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
@@ -113,6 +128,15 @@ def test_every_field_changes_the_run(
     if field == "save":  # of an adapter: all of the output is other files
         run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")
         assert (run.output / "base.json").exists() and not (run.output / "model.safetensors").exists()
+        return
+    if field in READ_WITH:
+        default, run = (
+            training.train(
+                training.method(name, **READ_WITH[field], **more), root, tmp_path / str(len(more)) / "output"
+            )
+            for more in ({}, {field: value})
+        )
+        assert not same(weights(run.output), weights(default.output))
         return
     length = {"num_steps": None} if field == "num_epochs" else {}
     run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")
