@@ -512,7 +512,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precompute-validation",
-        fields=("resources.precompute_reference", "method.validation", "method.best.metric"),
+        fields=("resources.precompute_reference", "method.validation.every_steps", "method.best.metric"),
         refuses=lambda case: case.resources.precompute_reference and _measures_held_out(case),
         reason="the loss on held-out rows needs the reference in memory",
         nearest={"resources.precompute_reference": False},
@@ -527,7 +527,11 @@ RULES: tuple[Rule, ...] = (
         ),
         reason="a reference that follows the policy has other log-probabilities after each update",
         nearest={"resources.precompute_reference": False},
-        example={"resources.precompute_reference": True, "method.reference_sync.every_steps": 5},
+        example={
+            "resources.precompute_reference": True,
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+        },
         stage="dpo",
     ),
     Rule(
@@ -536,7 +540,7 @@ RULES: tuple[Rule, ...] = (
         refuses=lambda case: case.resources.precompute_reference and case.get("method.ld_alpha") is not None,
         reason="LD-DPO weights the tokens of an answer, and the cache holds their sums",
         nearest={"resources.precompute_reference": False},
-        example={"resources.precompute_reference": True, "method.ld_alpha": 0.5},
+        example={"resources.precompute_reference": True, "method.ld_alpha": 0.5, "method.sft_weight": None},
         stage="dpo",
     ),
     Rule(
@@ -564,7 +568,8 @@ RULES: tuple[Rule, ...] = (
         reason="DeepSpeed's engine holds the reference, which was not tried to follow the policy under it",
         nearest={"resources.zero_stage": 0},
         example={
-            "method.reference_sync.every_steps": 5,
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
             "resources.num_workers": 2,
             "resources.zero_stage": 2,
         },

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import DPOTrainer
 
-from tasks.train.dpo_losses import LOSSES, Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
+from tasks.train.dpo_losses import LOSSES, LossType, Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class OwnLossesTrainer(DPOTrainer):
         own_losses: loss -> weight.
     """
 
-    def __init__(self, *args: object, own_losses: Mapping[str, float], **kwargs: object) -> None:
+    def __init__(self, *args: object, own_losses: Mapping[LossType, float], **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.own_losses = own_losses
         self._sees_step = any(LOSSES[name].of_step for name in own_losses)
@@ -66,7 +66,7 @@ class OwnLossesTrainer(DPOTrainer):
         self._place += len(pairs.policy[0])
         return loss
 
-    def _of_step(self, name: str, pairs: Pairs) -> "Tensor":
+    def _of_step(self, name: LossType, pairs: Pairs) -> "Tensor":
         """A loss of the step, per pair of the micro batch."""
         step = self._step or self._gathered([pairs])
         if name == "kto_pair":
