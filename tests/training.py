@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
+from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.method import Input, Inputs, Training
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.taid import TAID
 from tests import tiny
 
 if TYPE_CHECKING:
@@ -18,17 +20,24 @@ if TYPE_CHECKING:
 
 # Small enough to step in milliseconds; max_length cuts nothing.
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
-METHODS: dict[str, type[Training]] = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO}
+METHODS: dict[str, type[Training]] = {
+    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+}  # fmt: skip
+OWN: dict[str, dict[str, object]] = {  # fields of one method
+    "cpt": {"max_length": 16},
+    "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
+}
 
 
 def method(name: str, **fields: object) -> Training:
     """The named method with the fields of these tests."""
-    return METHODS[name](**{**FIELDS, **({"max_length": 16} if name == "cpt" else {}), **fields})  # type: ignore[arg-type]
+    return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
 def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
-    """A policy and rows of every kind under ``root``."""
+    """A policy, a teacher and rows of every kind under ``root``."""
     tiny.write_policy(root / "policy")
+    tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
@@ -41,7 +50,9 @@ def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs
     """Every slot of a method, filled from ``write_inputs``; an optional one where the test wrote its artifact."""
     found = {}
     for slot, kind in stage.consumes.items():
-        path = (policy or root / "policy") if kind == Kind.CHECKPOINT else root / kind.value
+        path = root / ("teacher" if slot == "teacher" else kind.value)
+        if kind == Kind.CHECKPOINT and slot != "teacher":
+            path = policy or root / "policy"
         if slot in stage.optional and not path.exists():
             continue
         found[slot] = Input(name=path.name, kind=kind, fingerprint=f"{path.name:f<64}", path=path)

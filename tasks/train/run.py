@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, set_seed
+from transformers import PreTrainedModel, PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -76,7 +76,7 @@ from tasks.train.validation import VAL_LOSS
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
@@ -201,6 +201,7 @@ class TrainingRun:
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name])
+        models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
         return models.frozen(hold_in(model, self._frozen_dtype))
@@ -268,7 +269,8 @@ class TrainingRun:
         )
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
-        self._prepare(trainer, reference, is_line)
+        frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
+        self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
         if self._needs_reference and "proof" not in own:
@@ -449,14 +451,20 @@ class TrainingRun:
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
         return collate
 
-    def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
-        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
+    def _prepare(
+        self, trainer: Trainer, reference: "PreTrainedModel | None", frozen: "Sequence[PreTrainedModel]", is_line: bool
+    ) -> None:
+        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too.
+
+        Args:
+            frozen: further models that the trainer reads rows with, such as a teacher.
+        """
         if self._is_reward_model:
             install_scores(trainer.model)
         if self._needs_reference and not self._precomputes and reference_of(self.method) == "copy":
             add_reference(trainer.model)
         squares = getattr(trainer, "use_weighting", False)
-        for model in filter(None, (trainer.model, reference)):
+        for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:
                 install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:

@@ -113,6 +113,7 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)
+    (tmp_path / "teacher").symlink_to(root / "teacher")
     stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}))
     with caplog.at_level("WARNING"):
         run = training.train(stage, tmp_path, tmp_path / "output", policy=root / "policy")

@@ -55,6 +55,12 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "temperature": 2.0,
+    "cross_entropy_weight": 0.5,
+    "t_start": 0.2,
+    "t_end": 0.9,
+    "alpha": 0.5,
+    "momentum": 0.5,
 }
 # Fields that are read with others alone, with the others: the run without the field is another one.
 READ_WITH: dict[str, dict[str, object]] = {
@@ -62,7 +68,7 @@ READ_WITH: dict[str, dict[str, object]] = {
     "discopop_tau": {"loss_type": "discopop"},
     "f_alpha": {"f_divergence": "alpha_divergence"},
 }
-SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
+SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28, "distill": 34, "taid": 34}
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 FIELDS = [
@@ -82,7 +88,8 @@ def write_thinking(directory: Path, root: Path) -> Path:
             answer["content"] = f"<think>\nsorted list\n</think>\n\n{answer['content']}"
     tiny.write_rows(directory / "conversations", columns["messages"])
     tiny.write_rows(directory / "preferences", columns["chosen"])
-    (directory / "policy").symlink_to(root / "policy")
+    for model in ("policy", "teacher"):
+        (directory / model).symlink_to(root / model)
     return directory
 
 
