@@ -36,6 +36,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
+from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.packing import why_not_packable
 from tasks.train.kernels import FLASH_PACKAGES
 
@@ -436,7 +437,7 @@ def install(
 
 
 class LineCollator:
-    """Collates like ``collate``, then adds the indices of the real tokens (``pack``).
+    """Collates like ``collate``, then adds the indices of the real tokens (``pack``), of mismatched answers too.
 
     Args:
         pairs: row i + R/2 has the same prompt as row i; common first tokens are kept once.
@@ -449,7 +450,11 @@ class LineCollator:
     def __call__(self, examples: list[Example]) -> Batch:
         batch = self.collate(examples)
         shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
-        return {**batch, **pack(batch["attention_mask"], shared)}
+        layout = pack(batch["attention_mask"], shared)
+        mismatched = batch.get(f"{MISMATCHED}attention_mask")
+        if mismatched is not None:
+            layout |= {f"{MISMATCHED}{name}": each for name, each in pack(mismatched).items()}
+        return {**batch, **layout}
 
 
 class FlattenedPacks:
