@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.distill import Distillation
 from tasks.dpo import DPO
+from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
+from tasks.orpo import ORPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.simpo import SimPO
 from tasks.taid import TAID
 from tests import tiny
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
 }  # fmt: skip
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
