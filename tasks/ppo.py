@@ -15,24 +15,13 @@ from tasks.method import LOOP_FIELDS, VALUE_MODEL
 from tasks.train.generating import Generating
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from tasks.train.actor_critic import Batch
     from tasks.train.run import TrainingRun
 
 _HORIZON = 10_000  # of Ziegler et al.
-LOSSES = ("loss/policy", "loss/value", "clipfrac", "value_clipfrac")  # per token
-
-
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """What the updates of a step aim at: (B, C)."""
-
-    advantages_BC: "Tensor"
-    returns_BC: "Tensor"
-    metrics: Metrics
+LOSSES = ("loss/policy", "clipfrac", "loss/value", "value_clipfrac")  # means over tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +92,15 @@ class PPO(Generating):
     def loop(self, run: "TrainingRun") -> Metrics:
         import torch
 
-        from tasks.train.actor_critic import ActorCritic, over_workers
+        from tasks.train.actor_critic import ActorCritic, state_values, token_logps
+        from tasks.train.models import disable_dropout
         from tasks.train.own_loop import Optimization, OwnLoop
-        from tasks.train.policy_gradient import KLCoefficient
+        from tasks.train.policy_gradient import KLCoefficient, explained_variance, policy_loss, value_loss
 
         run.disable_dropout()
         policy, value = run.policy.model, run.model("value")
         assert value is not None
+        disable_dropout(value.train())
         num_updates = self.num_ppo_epochs * self.num_minibatches
         optimization = Optimization(run, torch.nn.ModuleDict({"policy": policy, "value": value}), num_updates)
         kl = KLCoefficient(value=self.kl_coef, target=self.kl_target, horizon=self.kl_horizon or _HORIZON)
@@ -118,27 +109,38 @@ class PPO(Generating):
         loop = OwnLoop(run, state)
         for step in loop.steps():
             batch = actor_critic.sample(step, self.sampling.temperature)
-            targets = self._targets(batch, kl.value)
-            sums, grad_norms = torch.zeros(len(LOSSES), dtype=torch.double), 0.0
+            advantages_BC, returns_BC = self._targets(batch, kl.value)
+            sums, grad_norms = torch.zeros(len(LOSSES), dtype=torch.double, device=run.device), 0.0
             for rows in self._minibatches(step):
                 for share in actor_critic.shares(rows):
                     with optimization.autocast():
-                        losses = self._losses(batch, targets, share, policy, value)
-                    means = losses / batch.mask_BC[rows].sum()
-                    (run.ctx.world_size * (means[0] + self.value_coef * means[1])).backward()
-                    sums += means.detach().double().cpu()
+                        tokens = batch.tokens(share)
+                        logps_BC, _ = token_logps(policy, tokens, self.sampling.temperature)
+                        values_BC = state_values(value, tokens)
+                    losses = (
+                        *policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
+                        *value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),
+                    )
+                    num_tokens = batch.mask_BC[rows].sum()
+                    means = torch.stack([(each_BC * tokens.mask_BC).sum() / num_tokens for each_BC in losses])
+                    (run.ctx.world_size * (means[0] + self.value_coef * means[2])).backward()
+                    sums += means.detach()
                 grad_norms += optimization.step()
-            means = dict(zip(LOSSES, (over_workers(sums, run.ctx.world_size) / num_updates).tolist(), strict=True))
+            if run.ctx.world_size > 1:
+                torch.distributed.all_reduce(sums)
+            found = dict(zip(LOSSES, (sums / num_updates).tolist(), strict=True))
+            explained = explained_variance(batch.values_BC, returns_BC, batch.mask_BC)
             loop.report(
-                loss=means["loss/policy"] + self.value_coef * means["loss/value"], num_tokens=batch.num_tokens,
-                grad_norm=grad_norms / num_updates, kl_coef=kl.value, **means, **batch.metrics, **targets.metrics,
+                loss=found["loss/policy"] + self.value_coef * found["loss/value"], num_tokens=batch.num_tokens,
+                grad_norm=grad_norms / num_updates, kl_coef=kl.value, explained_variance=explained, **found,
+                **batch.metrics,
             )  # fmt: skip
             kl.update(batch.metrics["kl"], self.global_batch_size)
         return loop.metrics()
 
-    def _targets(self, batch: "Batch", kl_coef: float) -> "Targets":
-        """What the updates of a step aim at; of the completions of all workers, so that none changes them."""
-        from tasks.train.policy_gradient import advantages, center_by_prompt, explained_variance, token_rewards, whiten
+    def _targets(self, batch: "Batch", kl_coef: float) -> "tuple[Tensor, Tensor]":
+        """Advantages and returns of all workers' completions."""
+        from tasks.train.policy_gradient import advantages, center_by_prompt, token_rewards, whiten
 
         mask_BC = batch.mask_BC
         rewards_BC = token_rewards(batch.scores_B, batch.logps_BC - batch.reference_BC, mask_BC, kl_coef)
@@ -150,41 +152,14 @@ class PPO(Generating):
             advantages_BC = center_by_prompt(advantages_BC, mask_BC, self.num_generations)
         if self.whiten_advantages:
             advantages_BC = whiten(advantages_BC, mask_BC, shift=True)
-        explained = explained_variance(batch.values_BC, returns_BC, mask_BC)
-        return Targets(advantages_BC=advantages_BC, returns_BC=returns_BC, metrics={"explained_variance": explained})
+        return advantages_BC, returns_BC
 
     def _minibatches(self, step: int) -> Iterator[list[int]]:
         """Rows of each update of a step, in an order that the seed and the step fix."""
         import torch
 
+        size = self.global_batch_size // self.num_minibatches
         for epoch in range(self.num_ppo_epochs):
             generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {step} {epoch}").getrandbits(63))
             order = torch.randperm(self.global_batch_size, generator=generator).tolist()
-            size = self.global_batch_size // self.num_minibatches
             yield from (order[start : start + size] for start in range(0, len(order), size))
-
-    def _losses(
-        self,
-        batch: "Batch",
-        targets: "Targets",
-        rows: list[int],
-        policy: "PreTrainedModel | PeftModel",
-        value: "PreTrainedModel",
-    ) -> "Tensor":
-        """``LOSSES`` of some rows, summed over their tokens."""
-        import torch
-
-        from tasks.train.actor_critic import state_values, token_logps
-        from tasks.train.policy_gradient import policy_loss, value_loss
-
-        tokens = batch.tokens(rows)
-        logps_BC, _ = token_logps(policy, tokens, self.sampling.temperature)
-        values_BC = state_values(value, tokens)
-        policy_BC, clipped_BC = policy_loss(
-            logps_BC, batch.logps_BC[rows], targets.advantages_BC[rows], self.clip_range
-        )
-        value_BC, value_clipped_BC = value_loss(
-            values_BC, batch.values_BC[rows], targets.returns_BC[rows], self.value_clip_range
-        )
-        found = (policy_BC, value_BC, clipped_BC, value_clipped_BC)
-        return torch.stack([(each_BC * tokens.mask_BC).sum() for each_BC in found])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import PeftModel
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
     from tasks.train.run import TrainingRun
 
-    Context = AbstractContextManager[None]
-    Policy = PreTrainedModel | PeftModel
-    Ids = Sequence[Sequence[int]]
-    Row = tuple[Sequence[int], Sequence[int], float, Tensor]  # prompt, completion, reward, and what the models say
+Ids = Sequence[Sequence[int]]  # tokens of rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class Tokens:
     mask_BC: "Tensor"
 
     @staticmethod
-    def of(prompts: "Ids", completions: "Ids", num_columns: int, device: torch.device) -> "Tokens":
+    def of(prompts: Ids, completions: Ids, num_columns: int, device: torch.device) -> "Tokens":
         """Pads completions to so many columns."""
         rows = [torch.tensor([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
         starts_B, lengths_B = (torch.tensor([*map(len, each)], device=device) for each in (prompts, completions))
@@ -57,7 +54,7 @@ class Tokens:
         return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
 
 
-def token_logps(model: "Policy", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
+def token_logps(model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
     """Log-probability (B, C) of each token of the completions, and the entropy of its distribution without a gradient.
 
     Args:
@@ -83,14 +80,13 @@ class Batch:
     """The completions of a step, of all workers in one order, and what the models say of them before its updates.
 
     Args:
-        prompts, completions: tokens.
         scores_B: rewards of the completions.
         logps_BC, reference_BC: log-probabilities of tokens under the policy and its frozen start.
         values_BC: of the state before each token.
     """
 
-    prompts: Sequence[Sequence[int]]
-    completions: Sequence[Sequence[int]]
+    prompts: Ids
+    completions: Ids
     scores_B: "Tensor"
     mask_BC: "Tensor"
     logps_BC: "Tensor"
@@ -104,19 +100,20 @@ class Batch:
 
     def tokens(self, rows: Sequence[int]) -> Tokens:
         """Of some rows; columns are those of the batch."""
-        chosen = ([each[row] for row in rows] for each in (self.prompts, self.completions))
-        return Tokens.of(*chosen, self.mask_BC.shape[1], self.mask_BC.device)
+        prompts, completions = ([each[row] for row in rows] for each in (self.prompts, self.completions))
+        return Tokens.of(prompts, completions, self.mask_BC.shape[1], self.mask_BC.device)
 
 
 class ActorCritic:
     """Samples the completions of a step and measures them: each worker its share, and the batch is that of all.
 
     Args:
-        value: the value model.
         autocast: of the training's precision.
     """
 
-    def __init__(self, run: "TrainingRun", value: "PreTrainedModel", autocast: "Callable[[], Context]") -> None:
+    def __init__(
+        self, run: "TrainingRun", value: "PreTrainedModel", autocast: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
         self.policy, self.reference = run.policy.model, run.model("reference")
         self.base = self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
@@ -130,14 +127,14 @@ class ActorCritic:
         """
         rollouts = self.run.rollouts
         examples = rollouts.examples(step)
+        prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
         with self.autocast():
             completions = rollouts.generate(self.base, examples, step)
         rewards_BK = rollouts.score(examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
-        prompts = [each["prompt_ids"] for each in examples]
         measured = self._measured(prompts, completions, temperature)
-        rows = [*zip(prompts, completions, rollouts.total(rewards_BK).tolist(), measured, strict=True)]
-        batch = self._batch(self._of_all_workers(rows), metrics)
+        scores_B = rollouts.gathered(rollouts.total(rewards_BK))
+        batch = self._batch(*self._of_all_workers(prompts, completions, measured), scores_B, metrics)
         if step == 0:
             self.proof((batch.logps_BC - batch.reference_BC).sum(1))
         return batch
@@ -147,9 +144,9 @@ class ActorCritic:
         own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
         return (own[start : start + size] for start in range(0, len(own), size))
 
-    def _measured(self, prompts: "Ids", completions: "Ids", temperature: float) -> "list[Tensor]":
-        """For each completion log-probabilities, those of the reference, values and entropies: (4, its tokens)."""
-        found, size = [], self.ctx.resources.micro_batch_size
+    def _measured(self, prompts: Ids, completions: Ids, temperature: float) -> "list[Tensor]":
+        """For each token log-probability, that of the reference, value and entropy: (tokens of a completion, 4)."""
+        found, size = list[torch.Tensor](), self.ctx.resources.micro_batch_size
         self.policy.eval()  # without the dropout of an adapter
         with torch.no_grad(), self.autocast():
             for start in range(0, len(completions), size):
@@ -158,34 +155,34 @@ class ActorCritic:
                 logps_BC, entropies_BC = token_logps(self.policy, tokens, temperature)
                 with nullcontext() if self.reference else self.policy.disable_adapter():
                     reference_BC, _ = token_logps(self.reference or self.policy, tokens, temperature)
-                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), entropies_BC], dim=1)
-                found += [row_4C[:, : len(ids)] for row_4C, ids in zip(each.cpu(), completions[part], strict=True)]
+                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), entropies_BC], dim=2)
+                found += [row_C4[: len(ids)] for row_C4, ids in zip(each.cpu(), completions[part], strict=True)]
         self.policy.train()
         return found
 
-    def _of_all_workers(self, rows: "list[Row]") -> "list[Row]":
-        """By rank."""
-        if self.ctx.world_size == 1:
-            return rows
-        parts: list[list[Row]] = [[] for _ in range(self.ctx.world_size)]
-        torch.distributed.all_gather_object(parts, rows)
-        return [*chain(*parts)]
+    def _of_all_workers(
+        self, prompts: Ids, completions: Ids, measured: "list[Tensor]"
+    ) -> "tuple[Ids, Ids, list[Tensor]]":
+        """By rank, which is the order of the batch."""
+        parts = [(prompts, completions, measured)] * self.ctx.world_size
+        if self.ctx.world_size > 1:
+            torch.distributed.all_gather_object(parts, (prompts, completions, measured))
+        return tuple([*chain(*each)] for each in zip(*parts, strict=True))  # type: ignore[return-value]
 
-    def _batch(self, rows: "list[Row]", metrics: dict[str, float]) -> Batch:
-        prompts, completions, scores, measured = zip(*rows, strict=True)
-        columns_BC4 = pad_sequence([each_4C.T for each_4C in measured], batch_first=True).to(self.run.device)
-        logps_BC, reference_BC, values_BC, entropies_BC = columns_BC4.unbind(-1)
+    def _batch(
+        self,
+        prompts: Ids,
+        completions: Ids,
+        measured: "list[Tensor]",
+        scores_B: "Tensor",
+        metrics: dict[str, float],
+    ) -> Batch:
+        columns_BC4 = pad_sequence(measured, batch_first=True).to(self.run.device)
+        logps_BC, reference_BC, values_BC, entropies_BC = columns_BC4.unbind(2)
         mask_BC = pad_sequence([torch.ones(len(each)) for each in completions], batch_first=True).to(self.run.device)
         kl, entropy = (logps_BC - reference_BC).sum(1).mean(), masked_mean(entropies_BC, mask_BC)
         return Batch(
-            prompts=prompts, completions=completions, scores_B=torch.tensor(scores, device=self.run.device),
-            mask_BC=mask_BC, logps_BC=logps_BC, reference_BC=reference_BC, values_BC=values_BC,
+            prompts=prompts, completions=completions, scores_B=scores_B, mask_BC=mask_BC, logps_BC=logps_BC,
+            reference_BC=reference_BC, values_BC=values_BC,
             metrics={**metrics, "kl": float(kl), "entropy": float(entropy)},
         )  # fmt: skip
-
-
-def over_workers(sums: "Tensor", world_size: int) -> "Tensor":
-    """The sum over all workers."""
-    if world_size > 1:
-        torch.distributed.all_reduce(sums)
-    return sums

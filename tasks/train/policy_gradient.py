@@ -27,8 +27,6 @@ def whiten(values_BC: "Tensor", mask_BC: "Tensor", *, shift: bool) -> "Tensor":
 
     Args:
         shift: whether their mean becomes 0; else it stays.
-    Source:
-        Huang et al. 2024, arXiv:2403.17031, details 3.2 (rewards keep their mean) and 3.3 (advantages do not).
     """
     mean = masked_mean(values_BC, mask_BC)
     variance = masked_mean((values_BC - mean) ** 2, mask_BC)
@@ -37,12 +35,10 @@ def whiten(values_BC: "Tensor", mask_BC: "Tensor", *, shift: bool) -> "Tensor":
 
 
 def token_rewards(scores_B: "Tensor", log_ratios_BC: "Tensor", mask_BC: "Tensor", kl_coef: float) -> "Tensor":
-    """The reward (B, C) of each token: the penalty of its log-ratio, and at the last token the completion's score.
+    """The reward of each token: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; the score is that of the last one.
 
     Args:
         log_ratios_BC: log-probability of each token under the policy that sampled it minus that under the reference.
-    Source:
-        Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
     """
     rewards_BC = -kl_coef * log_ratios_BC * mask_BC
     last_B = mask_BC.sum(1).long() - 1
@@ -51,12 +47,12 @@ def token_rewards(scores_B: "Tensor", log_ratios_BC: "Tensor", mask_BC: "Tensor"
 
 
 def advantages(rewards_BC: "Tensor", values_BC: "Tensor", mask_BC: "Tensor", gamma: float, lam: float) -> "Tensor":
-    """Generalized advantage estimates (B, C); the value after the last token is 0. Returns are advantages + values.
+    """Generalized advantage estimates (B, C): Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+
+    The value after the last token is 0. Returns are advantages + values.
 
     Args:
         values_BC: of the state before each token.
-    Source:
-        Schulman et al. 2015, arXiv:1506.02438, eq. 10 and 16.
     """
     rewards_BC, values_BC = rewards_BC * mask_BC, values_BC * mask_BC
     following_BC = torch.nn.functional.pad(values_BC[:, 1:], (0, 1))
@@ -69,24 +65,16 @@ def advantages(rewards_BC: "Tensor", values_BC: "Tensor", mask_BC: "Tensor", gam
 
 
 def center_by_prompt(values_BC: "Tensor", mask_BC: "Tensor", num_generations: int) -> "Tensor":
-    """Subtracts from each token's value the mean over the tokens of all completions of its prompt; 0 on padding.
-
-    Args:
-        num_generations: completions per prompt, which follow each other.
-    """
-    sums_G, counts_G = (each_BC.sum(1).view(-1, num_generations).sum(1) for each_BC in (values_BC * mask_BC, mask_BC))
-    means_B = (sums_G / counts_G).repeat_interleave(num_generations)
-    return (values_BC - means_B.unsqueeze(1)) * mask_BC
+    """Subtracts the mean over the tokens of all completions of a prompt, which follow each other; 0 on padding."""
+    sums_B, counts_B = (values_BC * mask_BC).sum(1), mask_BC.sum(1)
+    means_G = sums_B.view(-1, num_generations).sum(1) / counts_B.view(-1, num_generations).sum(1)
+    return (values_BC - means_G.repeat_interleave(num_generations).unsqueeze(1)) * mask_BC
 
 
 def policy_loss(
     logps_BC: "Tensor", old_logps_BC: "Tensor", advantages_BC: "Tensor", clip_range: float
 ) -> "tuple[Tensor, Tensor]":
-    """The clipped surrogate loss (B, C), to minimize, and where it is clipped: 1, else 0.
-
-    Source:
-        Schulman et al. 2017, arXiv:1707.06347, eq. 7.
-    """
+    """The clipped surrogate loss of each token, arXiv:1707.06347, eq. 7; and where it is clipped: 1, else 0."""
     ratios_BC = torch.exp(logps_BC - old_logps_BC)
     losses_BC = -advantages_BC * ratios_BC
     clipped_BC = -advantages_BC * ratios_BC.clamp(1 - clip_range, 1 + clip_range)
@@ -96,13 +84,7 @@ def policy_loss(
 def value_loss(
     values_BC: "Tensor", old_values_BC: "Tensor", returns_BC: "Tensor", clip_range: float | None
 ) -> "tuple[Tensor, Tensor]":
-    """Half the squared error (B, C) of the values, and where it is clipped: 1, else 0.
-
-    Args:
-        clip_range: largest difference to the old value that lowers the loss; None: any.
-    Source:
-        Huang et al. 2024, arXiv:2403.17031, detail 3.5; eq. 9 of arXiv:1707.06347 without clipping.
-    """
+    """Half the squared error of each value, clipped as the ratio is; and where it is clipped: 1, else 0."""
     losses_BC = 0.5 * (values_BC - returns_BC) ** 2
     if clip_range is None:
         return losses_BC, torch.zeros_like(losses_BC)
@@ -120,15 +102,11 @@ def explained_variance(values_BC: "Tensor", returns_BC: "Tensor", mask_BC: "Tens
 
 @dataclass(kw_only=True)
 class KLCoefficient:
-    """Strength of the KL penalty: fixed, or adapted after each batch so that the KL approaches a target.
+    """Strength of the KL penalty, adapted after each batch: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 
     Args:
-        value: before the first batch.
         target: KL per completion in nats; None: the coefficient is fixed.
-        horizon: completions after which the coefficient of a KL that is off by a fifth has changed by a factor of about
-            e ** 0.2.
-    Source:
-        Ziegler et al. 2019, arXiv:1909.08593, section 2.2; its K_beta is ``num_completions / horizon``.
+        horizon: completions in which a KL that is off by a fifth or more changes it by a factor of about e ** 0.2.
     """
 
     value: float

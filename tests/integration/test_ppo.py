@@ -57,7 +57,7 @@ def bandit(root: Path, folder: Path, **fields: object) -> list[float]:
 
 @torch.no_grad()
 def best_reward(root: Path, kl_coef: float) -> float:
-    """Of the reference, weighted by exp(reward / kl_coef): Ziegler et al. 2019, arXiv:1909.08593, eq. 3."""
+    """Of the reference, weighted by exp(reward / kl_coef): Rafailov et al. 2023, arXiv:2305.18290, eq. 4."""
     model, tokenizer = (each.from_pretrained(root / "policy") for each in (AutoModelForCausalLM, AutoTokenizer))
     has_vowel = torch.tensor(vowel([tokenizer.decode([token], skip_special_tokens=True) for token in range(300)]))
     found = []
