@@ -106,7 +106,8 @@ class TeacherAnswers(Method):
         tokenizer = load_tokenizer(teacher)
         require_chat_template(tokenizer, teacher)
         device = "cuda" if ctx.resources.gpus_per_worker else "cpu"
-        model = hold_in(load_model(teacher), ctx.resources.frozen_dtype(None)).to(device).eval()
+        dtype = ctx.resources.frozen_dtype(None)
+        model = hold_in(load_model(teacher, dtype), dtype).to(device).eval()
         require_positions(model.config, self.max_length)
         prompts = inputs["prompts" if "prompts" in inputs else "rows"]
         counts = Counter[str]()

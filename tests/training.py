@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.distill import Distillation
 from tasks.dpo import DPO
+from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
 from tasks.on_policy_distill import OnPolicyDistillation
+from tasks.orpo import ORPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.simpo import SimPO
 from tasks.taid import TAID
 from tests import tiny
 
@@ -24,6 +28,7 @@ FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batc
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
     "on_policy_distill": OnPolicyDistillation,
+    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
 }  # fmt: skip
 GENERATING = ("on_policy_distill",)
 OWN: dict[str, dict[str, object]] = {  # fields of one method

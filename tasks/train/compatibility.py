@@ -5,7 +5,6 @@ a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` 
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,9 +13,10 @@ from lineage.errors import ConfigError
 from lineage.model_files import quantization_format
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
+from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
-from tasks.train.adapters import ON_QUANTIZED
+from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -187,9 +187,18 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 
 def _keep_best_unmeasured(case: Case) -> bool:
-    kept, best = case.resources.keep_best, case.method.best
-    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
+    kept = case.resources.keep_best
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not _measures_held_out(case)
+
+
+def _measures_held_out(case: Case) -> bool:
+    best = case.method.best
+    return case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+
+
+def _compares_pairs(case: Case) -> bool:
+    """Whether it trains on pairs of answers against a frozen reference."""
+    return case.method.has_reference and type(case.method).reads == PREFERENCES and not case.method.has_own_loop
 
 
 def _unpackable(case: Case) -> str | None:
@@ -203,16 +212,33 @@ def _unpaged(name: str) -> str:
 
 
 def _too_much_decay(case: Case) -> bool:
-    setting, num_steps = case.method.schedule, case.method.num_steps
-    if setting.name != "warmup_stable_decay" or num_steps is None:
-        return False
-    warmup = int(setting.warmup) if setting.warmup >= 1 else math.ceil(setting.warmup * num_steps)
-    return warmup + setting.decay_steps(num_steps) > num_steps
+    num_steps = case.method.num_steps
+    return num_steps is not None and case.method.schedule.is_longer_than(num_steps)
 
 
 def _computes_below_precision(case: Case) -> bool:
     is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
     return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
+def _is_conv1d(case: Case) -> bool:
+    return case.get("config.model_type") in CONV1D_MODELS
+
+
+def _not_on_experts(case: Case) -> str | None:
+    """What of the adapter PEFT cannot put on the experts of the model; on a quantized base they get none."""
+    adapter = case.method.adapter
+    if adapter is None or case.method.quantization or case.get("config.model_type") not in MIXTURES:
+        return None
+    return why_not_on_experts(adapter)
+
+
+def _drops_out_of_its_start(case: Case) -> bool:
+    """Whether the adapter adds something from the first step on, of which its dropout takes some."""
+    adapter = case.method.adapter
+    if adapter is None or not adapter.dropout:
+        return False
+    return adapter.changes_the_base or case.method.adapter_in == "continue"
 
 
 _QUANTIZED: Fields = {
@@ -274,6 +300,20 @@ RULES: tuple[Rule, ...] = (
         example={"method.adapter.type": "adalora", "resources.zero_stage": 2, "resources.num_workers": 2},
     ),
     Rule(
+        id="adalora-return",
+        fields=("method.adapter.type", "method.schedule.adaptive.divergence_z"),
+        refuses=lambda case: (
+            case.get("method.adapter.type") == "adalora" and case.get("method.schedule.adaptive.divergence_z")
+        ),
+        reason="AdaLoRA prunes ranks at set steps, and a training that goes back may have passed them",
+        nearest={"method.schedule.adaptive.divergence_z": None},
+        example={
+            "method.adapter.type": "adalora",
+            "method.schedule.adaptive.divergence_z": 50.0,
+            "method.best.every_steps": 1,
+        },
+    ),
+    Rule(
         id="adalora-own-loop",
         fields=("method.adapter.type", "method"),
         refuses=lambda case: case.get("method.adapter.type") == "adalora" and case.method.has_own_loop,
@@ -290,6 +330,15 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.neftune_alpha": None},
         example={"method.neftune_alpha": 5.0},
         stage="own_loop",
+    ),
+    Rule(
+        id="neftune-packing",
+        fields=("method.neftune_alpha", "method.packing"),
+        refuses=lambda case: case.method.neftune_alpha and case.get("method.packing"),
+        reason="the noise is divided by the root of the length, and packs lie end to end with all others of a micro "
+        "batch, so that micro_batch_size would change it",
+        nearest={"method.packing": None},
+        example={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
     ),
     Rule(
         id="quantization-gpu",
@@ -369,6 +418,65 @@ RULES: tuple[Rule, ...] = (
         reason="it treats the matrices of linear layers apart, and of the adapters LoRA and DoRA alone train such",
         nearest={"method.adapter.type": "lora"},
         example={"method.optimizer.name": "muon", "method.adapter.type": "vera"},
+    ),
+    Rule(
+        id="matrices-conv1d",
+        fields=("method.optimizer.name", "config.model_type"),
+        refuses=lambda case: case.optimizer.matrices and case.method.adapter is None and _is_conv1d(case),
+        reason="it treats the matrices of linear layers apart, and the layers of this model are no linear layers of "
+        "torch",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        example={"method.optimizer.name": "muon"},
+        config={"model_type": "gpt2"},
+    ),
+    Rule(
+        id="adapter-conv1d",
+        fields=("method.adapter.type", "method.adapter.init", "config.model_type"),
+        refuses=lambda case: (
+            _is_conv1d(case)
+            and (case.get("method.adapter.type") in NOT_ON_CONV1D or case.get("method.adapter.init") == "olora")
+        ),
+        reason="PEFT puts it on linear layers of torch alone, and the layers of this model are none",
+        nearest={"method.adapter.type": "lora", "method.adapter.init": None},
+        example={"method.adapter.type": "boft"},
+        config={"model_type": "gpt2"},
+    ),
+    Rule(
+        id="adapter-experts",
+        fields=("method.adapter.type", "method.adapter.target_modules", "config.model_type"),
+        refuses=lambda case: _not_on_experts(case) is not None,
+        reason="all-linear puts it on the experts of a mixture too, which are parameters, and PEFT has no DoRA, no "
+        "dropout and no initialization but its own and gaussian for them",
+        detail=lambda case: (
+            f"adapter.{_not_on_experts(case)}: all-linear puts the adapter on the experts of a mixture too, which are "
+            "parameters, and PEFT cannot do that for them"
+        ),
+        nearest={"method.adapter.target_modules": "attention"},
+        example={"method.adapter.type": "dora"},
+        config={"model_type": "mixtral"},
+    ),
+    Rule(
+        id="adapter-images",
+        fields=("method.adapter.type", "method.adapter.init", "method.adapter.target_modules"),
+        refuses=lambda case: (
+            case.get("config.vision_config") is not None
+            and (case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva")
+            and case.get("method.adapter.target_modules") == ALL_LINEAR
+        ),
+        reason="it reads what each layer gets, and rows of text reach no layer that reads images",
+        nearest={"method.adapter.target_modules": "*language_model*"},
+        example={"method.adapter.type": "adalora"},
+        config={"vision_config": {}},
+    ),
+    Rule(
+        id="dropout-reference",
+        fields=("method.adapter.dropout", "method.adapter.init", "method.adapter_in"),
+        refuses=lambda case: FROZEN_POLICY in case.method.models.values() and _drops_out_of_its_start(case),
+        reason="this adapter does not start at zero, so that dropout makes the policy differ from its reference at "
+        "step 0",
+        nearest={"method.adapter.dropout": 0.0},
+        example={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.adapter.dropout": 0.1},
+        stage="dpo",
     ),
     # Precision.
     Rule(
@@ -489,6 +597,81 @@ RULES: tuple[Rule, ...] = (
         reason="a base or a reference in bf16 computes in bf16",
         nearest={"method.precision": "bf16"},
         example={"resources.weights": "bf16", "method.adapter.type": "lora"},
+    ),
+    # References.
+    Rule(
+        id="precompute-no-reference",
+        fields=("resources.precompute_reference", "method"),
+        refuses=lambda case: case.resources.precompute_reference and not _compares_pairs(case),
+        reason="it trains on no pairs against a frozen reference by transformers' trainer, so there is nothing to "
+        "compute before",
+        nearest={"resources.precompute_reference": False},
+        example={"resources.precompute_reference": True},
+    ),
+    Rule(
+        id="precompute-validation",
+        fields=("resources.precompute_reference", "method.validation.every_steps", "method.best.metric"),
+        refuses=lambda case: case.resources.precompute_reference and _measures_held_out(case),
+        reason="the loss on held-out rows needs the reference in memory",
+        nearest={"resources.precompute_reference": False},
+        example={"resources.precompute_reference": True, "method.validation.every_steps": 5},
+        stage="dpo",
+    ),
+    Rule(
+        id="precompute-moving-reference",
+        fields=("resources.precompute_reference", "method.reference_sync.every_steps"),
+        refuses=lambda case: (
+            case.resources.precompute_reference and case.get("method.reference_sync.every_steps") is not None
+        ),
+        reason="a reference that follows the policy has other log-probabilities after each update",
+        nearest={"resources.precompute_reference": False},
+        example={
+            "resources.precompute_reference": True,
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="precompute-ld-alpha",
+        fields=("resources.precompute_reference", "method.ld_alpha"),
+        refuses=lambda case: case.resources.precompute_reference and case.get("method.ld_alpha") is not None,
+        reason="LD-DPO weights the tokens of an answer, and the cache holds their sums",
+        nearest={"resources.precompute_reference": False},
+        example={"resources.precompute_reference": True, "method.ld_alpha": 0.5, "method.sft_weight": None},
+        stage="dpo",
+    ),
+    Rule(
+        id="precompute-quantized-input",
+        fields=("resources.precompute_reference", "method.adapter_in", "method.quantization.format"),
+        refuses=lambda case: (
+            case.resources.precompute_reference
+            and case.method.quantization
+            and case.method.adapter_in in ("continue", "stack")
+        ),
+        reason="the input's adapter would be merged into a base in few bits, and rounded with it",
+        nearest={"resources.precompute_reference": False},
+        example={
+            "resources.precompute_reference": True,
+            "method.adapter.type": "lora",
+            "method.adapter_in": "continue",
+            "method.quantization.format": "nf4",
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-zero",
+        fields=("method.reference_sync.every_steps", "resources.zero_stage"),
+        refuses=lambda case: case.get("method.reference_sync.every_steps") is not None and case.resources.zero_stage,
+        reason="DeepSpeed's engine holds the reference, which was not tried to follow the policy under it",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+        stage="dpo",
     ),
     # Rows.
     Rule(

@@ -29,6 +29,7 @@ from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
     add_reference,
+    complete_head,
     continued,
     new_adapter,
     peft_config,
@@ -65,6 +66,7 @@ from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.rank_budget import RankBudget
+from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
@@ -121,6 +123,7 @@ class TrainingRun:
         if not self.method.has_own_loop:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
+        complete_head(model)
         step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
@@ -135,17 +138,16 @@ class TrainingRun:
         """The input policy, without the stage's adapter."""
         given = self.inputs[_POLICY]
         if self._is_reward_model:
-            policy = models.load_reward_model(self.method, given, self.ctx)
+            policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
         else:
-            policy = models.load_policy(self.method, given, self.ctx, self._intake)
+            policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
         models.require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-        if self.method.adapter and not self.method.adapter.changes_the_base:
-            hold_in(policy.model, self._frozen_dtype)
+        hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
 
@@ -199,7 +201,7 @@ class TrainingRun:
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
-        model = models.load_model(self.inputs[name])
+        model = models.load_model(self.inputs[name], self._frozen_dtype)
         models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
@@ -212,10 +214,10 @@ class TrainingRun:
             return None
         given, carried = self.inputs[_POLICY], self._intake.carried
         if self.method.adapter_in == "stack":  # on a quantized base, merged adapters would be rounded with it
-            base = models.load_policy(self.method, given, self.ctx, self._intake).model
+            base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        reference = models.load_policy(self.method, given, self.ctx).model
+        reference = models.load_policy(self.method, given, self.ctx, dtype=self._frozen_dtype).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, self._frozen_dtype))
 
@@ -237,17 +239,20 @@ class TrainingRun:
                 f"{type(self.method).__name__}.loop reads run.policy, whose model already has its adapter, before it "
                 "calls run.trl(...), which adds one; call run.trl(...) alone, and train its trainer.model"
             )
-        policy, reference = self._start, self._reference()
+        policy = self._start
+        # Precomputed log-probabilities are computed here, before an adapter changes the model.
+        rows, reference = self.ordered_rows, None if self._precomputes else self._reference()
         # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
             for each in filter(None, (policy.model, reference)):
                 models.disable_dropout(each)
         arguments = {**trainer_args(self.method, self.ctx, self.num_steps), **own, **off}
+        arguments["precompute_ref_log_probs"] = self._precomputes
         # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
         is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
         shared = {
-            "train_dataset": self.ordered_rows,
+            "train_dataset": rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
             "processing_class": policy.tokenizer,
             "ref_model": reference,
@@ -351,7 +356,16 @@ class TrainingRun:
     @cached_property
     def ordered_rows(self) -> Dataset:
         """Exactly the rows that the training consumes, in its order."""
-        return ordered(self.rows, self.method, self.num_steps)
+        rows = self.rows
+        if self._precomputes:
+            rows = replace(rows, examples=self._with_reference(rows.examples))
+        return ordered(rows, self.method, self.num_steps)
+
+    def _with_reference(self, examples: Dataset) -> Dataset:
+        """Pairs with the reference's log-probabilities: those of the policy before it gets an adapter."""
+        carries = self.method.adapter_in in ("continue", "stack")
+        model = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model if carries else self._start.model
+        return with_reference(examples, self.method, self.inputs, self.ctx, model)
 
     @property
     def _chat_template(self) -> str | None:
@@ -381,6 +395,12 @@ class TrainingRun:
         return self.ctx.resources.frozen_dtype(self.method.precision)
 
     @property
+    def _base_dtype(self) -> "Dtype":
+        """Of the weights that training starts from: fp32 where they are trained, or an initialization changes them."""
+        adapter = self.method.adapter
+        return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
+
+    @property
     def _proof_tolerance(self) -> str:
         """Of a policy in fp32 and a reference in bf16 the log-probabilities differ more than by the kernels."""
         rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
@@ -393,6 +413,10 @@ class TrainingRun:
     @property
     def _needs_reference(self) -> bool:
         return self.method.has_reference
+
+    @property
+    def _precomputes(self) -> bool:
+        return self._needs_reference and self.ctx.resources.precompute_reference
 
     def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
         assert self.method.adapter
@@ -444,11 +468,13 @@ class TrainingRun:
         """
         if self._is_reward_model:
             install_scores(trainer.model)
-        if self._needs_reference and reference_of(self.method) == "copy":
+        if self._needs_reference and not self._precomputes and reference_of(self.method) == "copy":
             add_reference(trainer.model)
+        complete_head(trainer.model)
+        squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:
-                install(model, self._attention, packs=self._packs)
+                install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:
                 model.set_attn_implementation(self._attention)
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
