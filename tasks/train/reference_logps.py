@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lineage.cached import cached
 from lineage.fingerprint import canonical_json, short
+from lineage.store import REFERENCE_LOGPS
 from tasks.evaluate.scoring import Scored, logps
 from tasks.heartbeat import Doing
 
@@ -54,7 +55,7 @@ def with_reference(
         with TemporaryDirectory() as scratch:
             compute(Path(scratch))
             return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
-    entry = ctx.cache_dir / "reference_logps" / short(key)
+    entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
     with cached(entry, compute) as is_new:
         logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
         return concatenate_datasets([examples, _read(entry)], axis=1)
