@@ -63,9 +63,9 @@ def _losses() -> str:
         for name, row in LOSSES.items()
     ]  # fmt: skip
     said = (
-        "The losses. All but `sft` read `beta`. `aot`, `aot_unpaired` and `kto_pair` compare the pairs of a whole step, so "
-        "that micro batch and workers change nothing; where a step has several micro batches, that takes another "
-        "forward pass.\n"
+        "The losses. All but `sft` read `beta`. `aot`, `aot_unpaired` and `kto_pair` compare the pairs of a whole "
+        "step, so that micro batch and workers change nothing; where a step has several micro batches, that takes "
+        "another forward pass.\n"
     )
     columns = ("loss", "from", "reads", "takes an `f_divergence`", "computed by")
     return "\n".join([said, *markdown_table(columns, rows), ""])

@@ -70,7 +70,7 @@ LOSSES: Mapping[LossType, LossRow] = {
     "apo_down": LossRow(paper="D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8"),
     "discopop": LossRow(paper="Lu et al. 2024, arXiv:2406.08414, eq. 5", reads=("discopop_tau",), difference=True),
     "sigmoid_norm": LossRow(paper="Lambert et al. 2024, arXiv:2411.15124; rewards per token", difference=True),
-    "kto_pair": LossRow(paper="Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8", is_ours=True, of_step=True),
+    "kto_pair": LossRow(paper="Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7", is_ours=True, of_step=True),
     "sft": LossRow(paper="Wang et al. 2024, arXiv:2411.10442: the generation loss of MPO", is_ours=True),
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ def kto_pair_loss(beta: float, pairs: Pairs, step: Pairs) -> "Tensor":
         pairs: of the micro batch.
         step: of the whole step, without gradients.
     Source:
-        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8, with weights of 1; the baseline z0 of the chosen answers is the
+        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7, with weights of 1; the baseline z0 of the chosen answers is the
         mean log-ratio of the rejected ones, and the other way round, at least 0.
     """
     import torch
