@@ -135,8 +135,7 @@ def check(method: "DPO") -> None:
             f"weighting={method.weighting} with loss {', '.join(unweighted)}: TRL weights losses of single pairs, and "
             "of these fails on hinge; set weighting=null, or another loss"
         )
-    measured = method.validation or (method.best and method.best.metric == HELD_OUT_LOSS)
-    if measured and any(row.of_step for row in rows):
+    if method.measures_held_out and any(row.of_step for row in rows):
         option = "validation" if method.validation else f"best.metric={HELD_OUT_LOSS}"
         raise ConfigError(
             f"{option} with loss {named}: it compares the pairs of a step, and held-out rows have no steps; set "

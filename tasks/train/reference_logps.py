@@ -68,8 +68,10 @@ def _read(entry: Path) -> Dataset:
 def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> str:
     """Digest of all that decides the numbers: tokens, model, and arithmetic."""
     tokens = hashlib.sha256()
-    for batch in examples.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).iter(_ROWS):
-        tokens.update(canonical_json(batch).encode())
+    for batch in examples.with_format("arrow").iter(_ROWS):
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            column = batch[name].combine_chunks()
+            tokens.update(column.value_lengths().to_numpy().tobytes() + column.flatten().to_numpy().tobytes())
     policy = inputs["policy"]
     decides = {
         "tokens": tokens.hexdigest(),
