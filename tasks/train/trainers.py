@@ -74,6 +74,9 @@ def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
         def _prepare_dataset(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
             return dataset
 
+        def _precompute_ref_logps(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
+            return dataset  # its rows have them (``tasks.train.reference_logps``)
+
         def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
             """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""
             if hasattr(self, "ref_model"):
