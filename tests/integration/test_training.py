@@ -111,6 +111,7 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
         "text": [*tiny.text_rows(9), {"row_id": "long", "text": tiny.sentence(3, 60)}],
         "conversations": [*tiny.conversation_rows(9), {"row_id": "long", "messages": question + answer}],
         "preferences": [*tiny.preference_rows(9), pair],
+        "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
         "unpaired": [*tiny.unpaired_rows(9), single],
         "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
     }

@@ -60,6 +60,8 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "max_completion_length": 4,
+    "sampling": Sampling(temperature=0.5),
     "temperature": 2.0,
     "cross_entropy_weight": 0.5,
     "t_start": 0.2,
