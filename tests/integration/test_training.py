@@ -113,7 +113,6 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
         "preferences": [*tiny.preference_rows(9), pair],
         "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
         "unpaired": [*tiny.unpaired_rows(9), single],
-        "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)
