@@ -69,7 +69,7 @@ CHANGES: dict[str, object] = {
     "alpha": 0.5,
     "momentum": 0.5,
     "num_generations": 8,
-    "rewards": {"length": RewardFunction(function="python:tests.completion_scores.length")},
+    "rewards": {"characters": RewardFunction(function="python:tests.completion_scores.length")},
     "missing_eos_penalty": 3.0,
     "kl_coef": 0.5,
     "kl_target": 0.01,
