@@ -50,10 +50,15 @@ def method(name: str, **fields: object) -> Training:
     return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
-def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
-    """A policy, a teacher and rows of every kind under ``root``."""
+def write_models(root: Path) -> None:
+    """A policy and a teacher, whose distribution is far from the policy's."""
     tiny.write_policy(root / "policy")
     tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
+
+
+def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
+    """A policy, a teacher and rows of every kind under ``root``."""
+    write_models(root)
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
