@@ -206,6 +206,11 @@ class TrainingRun:
         models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
+        elif models.load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+            logger.warning(
+                "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
+                name, self.inputs[name].name, self.inputs[_POLICY].name,
+            )  # fmt: skip
         return models.frozen(hold_in(model, self._frozen_dtype))
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
