@@ -1,4 +1,4 @@
-"""Measures policies on held-out rows: perplexity, preference accuracy, exact match, rewards of greedy answers."""
+"""Measures policies on held-out rows: perplexity, preferences, single answers, exact match, rewards of answers."""
 
 import filecmp
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,8 @@ class Evaluate(Method):
 
     Args:
         num_rows: held-out rows per measure, at most.
-        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs; each policy answers them greedily.
+        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers; each
+            policy answers them greedily.
         num_questions: of the conversations, answered likewise, for exact match; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that may be dropped.
@@ -54,12 +55,15 @@ class Evaluate(Method):
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
         "pairs": Kind.PREFERENCES,
+        "unpaired": Kind.UNPAIRED,
         "prompts": Kind.PROMPTS,
         "reward_model": Kind.REWARD_MODEL,
         "reference": Kind.CHECKPOINT,
         "*": Kind.CHECKPOINT,
     }
-    optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "prompts", "reward_model"})
+    optional: ClassVar[frozenset[str]] = frozenset(
+        {"text", "conversations", "pairs", "unpaired", "prompts", "reward_model"}
+    )
     produces: ClassVar[Kind] = Kind.REPORT
     metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # a gate's rules may use them
     uses_gpu: ClassVar[bool] = True
@@ -171,6 +175,7 @@ class Evaluate(Method):
             answers=logps(model, rows.answers, batch_size),
             chosen=logps(model, rows.pairs.chosen, batch_size),
             rejected=logps(model, rows.pairs.rejected, batch_size),
+            unpaired=logps(model, rows.unpaired.answers, batch_size),
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
             answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
         )
@@ -221,7 +226,7 @@ def _require_rows(inputs: Inputs, answer_form: AnswerForm | None) -> None:
         ConfigError: names the empty slot.
     """
     for slots, why in (
-        (("text", "conversations", "pairs"), "there are no rows to measure on"),
+        (("text", "conversations", "pairs", "unpaired"), "there are no rows to measure on"),
         *([(("pairs",), "a reward model scores answers to the prompts of pairs")] if "reward_model" in inputs else []),
         *([(("conversations",), f"answer_form={answer_form} is of answers to conversations")] if answer_form else []),
     ):
