@@ -12,6 +12,7 @@ from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
+from tasks.on_policy_distill import OnPolicyDistillation
 from tasks.orpo import ORPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+    "on_policy_distill": OnPolicyDistillation,
     "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
 }  # fmt: skip
+GENERATING = ("on_policy_distill",)
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
+    "on_policy_distill": {"max_completion_length": 6},
 }
 
 

@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tasks.data.kinds import MISMATCHED
 from tasks.train.adapted import REFERENCE
+from tasks.train.reference_logps import COLUMNS
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Batch = dict[str, Tensor]
     RowsLoss = Callable[["Rows"], tuple[Tensor, dict[str, Tensor]]]  # loss, and metrics
 
-_LABELS = frozenset({"completion_mask", "label"})  # columns of a batch that no model reads
+_LABELS = frozenset({"completion_mask", "label", *COLUMNS})  # columns of a batch that no model reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,11 @@ class PairTrainer(Trainer):
         batch, labels_RT = _read(inputs)
         more = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         outputs = model(**batch, **more, labels=labels_RT, fused_lm_head=True, use_cache=False)
-        sums_R, reference_R = outputs.log_probs.sum(1), self._reference_sums(batch, labels_RT)
+        sums_R = outputs.log_probs.sum(1)
+        if COLUMNS[0] in inputs:  # precomputed
+            reference_R = torch.cat([inputs[name] for name in COLUMNS])
+        else:
+            reference_R = self._reference_sums(batch, labels_RT)
         if reference_R is not None and self.proof and self.state.global_step == 0:
             self.proof(sums_R.detach() - reference_R)
         rows = Rows(

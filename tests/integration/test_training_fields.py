@@ -9,7 +9,9 @@ from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
 from tasks.method import Adapter, AnswerTraining, Optimizer, Schedule
+from tasks.train.dpo_losses import ReferenceSync
 from tasks.train.freeze import Freeze
+from tasks.train.generating import Sampling
 from tests import tiny, training
 from tests.training import same, weights
 
@@ -42,6 +44,14 @@ CHANGES: dict[str, object] = {
     "desirable_weight": 3.0,
     "undesirable_weight": 3.0,
     "gamma": 0.1,
+    "losses": {"sigmoid": 1.0, "kto_pair": 1.0},
+    "label_smoothing": 0.1,
+    "discopop_tau": 1.0,
+    "f_divergence": "forward_kl",
+    "f_alpha": 0.1,
+    "ld_alpha": 0.0,
+    "weighting": "wpo",
+    "reference_sync": ReferenceSync(every_steps=2),
     "chat_template": "chatml",
     "too_long": "cut_prompt",
     "max_prompt_length": 6,
@@ -49,6 +59,8 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "max_completion_length": 4,
+    "sampling": Sampling(temperature=0.5),
     "temperature": 2.0,
     "cross_entropy_weight": 0.5,
     "t_start": 0.2,
@@ -56,10 +68,21 @@ CHANGES: dict[str, object] = {
     "alpha": 0.5,
     "momentum": 0.5,
 }
-OWN_CHANGES: dict[tuple[str, str], object] = {("kto", "loss_type"): "apo_zero_unpaired"}  # where a method has others
+# Fields that are read with others alone, with the others: the run without the field is another one.
+READ_WITH: dict[str, dict[str, object]] = {
+    "label_smoothing": {"loss_type": "aot"},
+    "discopop_tau": {"loss_type": "discopop"},
+    "f_alpha": {"f_divergence": "alpha_divergence"},
+}
+OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has others
+    ("kto", "loss_type"): "apo_zero_unpaired",
+    **{(name, "too_long"): "drop" for name in training.GENERATING},
+    **{(name, "num_epochs"): 0.2 for name in training.GENERATING},
+    **{(name, "max_prompt_length"): 12 for name in training.GENERATING},
+}
 SHORTER = {
     "cpt": 12, "sft": 34, "reward": 28, "dpo": 28, "distill": 34, "taid": 34, "kto": 28, "orpo": 28, "simpo": 28,
-    "cpo": 28,
+    "cpo": 28, **dict.fromkeys(training.GENERATING, 34),
 }  # fmt: skip
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
@@ -138,6 +161,15 @@ def test_every_field_changes_the_run(
     if field == "save":  # of an adapter: all of the output is other files
         run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")
         assert (run.output / "base.json").exists() and not (run.output / "model.safetensors").exists()
+        return
+    if field in READ_WITH:
+        default, run = (
+            training.train(
+                training.method(name, **READ_WITH[field], **more), root, tmp_path / str(len(more)) / "output"
+            )
+            for more in ({}, {field: value})
+        )
+        assert not same(weights(run.output), weights(default.output))
         return
     length = {"num_steps": None} if field == "num_epochs" else {}
     run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")
