@@ -16,7 +16,7 @@ from tasks.context import Launcher, Resources
 from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
-from tasks.train.adapters import MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -332,6 +332,15 @@ RULES: tuple[Rule, ...] = (
         stage="own_loop",
     ),
     Rule(
+        id="neftune-packing",
+        fields=("method.neftune_alpha", "method.packing"),
+        refuses=lambda case: case.method.neftune_alpha and case.get("method.packing"),
+        reason="the noise is divided by the root of the length, and packs lie end to end with all others of a micro "
+        "batch, so that micro_batch_size would change it",
+        nearest={"method.packing": None},
+        example={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
+    ),
+    Rule(
         id="quantization-gpu",
         fields=("method.quantization.format", "resources.gpus_per_worker"),
         refuses=lambda case: (row := _format_row(case)) and row.gpu and not case.on_gpu,
@@ -445,6 +454,19 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.adapter.target_modules": "attention"},
         example={"method.adapter.type": "dora"},
         config={"model_type": "mixtral"},
+    ),
+    Rule(
+        id="adapter-images",
+        fields=("method.adapter.type", "method.adapter.init", "method.adapter.target_modules"),
+        refuses=lambda case: (
+            case.get("config.vision_config") is not None
+            and (case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva")
+            and case.get("method.adapter.target_modules") == ALL_LINEAR
+        ),
+        reason="it reads what each layer gets, and rows of text reach no layer that reads images",
+        nearest={"method.adapter.target_modules": "*language_model*"},
+        example={"method.adapter.type": "adalora"},
+        config={"vision_config": {}},
     ),
     Rule(
         id="dropout-reference",
