@@ -12,6 +12,7 @@ from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
+from tasks.on_policy_distill import OnPolicyDistillation
 from tasks.orpo import ORPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+    "on_policy_distill": OnPolicyDistillation,
     "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
 }  # fmt: skip
+GENERATING = ("on_policy_distill",)
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
+    "on_policy_distill": {"max_completion_length": 6},
 }
 
 
@@ -39,10 +43,15 @@ def method(name: str, **fields: object) -> Training:
     return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
-def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
-    """A policy, a teacher and rows of every kind under ``root``."""
+def write_models(root: Path) -> None:
+    """A policy and a teacher, whose distribution is far from the policy's."""
     tiny.write_policy(root / "policy")
     tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
+
+
+def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
+    """A policy, a teacher and rows of every kind under ``root``."""
+    write_models(root)
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))

@@ -15,8 +15,10 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
+from tasks.dpo import DPO
 from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.dpo_losses import LOSSES, weights_of
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -188,12 +190,11 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 def _keep_best_unmeasured(case: Case) -> bool:
     kept = case.resources.keep_best
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not _measures_held_out(case)
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not case.method.measures_held_out
 
 
-def _measures_held_out(case: Case) -> bool:
-    best = case.method.best
-    return case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
+def _compares_in_steps(case: Case) -> bool:
+    return isinstance(case.method, DPO) and any(LOSSES[name].of_step for name in weights_of(case.method))
 
 
 def _compares_pairs(case: Case) -> bool:
@@ -609,15 +610,6 @@ RULES: tuple[Rule, ...] = (
         example={"resources.precompute_reference": True},
     ),
     Rule(
-        id="precompute-validation",
-        fields=("resources.precompute_reference", "method.validation.every_steps", "method.best.metric"),
-        refuses=lambda case: case.resources.precompute_reference and _measures_held_out(case),
-        reason="the loss on held-out rows needs the reference in memory",
-        nearest={"resources.precompute_reference": False},
-        example={"resources.precompute_reference": True, "method.validation.every_steps": 5},
-        stage="dpo",
-    ),
-    Rule(
         id="precompute-moving-reference",
         fields=("resources.precompute_reference", "method.reference_sync.every_steps"),
         refuses=lambda case: (
@@ -656,6 +648,38 @@ RULES: tuple[Rule, ...] = (
             "method.adapter.type": "lora",
             "method.adapter_in": "continue",
             "method.quantization.format": "nf4",
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="step-losses-zero",
+        fields=("method.loss_type", "method.losses", "resources.zero_stage"),
+        refuses=lambda case: case.resources.zero_stage and _compares_in_steps(case),
+        reason="a loss that compares the pairs of a step reads them before the step, which was not tried under "
+        "DeepSpeed's engine",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.loss_type": "kto_pair",
+            "method.sft_weight": None,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-weights",
+        fields=("method.reference_sync.every_steps", "resources.weights", "method.precision"),
+        refuses=lambda case: (
+            case.get("method.reference_sync.every_steps") is not None
+            and case.resources.frozen_dtype(case.resources.resolved_precision(case.method.precision)) == "bf16"
+        ),
+        reason="a reference in bf16 would round away what it takes over of the policy",
+        nearest={"resources.weights": "fp32"},
+        example={
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+            "method.precision": "bf16",
+            "resources.weights": "bf16",
         },
         stage="dpo",
     ),

@@ -70,7 +70,7 @@ LOSSES: Mapping[LossType, LossRow] = {
     "apo_down": LossRow(paper="D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8"),
     "discopop": LossRow(paper="Lu et al. 2024, arXiv:2406.08414, eq. 5", reads=("discopop_tau",), difference=True),
     "sigmoid_norm": LossRow(paper="Lambert et al. 2024, arXiv:2411.15124; rewards per token", difference=True),
-    "kto_pair": LossRow(paper="Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8", is_ours=True, of_step=True),
+    "kto_pair": LossRow(paper="Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7", is_ours=True, of_step=True),
     "sft": LossRow(paper="Wang et al. 2024, arXiv:2411.10442: the generation loss of MPO", is_ours=True),
 }  # fmt: skip
 
@@ -135,8 +135,7 @@ def check(method: "DPO") -> None:
             f"weighting={method.weighting} with loss {', '.join(unweighted)}: TRL weights losses of single pairs, and "
             "of these fails on hinge; set weighting=null, or another loss"
         )
-    measured = method.validation or (method.best and method.best.metric == HELD_OUT_LOSS)
-    if measured and any(row.of_step for row in rows):
+    if method.measures_held_out and any(row.of_step for row in rows):
         option = "validation" if method.validation else f"best.metric={HELD_OUT_LOSS}"
         raise ConfigError(
             f"{option} with loss {named}: it compares the pairs of a step, and held-out rows have no steps; set "
@@ -228,7 +227,7 @@ def kto_pair_loss(beta: float, pairs: Pairs, step: Pairs) -> "Tensor":
         pairs: of the micro batch.
         step: of the whole step, without gradients.
     Source:
-        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8, with weights of 1; the baseline z0 of the chosen answers is the
+        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7, with weights of 1; the baseline z0 of the chosen answers is the
         mean log-ratio of the rejected ones, and the other way round, at least 0.
     """
     import torch

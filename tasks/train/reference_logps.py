@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lineage.cached import cached
 from lineage.fingerprint import canonical_json, short
+from lineage.store import REFERENCE_LOGPS
 from tasks.evaluate.scoring import Scored, logps
 from tasks.heartbeat import Doing
 
@@ -54,7 +55,7 @@ def with_reference(
         with TemporaryDirectory() as scratch:
             compute(Path(scratch))
             return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
-    entry = ctx.cache_dir / "reference_logps" / short(key)
+    entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
     with cached(entry, compute) as is_new:
         logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
         return concatenate_datasets([examples, _read(entry)], axis=1)
@@ -67,8 +68,10 @@ def _read(entry: Path) -> Dataset:
 def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> str:
     """Digest of all that decides the numbers: tokens, model, and arithmetic."""
     tokens = hashlib.sha256()
-    for batch in examples.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).iter(_ROWS):
-        tokens.update(canonical_json(batch).encode())
+    for batch in examples.with_format("arrow").iter(_ROWS):
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            column = batch[name].combine_chunks()
+            tokens.update(column.value_lengths().to_numpy().tobytes() + column.flatten().to_numpy().tobytes())
     policy = inputs["policy"]
     decides = {
         "tokens": tokens.hexdigest(),

@@ -50,7 +50,7 @@ from tasks.train.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts, held_out_rows
 from tasks.train.freeze import freeze
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
@@ -110,6 +110,7 @@ class TrainingRun:
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
         self._adapter_start: dict[str, Tensor] | None = None
+        self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
 
     @cached_property
@@ -205,6 +206,11 @@ class TrainingRun:
         models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
+        elif models.load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+            logger.warning(
+                "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
+                name, self.inputs[name].name, self.inputs[_POLICY].name,
+            )  # fmt: skip
         return models.frozen(hold_in(model, self._frozen_dtype))
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
@@ -242,6 +248,8 @@ class TrainingRun:
         policy = self._start
         # Precomputed log-probabilities are computed here, before an adapter changes the model.
         rows, reference = self.ordered_rows, None if self._precomputes else self._reference()
+        if self._precomputes and self.method.measures_held_out:
+            self._held_out = self._with_reference(held_out_rows(self.method, self.inputs, self.ctx))
         # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
@@ -332,7 +340,7 @@ class TrainingRun:
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
-        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
 
     def save(self) -> dict[str, float]:
         """Writes the trained model with its tokenizer and chat template; rank 0 only.
@@ -525,7 +533,12 @@ def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> 
 
 
 def fit(
-    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int
+    method: "TrainingRecipe",
+    trainer: Trainer,
+    inputs: "Inputs",
+    ctx: "TrainContext",
+    num_rows: int,
+    held_out: Dataset | None = None,
 ) -> dict[str, float]:
     """Trains to the last step and reports each; a trainer that is already there takes no step.
 
@@ -533,6 +546,7 @@ def fit(
 
     Args:
         num_rows: that are trained on in a pass.
+        held_out: the rows of ``validation``; None: they are read where it measures them.
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
@@ -549,7 +563,7 @@ def fit(
     name_accumulation(trainer)
     before = seconds_before(ctx)
     start = time.perf_counter()
-    validation = validating(method, trainer, inputs, ctx, num_rows)
+    validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
     best = BestModel(trainer, method.best, ctx) if method.best else None
     adaptive = method.schedule.adaptive
     rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 _SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
-_GENERATE = {"trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"}  # whose trainers tokenize prompts as they generate
+# Modules whose trainers tokenize prompts as they generate.
+_GENERATE = {f"trl.trainer.{each}_trainer" for each in ("grpo", "rloo", "distillation")}
 
 
 def parameters_of(trainer_class: type) -> set[str]:

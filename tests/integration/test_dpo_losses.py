@@ -135,7 +135,7 @@ def test_two_workers_compare_the_pairs_of_the_whole_step(
     one = ours(root, tmp_path, 8, losses=OWN, adapter=adapter).losses
     stage = training.method("dpo", **FAST, losses=OWN, adapter=adapter)
     for size in (4, 2):  # a step of one micro batch for each worker, and of two
-        resources = Resources(micro_batch_size=size, launcher="cluster")
+        resources = Resources(micro_batch_size=size)
         done = group.train(Asked(stage=stage, root=root, folder=tmp_path / f"two{size}", resources=resources))
         assert done[0].metric("loss") == pytest.approx(one, abs=1e-5)
 

@@ -7,11 +7,11 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
-from tasks.method import Adapter, Input, Training
+from tasks.method import Adapter, Input, Quantization, Training, Validation
 from tasks.train import models, reference_logps
 from tasks.train.compatibility import Case, refusals
 from tasks.train.run import TrainingRun
-from tests import training
+from tests import tiny, training
 from tests.integration.test_resume import stop_and_go_on
 from tests.tiny_models import write_model
 from tests.trained_store import Made
@@ -62,11 +62,25 @@ def both(root: Path, tmp_path: Path, method: Training, policy: Path | None = Non
     ids=["full", "lora", "pair_loss", "losses of ours", "pissa", "nf4", "options"],
 )
 def test_the_trajectory_is_that_of_the_live_reference(root: Path, tmp_path: Path, fields: dict[str, object]) -> None:
-    from tasks.method import Quantization
-
     if fields.get("quantization"):
         fields = {**fields, "quantization": Quantization(format="nf4")}
     both(root, tmp_path, stage(**fields))
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_held_out_rows_are_measured_against_the_same_reference(
+    root: Path, tmp_path: Path, adapter: Adapter | None
+) -> None:
+    rows = tiny.preference_rows(11)
+    tiny.write_rows(tmp_path / "in" / "preferences", rows, held_out=tiny.preference_rows(50)[40:])
+    (tmp_path / "in" / "policy").symlink_to(root / "policy")
+    method = stage(adapter=adapter, validation=Validation(every_steps=1))
+    live, before = (
+        training.train(method, tmp_path / "in", tmp_path / name / "output", resources=resources)
+        for name, resources in (("live", LIVE), ("before", BEFORE))
+    )
+    losses = [[metrics["val/loss"] for _, metrics in run.reports] for run in (live, before)]
+    assert losses[1] == pytest.approx(losses[0], **CLOSE) and losses[0][2] != pytest.approx(losses[0][0], abs=1e-4)
 
 
 SLOW = ("llama", "qwen2", "mistral", "gemma2", "gemma3_text", "mixtral")
@@ -83,7 +97,8 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
     losses = []
     for resources in (LIVE, BEFORE):
-        method = stage(adapter=Adapter(rank=4, alpha=8), adapter_in=adapter_in, save="adapter")
+        options = {"losses": {"sigmoid": 1.0, "kto_pair": 1.0}, "adapter_in": adapter_in, "save": "adapter"}
+        method = stage(adapter=LORA, **options)
         output = tmp_path / f"{resources.precompute_reference}"
         ctx = TrainContext(output_dir=output, work_dir=tmp_path / "work", resources=resources)
         run = TrainingRun(method, {**training.inputs(root, method), "policy": policy}, ctx)

@@ -111,12 +111,14 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
         "text": [*tiny.text_rows(9), {"row_id": "long", "text": tiny.sentence(3, 60)}],
         "conversations": [*tiny.conversation_rows(9), {"row_id": "long", "messages": question + answer}],
         "preferences": [*tiny.preference_rows(9), pair],
+        "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
         "unpaired": [*tiny.unpaired_rows(9), single],
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)
     (tmp_path / "teacher").symlink_to(root / "teacher")
-    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}))
+    drops = {"too_long": "drop"} if name in training.GENERATING else {}  # else a prompt keeps its end
+    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}), **drops)
     with caplog.at_level("WARNING"):
         run = training.train(stage, tmp_path, tmp_path / "output", policy=root / "policy")
     assert run.metrics["rows"] == 10

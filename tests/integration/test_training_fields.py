@@ -11,6 +11,7 @@ from lineage.errors import ConfigError
 from tasks.method import Adapter, AnswerTraining, Optimizer, Schedule
 from tasks.train.dpo_losses import ReferenceSync
 from tasks.train.freeze import Freeze
+from tasks.train.generating import Sampling
 from tests import tiny, training
 from tests.training import same, weights
 
@@ -58,6 +59,8 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "max_completion_length": 4,
+    "sampling": Sampling(temperature=0.5),
     "temperature": 2.0,
     "cross_entropy_weight": 0.5,
     "t_start": 0.2,
@@ -71,10 +74,15 @@ READ_WITH: dict[str, dict[str, object]] = {
     "discopop_tau": {"loss_type": "discopop"},
     "f_alpha": {"f_divergence": "alpha_divergence"},
 }
-OWN_CHANGES: dict[tuple[str, str], object] = {("kto", "loss_type"): "apo_zero_unpaired"}  # where a method has others
+OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has others
+    ("kto", "loss_type"): "apo_zero_unpaired",
+    **{(name, "too_long"): "drop" for name in training.GENERATING},
+    **{(name, "num_epochs"): 0.2 for name in training.GENERATING},
+    **{(name, "max_prompt_length"): 12 for name in training.GENERATING},
+}
 SHORTER = {
     "cpt": 12, "sft": 34, "reward": 28, "dpo": 28, "distill": 34, "taid": 34, "kto": 28, "orpo": 28, "simpo": 28,
-    "cpo": 28,
+    "cpo": 28, **dict.fromkeys(training.GENERATING, 34),
 }  # fmt: skip
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
