@@ -14,6 +14,8 @@ from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
 from tasks.on_policy_distill import OnPolicyDistillation
 from tasks.orpo import ORPO
+from tasks.ppo import PPO
+from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 from tasks.simpo import SimPO
@@ -28,13 +30,18 @@ FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batc
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
     "on_policy_distill": OnPolicyDistillation,
-    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
+    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO, "ppo": PPO,
 }  # fmt: skip
-GENERATING = ("on_policy_distill",)
+GENERATED: dict[str, object] = {
+    "max_length": 96, "max_completion_length": 6, "num_generations": 4,
+    "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
+}  # fmt: skip
+GENERATING = ("on_policy_distill", "ppo")
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
     "on_policy_distill": {"max_completion_length": 6},
+    "ppo": {**GENERATED, "num_generations": 2},
 }
 
 
