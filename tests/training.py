@@ -8,8 +8,12 @@ from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
 from tasks.dpo import DPO
+from tasks.grpo import GRPO
 from tasks.method import Input, Inputs, Training
+from tasks.online_dpo import OnlineDPO
+from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
+from tasks.rloo import RLOO
 from tasks.sft import SFT
 from tests import tiny
 
@@ -18,12 +22,26 @@ if TYPE_CHECKING:
 
 # Small enough to step in milliseconds; max_length cuts nothing.
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
-METHODS: dict[str, type[Training]] = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO}
+METHODS: dict[str, type[Training]] = {
+    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "grpo": GRPO, "rloo": RLOO,
+    "online_dpo": OnlineDPO,
+}  # fmt: skip
+GENERATED: dict[str, object] = {
+    "max_length": 96, "max_completion_length": 6, "num_generations": 4,
+    "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
+}  # fmt: skip
+GENERATING = ("grpo", "rloo", "online_dpo")
+OWN: dict[str, dict[str, object]] = {  # fields of one method
+    "cpt": {"max_length": 16},
+    "grpo": GENERATED,
+    "rloo": GENERATED,
+    "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
+}
 
 
 def method(name: str, **fields: object) -> Training:
     """The named method with the fields of these tests."""
-    return METHODS[name](**{**FIELDS, **({"max_length": 16} if name == "cpt" else {}), **fields})  # type: ignore[arg-type]
+    return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
 def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
@@ -48,6 +66,11 @@ def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs
     return found
 
 
+def trajectory(metrics: Metrics) -> float:
+    """The loss of a step; on a policy's own completions, whose loss is 0 by construction, the norm of its gradient."""
+    return metrics["grad_norm" if "reward" in metrics else "loss"]
+
+
 @dataclass
 class Trained:
     """What a run left behind."""
@@ -58,7 +81,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        return [metrics["loss"] for _, metrics in self.reports]
+        return [trajectory(metrics) for _, metrics in self.reports]
 
 
 def train(

@@ -64,6 +64,7 @@ class Generating(Training):
     reads: ClassVar = PROMPTS
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY, REWARD_MODEL_NAME: REWARD_MODEL}
     optional: ClassVar[frozenset[str]] = frozenset({REWARD_MODEL_NAME})
+    whole_groups: ClassVar[bool] = False  # all completions of a prompt must be in one micro batch
     default_learning_rate: ClassVar = 1e-6
 
     global_batch_size: Annotated[int, Gt(0)] = 64
@@ -87,6 +88,8 @@ class Generating(Training):
                 f"{self.num_generations}; a multiple of it is accepted; set global_batch_size="
                 f"{max(1, self.global_batch_size // self.num_generations) * self.num_generations}"
             )
+        if self.vllm and self.has_own_loop:
+            raise ConfigError(f"vllm={self.vllm}: {type(self).__name__} has a loop of its own; set vllm=null")
         check_rewards(self.rewards or {})
         for name in (REWARD_MODEL_NAME, MISSING_EOS):
             if name in (self.rewards or {}):

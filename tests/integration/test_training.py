@@ -56,7 +56,7 @@ def test_micro_batches_and_workers_keep_the_trajectory(
     stage = training.method(name)
     runs = [
         training.train(stage, root, tmp_path / f"micro{size}", resources=Resources(micro_batch_size=size)).losses
-        for size in (1, 2, 4)
+        for size in ((2, 4, 8) if name == "online_dpo" else (1, 2, 4))  # a pair is in one micro batch
     ]
     for losses in (*runs[1:], worker_losses[name]):
         assert losses == pytest.approx(runs[0], abs=1e-4)
@@ -110,10 +110,12 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
         "text": [*tiny.text_rows(9), {"row_id": "long", "text": tiny.sentence(3, 60)}],
         "conversations": [*tiny.conversation_rows(9), {"row_id": "long", "messages": question + answer}],
         "preferences": [*tiny.preference_rows(9), pair],
+        "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)
-    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}))
+    drops = {"too_long": "drop"} if name in training.GENERATING else {}  # else a prompt keeps its end
+    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}), **drops)
     with caplog.at_level("WARNING"):
         run = training.train(stage, tmp_path, tmp_path / "output", policy=root / "policy")
     assert run.metrics["rows"] == 10

@@ -9,7 +9,9 @@ from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
 from tasks.method import Adapter, Optimizer, Schedule
+from tasks.reward_functions import RewardFunction
 from tasks.train.freeze import Freeze
+from tasks.train.generating import Sampling
 from tests import tiny, training
 from tests.training import same, weights
 
@@ -46,10 +48,37 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "max_completion_length": 4,
+    "num_generations": 8,
+    "sampling": Sampling(temperature=0.5),
+    "rewards": {"length": RewardFunction(function="python:tests.completion_scores.length")},
+    "missing_eos_penalty": 3.0,
+    "num_iterations": 2,
+    "scale_rewards": "none",
+    "mask_truncated": True,
+    "normalize_advantages": True,
+    "reward_clip": 2.0,
 }
-SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28}
+OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has other values
+    **{(name, "too_long"): "drop" for name in training.GENERATING},
+    **{(name, "num_epochs"): 0.2 for name in training.GENERATING},
+    **{(name, "max_prompt_length"): 12 for name in training.GENERATING},
+    ("online_dpo", "num_generations"): 4,
+    ("online_dpo", "missing_eos_penalty"): 10.0,
+    ("grpo", "loss"): "dr_grpo",
+    ("online_dpo", "loss"): "ipo",
+}
+SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28, **dict.fromkeys(training.GENERATING, 34)}
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
+ELSEWHERE |= {
+    "reward_model_weight",
+    "equal_rewards_patience",
+    "vllm",
+    "epsilon",
+    "epsilon_high",
+    "kl_ratio",
+}  # test_grpo.py
 FIELDS = [
     (name, field.name)
     for name, cls in training.METHODS.items()
@@ -88,7 +117,7 @@ def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
 def test_every_field_changes_the_run(
     root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, field: str
 ) -> None:
-    value = SHORTER[name] if field == "max_length" else CHANGES[field]
+    value = SHORTER[name] if field == "max_length" else OWN_CHANGES.get((name, field), CHANGES.get(field))
     if field == "chat_template":  # a model without a template trains with the field, and is refused without it
         policy = tiny.write_policy(tmp_path / "bare", chat_template=None)
         with pytest.raises(ConfigError, match="chat_template=chatml"):
