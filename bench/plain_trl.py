@@ -15,11 +15,13 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, set_seed
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+METHODS = ("cpt", "sft", "reward", "dpo")
+
 
 def arguments() -> argparse.Namespace:
     """What a run is told."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("method", choices=("cpt", "sft", "reward", "dpo"))
+    parser.add_argument("method", choices=METHODS)
     parser.add_argument("--policy", required=True, help="directory of the model to start from")
     parser.add_argument("--rows", required=True, help="train.parquet of a data stage")
     parser.add_argument("--output", required=True, help="directory for the trained model")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,17 +12,22 @@ from pathlib import Path
 
 from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
-from lineage.model_files import require_sound
+from lineage.model_files import read_json, require_sound
 from lineage.store import Entry
+from tasks.check_rows import POLICY
 from tasks.context import Resources
-from tasks.recipe import TrainingRecipe
-from tasks.train.adapters import ADAPTERS, HEADS, Adapter, targets
+from tasks.recipe import REWARD_HEAD, TrainingRecipe
+from tasks.train.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
 from tasks.train.freeze import Freeze
+from tasks.train.quantization import CONV1D_MODELS
 
 _WEIGHT_BYTES = 4  # what is trained is kept in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
 _UNKNOWN_STEPS = 10**9  # of num_epochs, until the rows are known: as many saves as can be
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of the weights of one expert
+_HALVES = ("w1", "w3", "gate_proj", "up_proj")  # layers of an expert that are one parameter once they are loaded
+_ROUTER = ".gate.weight"
 _NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, and no layer that an adapter is put on
 
 Shapes = dict[str, tuple[int, ...]]
@@ -92,10 +98,12 @@ class DiskNeed:
 def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> DiskNeed:
     """What a stage writes that starts from a model of these shapes."""
     weights = sum(map(math.prod, shapes.values()))
-    trained, adapter = adapter_weights(method.adapter, shapes) if method.adapter else (weights, 0)
+    trained, adapter = (weights, 0)
+    if method.adapter:
+        trained, adapter = adapter_weights(method.adapter, shapes, is_quantized=method.quantization is not None)
     saved = adapter if method.adapter else weights
     if method.freeze:
-        trained -= _frozen_weights(method.freeze, shapes)
+        trained -= _frozen_weights(method.freeze, shapes) or 0
     keep_best = resources.keep_best.n if resources.keep_best else 0
     by_steps, saves = _saves(method, resources)
     # One by the clock is written beside the one before, in whatever time the stage takes.
@@ -200,9 +208,14 @@ def _sizes(entry: Entry) -> Iterator[int]:
 
 
 def model_shapes(directory: Path) -> Shapes:
-    """The shape of each weight of a model, from the headers of its files; empty where there is no whole one."""
+    """The shape of each weight of a model, from the headers of its files; empty where there is no whole one.
+
+    Those of GPT-2's layers are turned round, so that outputs come first, as in linear layers.
+    """
     from safetensors import safe_open
 
+    config = read_json(directory, "config.json")
+    is_turned = isinstance(config, dict) and config.get("model_type") in CONV1D_MODELS
     index = directory / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     shapes: Shapes = {}
@@ -212,41 +225,80 @@ def model_shapes(directory: Path) -> Shapes:
         with safe_open(path, framework="numpy") as file:
             weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             shapes |= {name: tuple(each.get_shape()) for name, each in weights.items() if each.get_dtype() in _FLOATS}
+    if is_turned:
+        shapes |= {name: shape[::-1] for name, shape in shapes.items() if name.split(".")[-2][:2] == "c_"}
     return shapes
 
 
-def adapter_weights(adapter: Adapter, shapes: Shapes) -> tuple[int, int]:
+def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False) -> tuple[int, int]:
     """Weights of an adapter on a model of these shapes: those that are trained, and those that are saved.
 
+    Args:
+        is_quantized: whether the base is held in few bits: the experts of a mixture then get no adapter.
+
     Raises:
-        ConfigError: a name of the adapter matches no layer of the model.
+        ConfigError: a name of the adapter matches no layer of the model, or the model has none of the biases.
     """
+    if adapter.bias is not None and shapes and not any(name.endswith(".bias") for name in shapes):
+        raise ConfigError(f"adapter.bias={adapter.bias}: this model has no biases to train; set adapter.bias=null")
     row = ADAPTERS[adapter.type]
-    names = _targets(adapter, shapes)
-    layers = [_layer(shapes[f"{name}.weight"]) for name in names]
+    layers = [_layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)]
     trained = sum(row.trained(adapter, *layer) for layer in layers)
-    frozen = sum(row.frozen(adapter, *layer) for layer in layers)
-    if adapter.type == "vera" and layers:  # two random matrices, which all layers share
-        frozen += adapter.rank * (max(rows for rows, _ in layers) + max(columns for _, columns in layers))
+    frozen = sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
+    if adapts_experts(adapter) and not is_quantized:
+        trained += sum(_of_expert(adapter, name, shape) for name, shape in shapes.items() if _is_of_mixture(name))
     trained += _of_the_base(adapter, shapes)
     return trained, trained + frozen
 
 
+def _is_of_mixture(name: str) -> bool:
+    """Whether it is a layer of an expert or a router, which are parameters, and no linear layers, once loaded."""
+    return _EXPERT.search(name) is not None or name.endswith(_ROUTER)
+
+
+def _of_expert(adapter: Adapter, name: str, shape: tuple[int, ...]) -> int:
+    """Two layers of an expert are one parameter once they are loaded, whose LoRA has twice the rank."""
+    outputs, inputs = _layer(shape)
+    is_half = name.split(".")[-2] in _HALVES
+    return adapter.rank * (inputs + (2 * outputs if is_half else outputs))
+
+
+def _buffers(adapter: Adapter, shapes: Shapes) -> int:
+    """Numbers that are saved with the adapter, and are no parameters: of VeRA two matrices that all layers share."""
+    layers = [_layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)] if adapter.type == "vera" else []
+    if not layers:
+        return 0
+    return adapter.rank * (max(rows for rows, _ in layers) + max(columns for _, columns in layers))
+
+
 def percent_trained(method: TrainingRecipe, shapes: Shapes) -> float | None:
     """The share of the parameters that a training changes; None: all of them, or the shapes are not known."""
+    if method.models[POLICY] == REWARD_HEAD:  # a head with one output in place of that over the vocabulary
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(HEADS)}
     weights = sum(map(math.prod, shapes.values()))
     if not weights:
         return None
-    if method.adapter:
-        trained, saved = adapter_weights(method.adapter, shapes)
-        return 100 * trained / (weights + saved)
+    head = _width(shapes) if method.models[POLICY] == REWARD_HEAD else 0
+    adapter = method.adapter
+    if adapter:
+        trained, saved = adapter_weights(adapter, shapes, is_quantized=method.quantization is not None)
+        in_place = _biases(adapter, shapes) if adapter.type != "ln_tuning" else 0
+        beside = saved - _buffers(adapter, shapes) - in_place
+        return 100 * (trained + head) / (weights + beside + 2 * head) if trained else None
     if method.freeze:
-        return 100 * (1 - _frozen_weights(method.freeze, shapes) / weights)
+        frozen = _frozen_weights(method.freeze, shapes)
+        return None if frozen is None else 100 * (1 - frozen / (weights + head))
     return None
 
 
-def _frozen_weights(freeze: Freeze, shapes: Shapes) -> int:
-    return sum(math.prod(shapes[name]) for name in freeze.frozen(shapes))
+def _frozen_weights(freeze: Freeze, shapes: Shapes) -> int | None:
+    """None: it cannot be known, because parts of a mixture have other names once they are loaded."""
+    try:
+        return sum(math.prod(shapes[name]) for name in freeze.frozen(shapes))
+    except ConfigError:
+        if any("expert" in name for name in shapes):
+            return None
+        raise
 
 
 def _layer(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -270,16 +322,27 @@ def _can_be_target(module: str, adapter: Adapter) -> bool:
     layer = module.rpartition(".")[2]
     if adapter.type == "ln_tuning":
         return "norm" in layer or layer.startswith("ln")
+    if _is_of_mixture(f"{module}.weight"):
+        return False
     return layer not in HEADS and not layer.startswith(_NOT_LINEAR)
 
 
 def _of_the_base(adapter: Adapter, shapes: Shapes) -> int:
     """Weights of the base that are trained, and saved with the adapter."""
-    saved = [name for name in shapes if any(f".{module}." in f".{name}" for module in adapter.saved_names)]
-    biases = [name for name in shapes if name.endswith(".bias")] if adapter.bias == "all" else []
-    if adapter.bias == "lora_only" or adapter.type == "ln_tuning":
-        biases = [name for each in _targets(adapter, shapes) if (name := f"{each}.bias") in shapes]
+    saved = {name for name in shapes if any(f".{module}." in f".{name}" for module in adapter.saved_names)}
     tokens = adapter.trainable_token_indices or ()
+    return sum(math.prod(shapes[name]) for name in saved) + _biases(adapter, shapes) + len(tokens) * _width(shapes)
+
+
+def _biases(adapter: Adapter, shapes: Shapes) -> int:
+    """Biases of the base that are trained: in place, except those of ``ln_tuning``, which are copied."""
+    names = [name for name in shapes if name.endswith(".bias")] if adapter.bias == "all" else []
+    if adapter.bias == "lora_only" or adapter.type == "ln_tuning":
+        names = [name for each in _targets(adapter, shapes) if (name := f"{each}.bias") in shapes]
+    return sum(math.prod(shapes[name]) for name in names)
+
+
+def _width(shapes: Shapes) -> int:
+    """Of the hidden states."""
     embeddings = [shape for name, shape in shapes.items() if "embed" in name or name.endswith("wte.weight")]
-    width = next((shape[-1] for shape in embeddings), 0)
-    return sum(math.prod(shapes[name]) for name in {*saved, *biases}) + len(tokens) * width
+    return next((shape[-1] for shape in embeddings), 0)

@@ -23,7 +23,7 @@ from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.reward_functions import Rewards, code_of_rewards, identity_of
-from tasks.train.adapters import Adapter
+from tasks.train.adapters import STACKED, Adapter
 from tasks.train.freeze import Freeze
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
@@ -367,7 +367,7 @@ class TrainingRecipe(Method):
                 f"adapter_in=continue with adapter.{found}: this starts a new adapter from the base's weights; set "
                 "adapter_in=merge, or adapter.type=lora with adapter.init=null"
             )
-        if self.adapter_in == "stack" and (self.adapter.type not in ("lora", "dora") or self.adapter.init):
+        if self.adapter_in == "stack" and (self.adapter.type not in STACKED or self.adapter.init):
             found = f"init={self.adapter.init}" if self.adapter.init else f"type={self.adapter.type}"
             raise ConfigError(
                 f"adapter_in=stack with adapter.{found}: only a LoRA that starts at zero can lie upon another; set "

@@ -58,6 +58,7 @@ def write_policy(
     vocab_size: int = 300,
     chat_template: str | None = CHATML,
     seed: int = 0,
+    initializer_range: float = 0.02,
 ) -> Path:
     """Saves a random Llama with its tokenizer: a directory that the auto classes load."""
     import torch
@@ -74,6 +75,7 @@ def write_policy(
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

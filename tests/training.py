@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
+from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.grpo import GRPO
 from tasks.method import Input, Inputs, Training
@@ -15,6 +16,7 @@ from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.rloo import RLOO
 from tasks.sft import SFT
+from tasks.taid import TAID
 from tests import tiny
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 # Small enough to step in milliseconds; max_length cuts nothing.
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
 METHODS: dict[str, type[Training]] = {
-    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "grpo": GRPO, "rloo": RLOO,
-    "online_dpo": OnlineDPO,
+    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+    "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO,
 }  # fmt: skip
 GENERATED: dict[str, object] = {
     "max_length": 96, "max_completion_length": 6, "num_generations": 4,
@@ -33,6 +35,7 @@ GENERATED: dict[str, object] = {
 GENERATING = ("grpo", "rloo", "online_dpo")
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
+    "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
     "grpo": GENERATED,
     "rloo": GENERATED,
     "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
@@ -45,8 +48,9 @@ def method(name: str, **fields: object) -> Training:
 
 
 def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
-    """A policy and rows of every kind under ``root``."""
+    """A policy, a teacher and rows of every kind under ``root``."""
     tiny.write_policy(root / "policy")
+    tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
@@ -59,7 +63,9 @@ def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs
     """Every slot of a method, filled from ``write_inputs``; an optional one where the test wrote its artifact."""
     found = {}
     for slot, kind in stage.consumes.items():
-        path = (policy or root / "policy") if kind == Kind.CHECKPOINT else root / kind.value
+        path = root / ("teacher" if slot == "teacher" else kind.value)
+        if kind == Kind.CHECKPOINT and slot != "teacher":
+            path = policy or root / "policy"
         if slot in stage.optional and not path.exists():
             continue
         found[slot] = Input(name=path.name, kind=kind, fingerprint=f"{path.name:f<64}", path=path)

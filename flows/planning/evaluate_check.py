@@ -1,13 +1,14 @@
-"""Checks of evaluations that need no model: made with the plan, not after hours of training."""
+"""Checks of a stage's models against each other that load none: made with the plan, not after hours of training."""
 
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline
-from flows.planning.root_model import root_json, root_of
+from flows.planning.root_model import POLICY, root_json, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
 from lineage.model_source import vocabulary_of
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
+from tasks.method import REWARD_MODEL, TEACHER, Training
 from tasks.train.models import differing_tokens
 
 _THINKING = "thinking"  # of a method that trains on conversations
@@ -25,6 +26,31 @@ def check_evaluations(pipeline: Pipeline) -> None:
             _check_tokenizers(pipeline, name)
             _check_length(pipeline, name, stage.method)
             _check_thinking(pipeline, name, stage.method)
+
+
+def check_frozen_models(pipeline: Pipeline) -> None:
+    """That a teacher or a reward model has the tokens of the policy that is trained beside it, where both are known.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for name, stage in pipeline.stages.items():
+        if not isinstance(stage.method, Training):
+            continue
+        root = root_of(pipeline, stage.inputs[POLICY])
+        for slot, role in stage.method.models.items():
+            if role not in (TEACHER, REWARD_MODEL) or slot not in stage.inputs:
+                continue
+            other = root_of(pipeline, stage.inputs[slot])
+            own, known = (_vocabulary(pipeline, each) for each in (other, root))
+            apart = differing_tokens(own, known) if other != root and own and known else []
+            if apart:
+                raise ConfigError(
+                    f"stages.{name}.inputs: {slot} ({stage.inputs[slot]}) and policy ({stage.inputs[POLICY]}) have "
+                    f"different tokenizers: {len(apart)} tokens of the policy are missing in {slot} or have other ids "
+                    f"there, such as {apart[0]!r}; a model that has all of them with the same ids is accepted, as one "
+                    f"of the same family; set inputs.{slot} to one"
+                )
 
 
 def _check_tokenizers(pipeline: Pipeline, name: str) -> None:

@@ -26,6 +26,7 @@ class Hyperparameters:
         num_steps, num_epochs: the length in both; None: not known before the rows are tokenized.
         num_examples: that are trained on in a pass; None: not known yet.
         is_exact: whether ``num_examples`` was counted on tokens; else it is the number of prepared rows.
+        warmup: steps; below 1: a share of all steps.
     """
 
     learning_rate: float
@@ -36,6 +37,7 @@ class Hyperparameters:
     is_exact: bool
     global_batch_size: int
     length_reason: str
+    warmup: float
 
     def to_dict(self) -> dict[str, object]:
         """What ``plan --json`` adds to the stage's row."""
@@ -59,7 +61,9 @@ class Hyperparameters:
             length = f"{epochs} ({self.length_reason}): its steps are known once its rows are tokenized"
         else:
             length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size}"
-        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {length}"
+        is_cut = self.num_steps is not None and self.warmup >= self.num_steps
+        cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below" * is_cut
+        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {length}{cut}"
 
 
 def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path | None) -> Hyperparameters:
@@ -81,6 +85,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
         global_batch_size=method.global_batch_size, length_reason=_length_reason(method),
+        warmup=method.schedule.warmup,
     )  # fmt: skip
 
 

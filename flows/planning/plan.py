@@ -9,7 +9,7 @@ from flows.planning.batch_effects import batch_notes, check_positions
 from flows.planning.champion import Champion, resolve_champions
 from flows.planning.data_preflight import check_data
 from flows.planning.elastic import goes_on_with
-from flows.planning.evaluate_check import check_evaluations
+from flows.planning.evaluate_check import check_evaluations, check_frozen_models
 from flows.planning.gate_check import check_gates
 from flows.planning.hyperparameters import Hyperparameters, examples_file, hyperparameters
 from flows.planning.kernels import check_kernels
@@ -158,6 +158,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     check_models(pipeline)
     check_positions(pipeline)
     check_evaluations(pipeline)
+    check_frozen_models(pipeline)
     check_kernels(pipeline)
     check_merges(pipeline)
     memo = memo or Memo()

@@ -17,6 +17,7 @@ from lineage.store import CACHE, Entry
 from tasks.fetch_model import CONFIG, checked_config, model_json
 from tasks.method import Training
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
+from tasks.train.adapters import STACKED
 from tasks.train.compatibility import check_compatible
 from tasks.train.quantization import require_available, why_not_on_quantized
 
@@ -48,6 +49,7 @@ def check_models(pipeline: Pipeline) -> None:
         if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         _check_quantization(name, pipeline, config)
+        _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
             raise ConfigError(
@@ -69,6 +71,26 @@ def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
     if policy is None or pipeline.is_source(policy):
         return config
     return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
+    """That a stage which keeps the adapter of the stage before it gets one."""
+    method = pipeline.stages[name].method
+    kept = method.adapter_in if isinstance(method, Training) else None
+    if kept not in ("continue", "stack") or pipeline.is_source(given := pipeline.stages[name].inputs[POLICY]):
+        return
+    before = pipeline.stages[given].method
+    if isinstance(before, Training) and before.adapter is None:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in={kept}: stages.{given} trains every weight, so that its output has no "
+            f"adapter that could be kept; set stages.{name}.method.adapter_in=merge, or "
+            f"stages.{given}.method.adapter.type=lora"
+        )
+    if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.type not in STACKED:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in=stack: stages.{given} trains an adapter of type {before.adapter.type}, "
+            f"and only a LoRA can stay under another one; set stages.{name}.method.adapter_in=merge"
+        )
 
 
 def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:

@@ -163,7 +163,8 @@ class Evaluate(Method):
         from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = hold_in(load_model(policy), ctx.resources.frozen_dtype(None)).to(_device(ctx))
+        dtype = ctx.resources.frozen_dtype(None)
+        model = hold_in(load_model(policy, dtype), dtype).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
@@ -191,7 +192,8 @@ class Evaluate(Method):
         from tasks.train.kernels import hold_in
         from tasks.train.models import load_model
 
-        model = hold_in(load_model(reward_model), ctx.resources.frozen_dtype(None)).to(_device(ctx))
+        dtype = ctx.resources.frozen_dtype(None)
+        model = hold_in(load_model(reward_model, dtype), dtype).to(_device(ctx))
         batch_size = ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:

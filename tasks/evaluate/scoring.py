@@ -3,7 +3,7 @@
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tasks.train.generating import Sampling
 
 _MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 
@@ -114,23 +115,76 @@ def greedy_answers(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
+    num_beams: int = 1,
 ) -> list[Answer]:
     """Greedy answers, in order of the prompts: the most likely next token until a stop token.
 
     Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
     generation config is used: a repetition penalty, for example, would choose a less likely token.
+
+    Args:
+        num_beams: of a beam search, which looks for the most likely answer.
+    """
+    stops = _stop_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id or 0  # masked
+
+    def generate(batch: Sequence[int]) -> list[list[int]]:
+        ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
+        found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
+        return found
+
+    with _greedy(model, sorted(stops), pad, max_new_tokens, num_beams):
+        return _answers(generate, model, tokenizer, prompts, batch_size)
+
+
+def sampled_answers(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> list[Answer]:
+    """Sampled answers, in order of the prompts, with the stop tokens of greedy ones.
+
+    Args:
+        seeds: of each answer's noise, which the other rows of its batch do not change.
+    """
+    from tasks.train.rollouts import sample
+
+    stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
+
+    def generate(batch: Sequence[int]) -> list[list[int]]:
+        return sample(
+            model, [[*prompts[index]] for index in batch], sampling, [seeds[index] for index in batch],
+            max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
+        )  # fmt: skip
+
+    return _answers(generate, model, tokenizer, prompts, batch_size)
+
+
+def _answers(
+    generate: Callable[[Sequence[int]], list[list[int]]],
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+) -> list[Answer]:
+    """Answers in order of the prompts.
+
+    Args:
+        generate: the tokens that follow the prompts with these indices.
     """
     import torch
 
     stops = _stop_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id or 0  # masked
     found: dict[int, Answer] = {}
-    with torch.inference_mode(), _without_router_loss(model), _greedy(model, sorted(stops), pad, max_new_tokens):
+    with torch.inference_mode(), _without_router_loss(model):
         for batch in _batches([len(prompt) for prompt in prompts], batch_size):
-            ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
-            output_BT = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :]
-            texts = tokenizer.batch_decode(output_BT, skip_special_tokens=True)
-            for index, text, ids in zip(batch, texts, output_BT.tolist(), strict=True):
+            output = generate(batch)
+            texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+            for index, text, ids in zip(batch, texts, output, strict=True):
                 length = next((at for at, token in enumerate(ids) if token in stops), None)
                 found[index] = Answer(
                     text=text, finished=length is not None, num_tokens=len(ids) if length is None else length
@@ -159,13 +213,19 @@ def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase")
 
 
 @contextmanager
-def _greedy(model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int) -> Iterator[None]:
+def _greedy(
+    model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int, num_beams: int
+) -> Iterator[None]:
     """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out."""
     from transformers import GenerationConfig
 
     own = model.generation_config
     model.generation_config = GenerationConfig(
-        do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, eos_token_id=list(stops) or None, pad_token_id=pad
+        do_sample=False,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stops) or None,
+        pad_token_id=pad,
     )
     try:
         yield

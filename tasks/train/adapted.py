@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Literal
 import peft
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError
-from tasks.train.adapters import ADAPTERS, ALL_LINEAR, FROM_DATA, Adapter, is_plain, osf_rank, targets
-from tasks.train.quantized_base import detect_quantized_layers, is_quantized
+from tasks.train.adapters import (
+    ADAPTERS,
+    ALL_LINEAR,
+    FROM_DATA,
+    Adapter,
+    is_plain,
+    osf_rank,
+    targets,
+    why_not_on_experts,
+)
+from tasks.train.quantized_base import are_experts, detect_quantized_layers, is_quantized
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,14 +66,16 @@ def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> P
         names = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
         layers = _layers_beside_experts(config_class(**stated, target_modules=names), model)
         if layers is None:
+            _warn_of_experts(adapter, model)
             config: PeftConfig = config_class(**stated, target_modules=names)
         elif is_quantized(model):
             logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
             config = config_class(**stated, target_modules=layers)
         else:
-            _require_no_dropout(adapter, layers)
+            _require_on_experts(adapter, layers)
             config = config_class(**stated, target_modules=names)
         return config
+    _warn_of_experts(adapter, model)
     chosen = _targets(adapter, model)
     whole: PeftConfig = config_class(**stated, target_modules=[name for name, _, _ in chosen])
     return whole
@@ -127,12 +139,25 @@ def _require_blocks(adapter: Adapter, model: "PreTrainedModel") -> None:
             )
 
 
-def _require_no_dropout(adapter: Adapter, layers: Sequence[str]) -> None:
-    if adapter.dropout:
+def _require_on_experts(adapter: Adapter, layers: Sequence[str]) -> None:
+    lacking = why_not_on_experts(adapter)
+    if lacking:
         raise ConfigError(
-            f"adapter.dropout={adapter.dropout}: the adapter is put on the experts of a mixture, which are parameters: "
-            f"PEFT has no dropout for them; set adapter.dropout=0, or adapter.target_modules={','.join(layers)}"
+            f"adapter.{lacking}: the adapter is put on the experts of a mixture, which are parameters: PEFT cannot do "
+            f"that for them; set adapter.{lacking.partition('=')[0]} to its default, or adapter.target_modules="
+            f"{','.join(sorted({name.rpartition('.')[2] for name in layers}))}"
         )
+
+
+def _warn_of_experts(adapter: Adapter, model: "PreTrainedModel") -> None:
+    """Logs the experts that ``all-linear`` leaves frozen, because they are parameters."""
+    experts = [name for name, each in model.named_parameters() if are_experts(each)]
+    if experts and ALL_LINEAR in adapter.target_names and adapter.type != "ln_tuning":
+        logger.warning(
+            "adapter.type=%s target_modules=%s: the experts of a mixture get no adapter and stay frozen, because they "
+            "are no linear layers; a LoRA on all layers is put on them: %s",
+            adapter.type, adapter.target_modules, ",".join(experts),
+        )  # fmt: skip
 
 
 def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
@@ -371,6 +396,16 @@ def add_reference(adapted: PeftModel) -> None:
     adapted.set_adapter(DEFAULT)
 
 
+def complete_head(model: torch.nn.Module) -> None:
+    """Gives the head its bias where single rows of it are trained: PEFT's wrapper has the weights alone.
+
+    It is the embedding, and its rows are those of ``trainable_token_indices``; losses read weights and bias.
+    """
+    head = model.get_base_model().get_output_embeddings() if isinstance(model, PeftModel) else None
+    if isinstance(head, TrainableTokensWrapper):
+        vars(head)["bias"] = head.original_module.bias
+
+
 def reference_of(method: "TrainingRecipe") -> Literal["off", "copy", "model"]:
     """What the frozen start of a policy with an adapter is.
 
@@ -392,10 +427,16 @@ def adapter_weights_of(adapted: PeftModel) -> "dict[str, Tensor]":
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
+def _is_half_of_experts(parameter: torch.nn.Parameter) -> bool:
+    """Whether it holds experts in 4 bits, two in a byte, of which PEFT counts the bytes."""
+    return type(parameter) is torch.nn.Parameter and parameter.dtype == torch.uint8
+
+
 def share_trained(model: torch.nn.Module) -> dict[str, float]:
     """How many parameters are trained, of how many, and the percentage."""
     if isinstance(model, PeftModel):
         trained, total = model.get_nb_trainable_parameters()
+        total += sum(each.numel() for each in model.parameters() if _is_half_of_experts(each))
     else:
         sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
         trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)

@@ -31,6 +31,8 @@ HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
 # The base is changed by these, so that base + adapter is the input: the adapter alone starts from something else.
 CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
 ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quantized base
+NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts on linear layers alone
+STACKED = ("lora", "dora")  # the types that can lie upon each other
 FROM_DATA = ("eva", "lora_ga")  # need rows of the training
 _INITS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
 _ADDED_LATER = {"type": DEFAULT, "rslora": False}  # defaults other than None that stay out of the fingerprint
@@ -329,6 +331,12 @@ ADAPTERS: Mapping[str, AdapterType] = {
         config="OSFConfig", paper="Nayak et al. 2025, arXiv:2504.07097", reads={"rank": "rank_pattern"}, trained=_osf
     ),
 }  # fmt: skip
+# Architectures with experts that are parameters of three dimensions, on which PEFT puts a LoRA: its own table.
+MIXTURES = (
+    "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
+    "minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
+)  # fmt: skip
 _OF_SOME_TYPES = frozenset(name for row in ADAPTERS.values() for name in row.reads)
 
 
@@ -336,6 +344,23 @@ def is_plain(adapter: Adapter) -> bool:
     """Whether its targets are what PEFT itself finds: all linear layers, or names of some."""
     beyond = any(name in GROUPS or _GLOB.search(name) or "." in name for name in adapter.target_names)
     return not (beyond or adapter.excluded_names or adapter.layers is not None or adapter.type == "ln_tuning")
+
+
+def adapts_experts(adapter: Adapter) -> bool:
+    """Whether PEFT puts it on the experts of a mixture too, which are parameters and no linear layers."""
+    on_parameters = ADAPTERS[adapter.type].config == "LoraConfig"
+    return on_parameters and is_plain(adapter) and adapter.target_modules == ALL_LINEAR
+
+
+def why_not_on_experts(adapter: Adapter) -> str | None:
+    """What PEFT cannot do on the experts of a mixture; None: nothing, or the adapter is not put on them."""
+    if not adapts_experts(adapter):
+        return None
+    if adapter.type == "dora":
+        return "type=dora"
+    if adapter.init not in (None, "gaussian"):
+        return f"init={adapter.init}"
+    return f"dropout={adapter.dropout:g}" if adapter.dropout else None
 
 
 def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:

@@ -76,6 +76,7 @@ class AdaptiveRate(TrainerCallback, ExportableState):
             return
         assert self.best is not None
         self.best.restore()
+        self.trainer._tr_loss.zero_()  # transformers subtracts it from itself, which leaves nan as it is
         logger.warning("[adaptive] step %d | back to the model of step %d", step, self.best.step)
         if not is_finite:  # no later callback takes it for a step that trained
             self.ctx.report(step, {name: value for name, value in logs.items() if name.startswith("adaptive/")})

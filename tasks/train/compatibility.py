@@ -5,7 +5,6 @@ a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` 
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +15,7 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.tokens.packing import why_not_packable
 from tasks.method import FROZEN_POLICY, Method, Training
-from tasks.train.adapters import ON_QUANTIZED
+from tasks.train.adapters import MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -203,16 +202,33 @@ def _unpaged(name: str) -> str:
 
 
 def _too_much_decay(case: Case) -> bool:
-    setting, num_steps = case.method.schedule, case.method.num_steps
-    if setting.name != "warmup_stable_decay" or num_steps is None:
-        return False
-    warmup = int(setting.warmup) if setting.warmup >= 1 else math.ceil(setting.warmup * num_steps)
-    return warmup + setting.decay_steps(num_steps) > num_steps
+    num_steps = case.method.num_steps
+    return num_steps is not None and case.method.schedule.is_longer_than(num_steps)
 
 
 def _computes_below_precision(case: Case) -> bool:
     is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
     return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
+
+
+def _is_conv1d(case: Case) -> bool:
+    return case.get("config.model_type") in CONV1D_MODELS
+
+
+def _not_on_experts(case: Case) -> str | None:
+    """What of the adapter PEFT cannot put on the experts of the model; on a quantized base they get none."""
+    adapter = case.method.adapter
+    if adapter is None or case.method.quantization or case.get("config.model_type") not in MIXTURES:
+        return None
+    return why_not_on_experts(adapter)
+
+
+def _drops_out_of_its_start(case: Case) -> bool:
+    """Whether the adapter adds something from the first step on, of which its dropout takes some."""
+    adapter = case.method.adapter
+    if adapter is None or not adapter.dropout:
+        return False
+    return adapter.changes_the_base or case.method.adapter_in == "continue"
 
 
 _QUANTIZED: Fields = {
@@ -272,6 +288,20 @@ RULES: tuple[Rule, ...] = (
         reason="AdaLoRA scores ranks by their gradients, which ZeRO divides over the workers",
         nearest={"resources.zero_stage": 0},
         example={"method.adapter.type": "adalora", "resources.zero_stage": 2, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="adalora-return",
+        fields=("method.adapter.type", "method.schedule.adaptive.divergence_z"),
+        refuses=lambda case: (
+            case.get("method.adapter.type") == "adalora" and case.get("method.schedule.adaptive.divergence_z")
+        ),
+        reason="AdaLoRA prunes ranks at set steps, and a training that goes back may have passed them",
+        nearest={"method.schedule.adaptive.divergence_z": None},
+        example={
+            "method.adapter.type": "adalora",
+            "method.schedule.adaptive.divergence_z": 50.0,
+            "method.best.every_steps": 1,
+        },
     ),
     Rule(
         id="adalora-own-loop",
@@ -369,6 +399,52 @@ RULES: tuple[Rule, ...] = (
         reason="it treats the matrices of linear layers apart, and of the adapters LoRA and DoRA alone train such",
         nearest={"method.adapter.type": "lora"},
         example={"method.optimizer.name": "muon", "method.adapter.type": "vera"},
+    ),
+    Rule(
+        id="matrices-conv1d",
+        fields=("method.optimizer.name", "config.model_type"),
+        refuses=lambda case: case.optimizer.matrices and case.method.adapter is None and _is_conv1d(case),
+        reason="it treats the matrices of linear layers apart, and the layers of this model are no linear layers of "
+        "torch",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        example={"method.optimizer.name": "muon"},
+        config={"model_type": "gpt2"},
+    ),
+    Rule(
+        id="adapter-conv1d",
+        fields=("method.adapter.type", "method.adapter.init", "config.model_type"),
+        refuses=lambda case: (
+            _is_conv1d(case)
+            and (case.get("method.adapter.type") in NOT_ON_CONV1D or case.get("method.adapter.init") == "olora")
+        ),
+        reason="PEFT puts it on linear layers of torch alone, and the layers of this model are none",
+        nearest={"method.adapter.type": "lora", "method.adapter.init": None},
+        example={"method.adapter.type": "boft"},
+        config={"model_type": "gpt2"},
+    ),
+    Rule(
+        id="adapter-experts",
+        fields=("method.adapter.type", "method.adapter.target_modules", "config.model_type"),
+        refuses=lambda case: _not_on_experts(case) is not None,
+        reason="all-linear puts it on the experts of a mixture too, which are parameters, and PEFT has no DoRA, no "
+        "dropout and no initialization but its own and gaussian for them",
+        detail=lambda case: (
+            f"adapter.{_not_on_experts(case)}: all-linear puts the adapter on the experts of a mixture too, which are "
+            "parameters, and PEFT cannot do that for them"
+        ),
+        nearest={"method.adapter.target_modules": "attention"},
+        example={"method.adapter.type": "dora"},
+        config={"model_type": "mixtral"},
+    ),
+    Rule(
+        id="dropout-reference",
+        fields=("method.adapter.dropout", "method.adapter.init", "method.adapter_in"),
+        refuses=lambda case: FROZEN_POLICY in case.method.models.values() and _drops_out_of_its_start(case),
+        reason="this adapter does not start at zero, so that dropout makes the policy differ from its reference at "
+        "step 0",
+        nearest={"method.adapter.dropout": 0.0},
+        example={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.adapter.dropout": 0.1},
+        stage="dpo",
     ),
     # Precision.
     Rule(

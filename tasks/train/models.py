@@ -4,7 +4,8 @@ import copy
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.context import TrainContext
+    from tasks.context import Dtype, TrainContext
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
@@ -118,7 +119,7 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
 
 
 def load_policy(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, dtype: "Dtype" = "fp32"
 ) -> Policy:  # fmt: skip
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
@@ -126,14 +127,17 @@ def load_policy(
 
     Args:
         taken: leaves out the adapters that it carries; None: all are merged.
+        dtype: in which it will be held (``kernels.hold_in``): see ``whole_model``.
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken)
+    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, dtype=dtype)
     return Policy(model=model, tokenizer=load_tokenizer(policy))
 
 
-def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> Policy:
+def load_reward_model(
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", dtype: "Dtype" = "fp32"
+) -> Policy:  # fmt: skip
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import set_seed
 
@@ -142,7 +146,7 @@ def load_reward_model(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer)
+    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, dtype=dtype)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 
@@ -262,9 +266,13 @@ def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) ->
     return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
 
 
-def load_model(model: Input) -> "PreTrainedModel":
-    """A finished policy or reward model in fp32, for inference."""
-    return whole_model(model.kind, model.path)
+def load_model(model: Input, dtype: "Dtype" = "fp32") -> "PreTrainedModel":
+    """A finished policy or reward model in fp32, for inference.
+
+    Args:
+        dtype: in which it will be held (``kernels.hold_in``): see ``whole_model``.
+    """
+    return whole_model(model.kind, model.path, dtype=dtype)
 
 
 def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> None:
@@ -294,6 +302,7 @@ def whole_model(
     rounding: Mapping[str, object] | None = None,
     quantizer: Quantizer | None = None,
     taken: Intake | None = None,
+    dtype: "Dtype" = "fp32",
     watch: "Callable[[PeftModel], None] | None" = None,
 ) -> "PreTrainedModel":
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
@@ -305,6 +314,8 @@ def whole_model(
         rounding: of the base of ``last`` (``Quantization.rounding``); None: that base is in full precision.
         quantizer: how its linear layers are rounded after the merge.
         taken: the base and the adapters, in place of those of the directory.
+        dtype: ``bf16`` reads weights into bf16 one by one, so that there is no copy in fp32: what ``kernels.hold_in``
+            would make of them. Adapters are merged in fp32 all the same, and weights are rounded from fp32.
         watch: called with the model before its last adapter is merged.
 
     Raises:
@@ -317,7 +328,8 @@ def whole_model(
     merges += [(last, rounding)] if last else []
     config = config or load_config(directory)
     local = local_options(directory)
-    model = _full_model(kind, base, config, quantizer if not merges else None, local)
+    with _read_into_bf16(dtype == "bf16" and not merges and quantizer is None):
+        model = _full_model(kind, base, config, quantizer if not merges else None, local)
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
         model = _dequantized(model)
     for number, (adapter, rounded) in enumerate(merges, start=1):
@@ -334,6 +346,31 @@ def whole_model(
     if quantizer:
         model = quantizer.finish(quantizer.applied(model) if merges else model)
     return model
+
+
+@contextmanager
+def _read_into_bf16(enabled: bool) -> Iterator[None]:
+    """Has transformers cast each weight as it reads it, except the head of a reward model.
+
+    ``dtype=`` would cast buffers too, such as the factor of Gemma's embeddings.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    plain = PreTrainedModel._get_dtype_plan
+
+    def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        saved_buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+        if saved_buffers or "quantization_config" in model.config:
+            return plain(model, dtype)  # type: ignore[no-any-return]
+        return {f"{name}.": torch.bfloat16 for name, _ in model.named_children() if name != "score"}
+
+    if enabled:
+        PreTrainedModel._get_dtype_plan = plan
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = plain
 
 
 def _full_model(

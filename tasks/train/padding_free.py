@@ -41,6 +41,7 @@ from tasks.train.kernels import FLASH_PACKAGES
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers.modeling_outputs import BaseModelOutput
 
     Attended = tuple[Tensor, None]  # attention's output, and no weights
 
@@ -327,18 +328,35 @@ def is_padding_free(model: PreTrainedModel) -> bool:
     return config.model_type in PADDING_FREE and not sliding and set(layers or ()) <= {"full_attention"}
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
-    """The backbone's last hidden states: (R, L, H), or (1, T, H) for a padding-free batch."""
+def backbone(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "BaseModelOutput":
+    """The backbone's output; its last hidden states are (R, L, H), or (1, T, H) for a padding-free batch."""
     token_index = inputs.get("token_index")
     if token_index is None:
-        return model.base_model(**inputs).last_hidden_state
+        return model.base_model(**inputs)
     input_ids_RL = inputs["input_ids"]
     line = {
         **inputs,
         "input_ids": input_ids_RL.reshape(1, -1)[:, token_index],
         "position_ids": (token_index % input_ids_RL.shape[1]).unsqueeze(0),
     }
-    return model.base_model(**line).last_hidden_state
+    return model.base_model(**line)
+
+
+def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
+    """The backbone's last hidden states: (R, L, H), or (1, T, H) for a padding-free batch."""
+    return backbone(model, inputs).last_hidden_state
+
+
+def before_trained(hidden: "Tensor", trained_RL: "Tensor", row_index: "Tensor | None") -> "Tensor":
+    """The last hidden states from which the trained tokens are predicted: (N, H).
+
+    Args:
+        trained_RL: whether the token after each position is trained; without the last position.
+        row_index: of a padding-free batch.
+    """
+    if row_index is None:
+        return hidden[:, :-1][trained_RL]
+    return F.embedding(row_index[:, :-1][trained_RL], hidden.squeeze(0))
 
 
 def _without_mask(
@@ -372,13 +390,8 @@ def _causal_lm_forward(
     self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, **inputs: "Tensor"
 ) -> FusedCausalLMOutput:
     """TRL's fused forward (``add_fused_lm_head``) on the kept tokens; entropy and mean logits are not computed."""
-    hidden = hidden_states(self, inputs)
     trained_RL = labels[:, 1:] != -100
-    row_index = inputs.get("row_index")
-    if row_index is None:
-        hidden_NH = hidden[:, :-1][trained_RL]
-    else:
-        hidden_NH = F.embedding(row_index[:, :-1][trained_RL], hidden.squeeze(0))
+    hidden_NH = before_trained(hidden_states(self, inputs), trained_RL, inputs.get("row_index"))
     logps_N, is_top1_N = score(hidden_NH, self.get_output_embeddings(), labels[:, 1:][trained_RL])
     logps_RL = logps_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, logps_N)
     is_top1_RL = is_top1_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, is_top1_N)

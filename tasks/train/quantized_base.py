@@ -119,7 +119,7 @@ class Quantizer:
                 "quantization=none"
             )
         kept = [name for name, module in model.named_modules() if _is_layer(module) and name not in rounded]
-        experts = [name for name, each in model.named_parameters() if _are_experts(each)]
+        experts = [name for name, each in model.named_parameters() if are_experts(each)]
         logger.info(
             "quantization=%s rounded_layers=%d kept=%s", self.setting.format, len(rounded), ",".join(kept) or "none"
         )
@@ -138,7 +138,8 @@ def _is_layer(module: "nn.Module") -> bool:
     return bool(isinstance(module, Linear | Conv1D))
 
 
-def _are_experts(parameter: "Tensor") -> bool:
+def are_experts(parameter: "Tensor") -> bool:
+    """Whether a parameter holds the experts of a mixture."""
     return parameter.ndim == _EXPERT_DIMENSIONS and bool(parameter.is_floating_point())
 
 
@@ -208,7 +209,7 @@ def quantize_experts(model: "PreTrainedModel") -> None:
         if isinstance(module, _ConvNd):
             continue
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if _are_experts(parameter):
+            if are_experts(parameter):
                 replace_parameter_4bit(
                     module, name, compress_statistics=config.bnb_4bit_use_double_quant,
                     quant_type=config.bnb_4bit_quant_type,

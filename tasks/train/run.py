@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, set_seed
+from transformers import PreTrainedModel, PrinterCallback, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
@@ -29,6 +29,7 @@ from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
     add_reference,
+    complete_head,
     continued,
     new_adapter,
     peft_config,
@@ -75,7 +76,7 @@ from tasks.train.validation import VAL_LOSS
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.tokenized_rows import TokenizedRows
@@ -121,6 +122,7 @@ class TrainingRun:
         if not self.method.has_own_loop:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
+        complete_head(model)
         step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
@@ -135,17 +137,16 @@ class TrainingRun:
         """The input policy, without the stage's adapter."""
         given = self.inputs[_POLICY]
         if self._is_reward_model:
-            policy = models.load_reward_model(self.method, given, self.ctx)
+            policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
         else:
-            policy = models.load_policy(self.method, given, self.ctx, self._intake)
+            policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
         models.require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
-        if self.method.adapter and not self.method.adapter.changes_the_base:
-            hold_in(policy.model, self._frozen_dtype)
+        hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
 
@@ -199,7 +200,8 @@ class TrainingRun:
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
-        model = models.load_model(self.inputs[name])
+        model = models.load_model(self.inputs[name], self._frozen_dtype)
+        models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
         return models.frozen(hold_in(model, self._frozen_dtype))
@@ -211,10 +213,10 @@ class TrainingRun:
             return None
         given, carried = self.inputs[_POLICY], self._intake.carried
         if self.method.adapter_in == "stack":  # on a quantized base, merged adapters would be rounded with it
-            base = models.load_policy(self.method, given, self.ctx, self._intake).model
+            base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        reference = models.load_policy(self.method, given, self.ctx).model
+        reference = models.load_policy(self.method, given, self.ctx, dtype=self._frozen_dtype).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, self._frozen_dtype))
 
@@ -264,7 +266,8 @@ class TrainingRun:
         )
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
-        self._prepare(trainer, reference, is_line)
+        frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
+        self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
         if self._needs_reference and "proof" not in own:
@@ -379,6 +382,12 @@ class TrainingRun:
         return self.ctx.resources.frozen_dtype(self.method.precision)
 
     @property
+    def _base_dtype(self) -> "Dtype":
+        """Of the weights that training starts from: fp32 where they are trained, or an initialization changes them."""
+        adapter = self.method.adapter
+        return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
+
+    @property
     def _proof_tolerance(self) -> str:
         """Of a policy in fp32 and a reference in bf16 the log-probabilities differ more than by the kernels."""
         rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
@@ -432,13 +441,20 @@ class TrainingRun:
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
         return collate
 
-    def _prepare(self, trainer: Trainer, reference: "PreTrainedModel | None", is_line: bool) -> None:
-        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too."""
+    def _prepare(
+        self, trainer: Trainer, reference: "PreTrainedModel | None", frozen: "Sequence[PreTrainedModel]", is_line: bool
+    ) -> None:
+        """Installs the padding-free forward and scores; after the trainer is built, which replaces the forward too.
+
+        Args:
+            frozen: further models that the trainer reads rows with, such as a teacher.
+        """
         if self._is_reward_model:
             install_scores(trainer.model)
         if self._needs_reference and reference_of(self.method) == "copy":
             add_reference(trainer.model)
-        for model in filter(None, (trainer.model, reference)):
+        complete_head(trainer.model)
+        for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:
                 install(model, self._attention, packs=self._packs)
             elif self._attention:

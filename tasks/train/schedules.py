@@ -32,7 +32,7 @@ class Schedule:
         warmup: from 0 to the learning rate, linearly: below 1 a share of all steps, from 1 a number of steps.
         adaptive: cuts of it by what the loss does; None: none.
         min_learning_rate: what it ends at, or does not fall below; of ``cosine_with_min_lr`` a tenth of the learning
-            rate, of the others 0.
+            rate, of the others 0. ``warmup_stable_decay`` also starts its warm-up there.
         num_cycles: cosines of ``cosine_with_restarts``, one after the other; 2.
         power: of ``polynomial``; 1, which is ``linear``.
         decay: the last part of ``warmup_stable_decay``: below 1 a share of all steps, from 1 a number of steps; 0.1.
@@ -93,6 +93,13 @@ class Schedule:
         if self.min_learning_rate is None:
             return 0.1 if self.name == "cosine_with_min_lr" else 0.0
         return self.min_learning_rate / learning_rate
+
+    def is_longer_than(self, num_steps: int) -> bool:
+        """Whether warm-up and decay of ``warmup_stable_decay`` are more than all steps."""
+        if self.name != "warmup_stable_decay":
+            return False
+        warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * num_steps)
+        return warmup + self.decay_steps(num_steps) > num_steps
 
     def decay_steps(self, num_steps: int) -> int:
         """Steps of the last part of ``warmup_stable_decay``."""
@@ -193,7 +200,16 @@ def schedule_args(setting: Schedule, learning_rate: float, num_steps: int, updat
 
     Args:
         updates_per_step: of a loop of its own, which steps the schedule as often.
+
+    Raises:
+        ConfigError: warm-up and decay are more than the steps that the rows make, which the plan did not know.
     """
+    if setting.is_longer_than(num_steps):
+        raise ConfigError(
+            f"schedule.warmup={setting.warmup:g}, schedule.decay={setting._decay:g}: warm-up and decay are more than "
+            f"the {num_steps} steps of this training; set smaller ones, or shares of the steps such as "
+            "schedule.warmup=0.05 schedule.decay=0.1"
+        )
     in_updates = {
         name: getattr(setting, name) * updates_per_step
         for name in ("warmup", "decay", "timescale")

@@ -11,11 +11,12 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.disk_need import adapter_weights, model_shapes, percent_trained
-from tasks.method import Adapter, Training
-from tasks.train.adapters import ADAPTERS
+from tasks.method import Adapter, Quantization, Training
+from tasks.train import padding_free
+from tasks.train.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D
 from tasks.train.freeze import Freeze
 from tasks.train.models import whole_model
-from tests import tiny, training
+from tests import tiny, tiny_models, training
 
 SIZES: dict[str, dict[str, object]] = {
     "oft": {"block_size": 8}, "boft": {"block_size": 8}, "fourierft": {"num_frequencies": 50}, "ia3": {},
@@ -228,6 +229,92 @@ def test_the_share_of_trained_weights_is_the_same_in_plan_and_metrics(root: Path
     run = training.train(method, root, tmp_path / "output")
     assert run.metrics["percent_trained"] == pytest.approx(percent_trained(method, model_shapes(root / "policy")))
     assert AutoConfig.from_pretrained(run.output).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "fields"),
+    [
+        ("llama", "reward", {"adapter": Adapter(rank=4)}),
+        ("llama", "reward", {"freeze": Freeze(except_last_layers=1)}),
+        ("llama", "sft", {"adapter": Adapter(type="vera", rank=4)}),
+        ("gpt2", "sft", {"adapter": Adapter(type="dora", rank=4, bias="all")}),
+        ("gpt2", "sft", {"adapter": Adapter(type="ia3")}),
+        ("mixtral", "sft", {"adapter": Adapter(rank=4)}),
+        ("mixtral", "sft", {"adapter": Adapter(type="ia3")}),
+        ("qwen3_moe", "sft", {"adapter": Adapter(rank=4)}),
+        ("qwen3_moe", "sft", {"adapter": Adapter(rank=4, layers=(1,))}),
+        ("qwen3_moe", "sft", {"adapter": Adapter(rank=4), "quantization": Quantization(format="nf4")}),
+    ],
+)
+def test_the_plan_counts_what_is_trained_of_every_architecture(
+    root: Path, tmp_path: Path, architecture: str, name: str, fields: dict[str, object]
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    method = training.method(name, num_steps=1, **fields)
+    run = training.train(method, root, tmp_path / "output", policy=policy)
+    assert run.metrics["percent_trained"] == pytest.approx(percent_trained(method, model_shapes(policy)))
+
+
+@pytest.mark.parametrize("adapter", [Adapter(type="ia3"), Adapter(layers=(1,)), Adapter(type="lokr", rank=4)])
+def test_experts_that_get_no_adapter_are_logged(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, adapter: Adapter
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "mixtral")
+    training.train(training.method("sft", num_steps=1, adapter=adapter), root, tmp_path / "output", policy=policy)
+    (line,) = [each for each in caplog.messages if "the experts of a mixture get no adapter" in each]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in line
+
+
+@pytest.mark.parametrize("fields", [{"type": "dora"}, {"dropout": 0.1}, {"init": "pissa"}, {"init": "eva"}])
+def test_what_cannot_be_put_on_experts_is_refused_and_on_attention_it_trains(
+    root: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "mixtral")
+    method = training.method("sft", num_steps=1, adapter=Adapter(rank=4, **fields))
+    ((field, _),) = fields.items()
+    with pytest.raises(ConfigError, match=f"adapter.{field}=.*the experts of a mixture.*=k_proj,o_proj,q_proj,v_proj"):
+        training.train(method, root, tmp_path / "refused", policy=policy)
+    of_attention = replace(method, adapter=Adapter(rank=4, target_modules="attention", **fields))
+    training.train(of_attention, root, tmp_path / "output", policy=policy)
+
+
+def test_the_mixtures_are_those_of_peft() -> None:
+    from peft.utils import transformers_weight_conversion as peft_table
+
+    fused = {name for name, targets in peft_table._MOE_FUSED_TARGETS.items() if targets}
+    known = {name for name, like in peft_table._MODEL_TO_CONVERSION_PATTERN.items() if like in fused}
+    assert set(MIXTURES) <= known
+
+
+@pytest.mark.parametrize("name", NOT_ON_CONV1D)
+def test_a_type_that_the_plan_refuses_on_gpt2_cannot_train_there(root: Path, tmp_path: Path, name: str) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "gpt2")
+    method = training.method("sft", num_steps=1, adapter=TYPES[name])
+    with pytest.raises((TypeError, RuntimeError)):
+        training.train(method, root, tmp_path / "output", policy=policy)
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if name not in NOT_ON_CONV1D])
+def test_the_other_types_train_on_gpt2(root: Path, tmp_path: Path, name: str) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "gpt2")
+    method = training.method("sft", num_steps=8 if name == "adalora" else 2, adapter=TYPES[name], learning_rate=1e-2)
+    assert len(set(training.train(method, root, tmp_path / "output", policy=policy).losses)) > 1
+
+
+@pytest.mark.parametrize("max_logits", [2**27, 1], ids=["whole", "in_chunks"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_rows_of_a_head_that_is_the_embedding_are_trained(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, max_logits: int
+) -> None:
+    monkeypatch.setattr(padding_free, "MAX_LOGITS", max_logits)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture, tie_word_embeddings=True)
+    method = training.method("sft", adapter=Adapter(rank=2, trainable_token_indices=(5, 70)), learning_rate=1e-2)
+    run = training.train(method, root, tmp_path / "output", policy=policy)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(each).get_output_embeddings().weight for each in (policy, run.output)
+    )
+    changed = (before != after).any(1).nonzero().flatten().tolist()
+    assert changed and set(changed) <= {5, 70}
 
 
 def test_a_freeze_leaves_the_named_weights_and_trains_the_others(root: Path, tmp_path: Path) -> None:

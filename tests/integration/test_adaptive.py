@@ -115,6 +115,29 @@ def test_a_divergence_goes_back_to_the_best_checkpoint(
     assert rates(ran)[7] == rates(ran)[8] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
+) -> None:
+    begin = adapting.AdaptiveRate.on_step_begin
+
+    def diverging(self: adapting.AdaptiveRate, args, state, control, **kwargs) -> None:
+        begin(self, args, state, control, **kwargs)
+        if state.global_step == 5:
+            next(each for each in self.trainer.model.parameters() if each.requires_grad).data.fill_(math.nan)
+
+    monkeypatch.setattr(adapting.AdaptiveRate, "on_step_begin", diverging)
+    ran, whole = StageFolder(tmp_path / "ran", root), StageFolder(tmp_path / "whole", root)
+    method = stage(num_steps=12, adapter=adapter, best=Best(every_steps=2), divergence_z=1e6, spike_z=None)
+    metrics = whole(method)
+    assert metrics["adaptive/interventions"] == 1 and metrics["adaptive/divergence/step_6"] == 0.5
+    assert metrics["steps"] == 12 and all(torch.isfinite(each).all() for each in weights(whole.output).values())
+    with pytest.raises(StoppedError):
+        ran(method, should_stop=lambda: len(ran.reports) == 7)
+    ran(method, resume=8)
+    assert same(weights(ran.output), weights(whole.output))
+
+
 @pytest.mark.parametrize("resume", [3, 5, 6, 7])
 def test_stopped_anywhere_it_ends_with_the_same_weights(
     root: Path, tmp_path: Path, losses: dict[int, float], resume: int

@@ -69,9 +69,9 @@ def scale_the_reference(monkeypatch: pytest.MonkeyPatch, factor: float = 1.2) ->
     """Lets the second policy that is loaded have other weights."""
     original, loads = models.load_policy, []
 
-    def other_reference(*given: object) -> models.Policy:
+    def other_reference(*given: object, **options: object) -> models.Policy:
         loads.append(given)
-        found = original(*given)
+        found = original(*given, **options)
         if len(loads) == 2:
             with torch.no_grad():
                 found.model.model.embed_tokens.weight.mul_(factor)

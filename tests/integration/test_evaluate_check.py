@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.evaluate_check import check_evaluations
+from flows.planning.evaluate_check import check_evaluations, check_frozen_models
 from lineage.errors import ConfigError
 from tasks.evaluate import Evaluate
 from tests.tiny import write_tokenizer
@@ -113,3 +113,18 @@ def test_models_that_no_stage_trains_need_a_length(bases: tuple[str, str]) -> No
     with pytest.raises(ConfigError, match=r"stages\.evaluate\.method\.max_length is not set, and none of the models"):
         check(*given)
     check(*given, f"{METHOD}.max_length=512")
+
+
+@pytest.mark.parametrize("method", ["distill", "taid"])
+def test_a_teacher_with_other_tokens_is_refused_where_both_are_known(bases: tuple[str, str], method: str) -> None:
+    known, other = bases
+    given = (
+        *start_from(known), f"+stage@stages.student.method={method}", "+stages.student.inputs.policy=cpt",
+        "+stages.student.inputs.rows=instructions", "+stages.student.inputs.teacher=source:own",
+    )  # fmt: skip
+    check_frozen_models(load_pipeline([*given, *source("own", "checkpoint", known)]))
+    with pytest.raises(
+        ConfigError,
+        match=r"stages\.student\.inputs: teacher \(source:own\) and policy \(cpt\) have different.*2 tokens",
+    ):
+        check_frozen_models(load_pipeline([*given, *source("own", "checkpoint", other)]))

@@ -28,7 +28,7 @@ def test_losses_are_the_recorded_ones(root: Path, tmp_path: Path, case: str) -> 
     )
 
 
-@pytest.mark.parametrize("name", ["cpt", "sft", "reward", "dpo"])  # other methods have tests of their own
+@pytest.mark.parametrize("name", plain_trl.METHODS)
 def test_losses_are_those_of_a_plain_trl_script(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import Trainer, modeling_utils
+from transformers import PreTrainedModel, Trainer, modeling_utils
 from transformers import trainer as transformers_trainer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter
-from tasks.train import kernels
+from tasks.train import kernels, models
 from tasks.train import run as module
 from tasks.train.models import load_config, whole_model
 from tasks.train.quantized_base import step_in_fp32
@@ -355,6 +355,51 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
     scale_the_reference(monkeypatch, 4)
     with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
         training.train(stage, root, tmp_path / "other" / "output", resources=BF16)
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_what_is_held_in_bf16_is_never_in_memory_in_fp32(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
+) -> None:
+    loaded: list[set[torch.dtype]] = []
+    load = models.whole_model
+
+    def spied(*args: object, **kwargs: object) -> PreTrainedModel:
+        model = load(*args, **kwargs)
+        loaded.append({each.dtype for each in model.parameters()})
+        return model
+
+    monkeypatch.setattr(models, "whole_model", spied)
+    stage = training.method("dpo", adapter=adapter, precision="bf16")
+    found = training.train(stage, root, tmp_path / "read" / "output", resources=BF16)
+    assert loaded == ([{torch.bfloat16}] if adapter else [{torch.float32}, {torch.bfloat16}])  # policy, reference
+    monkeypatch.setattr(models, "whole_model", lambda *args, dtype, **kwargs: load(*args, **kwargs))
+    cast = training.train(stage, root, tmp_path / "cast" / "output", resources=BF16)
+    assert found.losses == cast.losses and same(weights(found.output), weights(cast.output))
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_weights_that_are_read_into_bf16_are_those_that_are_cast(tmp_path: Path, architecture: str) -> None:
+    policy = tiny_models.write_model(tmp_path, architecture)
+    cast = kernels.hold_in(whole_model(Kind.CHECKPOINT, policy), "bf16")
+    read = whole_model(Kind.CHECKPOINT, policy, dtype="bf16")
+    expected = dict([*cast.named_parameters(), *cast.named_buffers()])
+    found = dict([*read.named_parameters(), *read.named_buffers()])
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype and torch.equal(found[name], each), name
+    assert {each.dtype for each in read.parameters()} == {torch.bfloat16}
+
+
+def test_a_reward_model_is_read_into_bf16_with_its_head_in_fp32(root: Path) -> None:
+    config = load_config(root / "policy", num_labels=1)
+    models_of_both = []
+    for options in ({}, {"dtype": "bf16"}):
+        torch.manual_seed(0)
+        models_of_both.append(whole_model(Kind.REWARD_MODEL, root / "policy", config, **options))
+    cast, read = models_of_both
+    assert read.score.weight.dtype == torch.float32 and read.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert same(read.state_dict(), kernels.hold_in(cast, "bf16").state_dict())
 
 
 def test_a_base_in_4_bits_has_the_rest_of_its_weights_in_bf16(root: Path, tmp_path: Path) -> None:

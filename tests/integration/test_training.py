@@ -114,6 +114,7 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)
+    (tmp_path / "teacher").symlink_to(root / "teacher")
     drops = {"too_long": "drop"} if name in training.GENERATING else {}  # else a prompt keeps its end
     stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}), **drops)
     with caplog.at_level("WARNING"):

@@ -48,6 +48,12 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "temperature": 2.0,
+    "cross_entropy_weight": 0.5,
+    "t_start": 0.2,
+    "t_end": 0.9,
+    "alpha": 0.5,
+    "momentum": 0.5,
     "max_completion_length": 4,
     "num_generations": 8,
     "sampling": Sampling(temperature=0.5),
@@ -68,7 +74,15 @@ OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has other value
     ("grpo", "loss"): "dr_grpo",
     ("online_dpo", "loss"): "ipo",
 }
-SHORTER = {"cpt": 12, "sft": 34, "reward": 28, "dpo": 28, **dict.fromkeys(training.GENERATING, 34)}
+SHORTER = {
+    "cpt": 12,
+    "sft": 34,
+    "reward": 28,
+    "dpo": 28,
+    "distill": 34,
+    "taid": 34,
+    **dict.fromkeys(training.GENERATING, 34),
+}
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 ELSEWHERE |= {
@@ -96,7 +110,8 @@ def write_thinking(directory: Path, root: Path) -> Path:
             answer["content"] = f"<think>\nsorted list\n</think>\n\n{answer['content']}"
     tiny.write_rows(directory / "conversations", columns["messages"])
     tiny.write_rows(directory / "preferences", columns["chosen"])
-    (directory / "policy").symlink_to(root / "policy")
+    for model in ("policy", "teacher"):
+        (directory / model).symlink_to(root / model)
     return directory
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from lineage.errors import ConfigError
 from tasks.method import Schedule
 from tasks.train.schedules import PLATEAU, SCHEDULES, schedule_args
 
@@ -103,3 +104,11 @@ def test_a_rate_below_1e_7_can_end_in_a_polynomial(tmp_path: Path) -> None:
 def test_a_loop_of_its_own_counts_in_steps_of_several_updates(tmp_path: Path, setting: Schedule) -> None:
     once, thrice = rates(setting, tmp_path), rates(setting, tmp_path, updates=3)
     assert thrice[::3] == pytest.approx(once)
+
+
+@pytest.mark.parametrize("sizes", [{"warmup": 4.0, "decay": 4.0}, {"warmup": 0.5, "decay": 6.0}])
+def test_warm_up_and_decay_that_the_rows_have_too_few_steps_for_are_refused(sizes: dict[str, float]) -> None:
+    setting = Schedule(name="warmup_stable_decay", **sizes)
+    schedule_args(setting, RATE, 12)
+    with pytest.raises(ConfigError, match="more than the 7 steps of this training"):
+        schedule_args(setting, RATE, 7)

@@ -14,7 +14,7 @@ from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.best import Best, KeepBest
 from tasks.context import Resources
-from tasks.disk_need import disk_need, model_shapes, require_room
+from tasks.disk_need import adapter_weights, disk_need, model_shapes, require_room
 from tasks.method import Adapter
 from tasks.sft import SFT
 
@@ -189,3 +189,8 @@ def test_what_an_attempt_before_left_is_room(model: Path, entry: Entry, free) ->
     free(12 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"27.7 kB free \(and 27.7 kB that sft has written already\); sft needs"):
         require_room("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)
+
+
+def test_biases_of_a_model_that_has_none_are_refused():
+    with pytest.raises(ConfigError, match=r"adapter\.bias=all: this model has no biases"):
+        adapter_weights(Adapter(bias="all"), SHAPES)

@@ -10,7 +10,7 @@ from flows.planning.plan import Plan, make_plan
 from flows.reports.run import plan_table
 from flows.stages.data_checks import DataChecks
 from tasks.dpo import DPO
-from tasks.method import Adapter
+from tasks.method import Adapter, Schedule
 from tasks.sft import SFT
 from tests.finished import finish
 
@@ -26,6 +26,10 @@ EPOCHS = ("stages.dpo.method.num_steps=null", "stages.dpo.method.num_epochs=2")
         (
             SFT(adapter=LORA, learning_rate=1e-3, num_steps=30, global_batch_size=8),
             "learning_rate 0.001 (as set; default of SFT, x10 under an adapter: 0.0002); 30 steps of 8 (num_steps)",
+        ),
+        (
+            SFT(num_steps=30, global_batch_size=8, schedule=Schedule(warmup=30.0)),
+            "learning_rate 2e-05 (default of SFT); 30 steps of 8 (num_steps); its warm-up of 30 steps does not end",
         ),
     ],
 )

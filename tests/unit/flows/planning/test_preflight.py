@@ -101,3 +101,20 @@ def test_packing_on_a_model_that_would_mix_rows_is_refused_by_the_plan(tmp_path,
 
 def test_packing_on_the_quickstarts_own_model_is_planned():
     assert not is_refused(load_pipeline(["stages.sft.method.packing=best_fit"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("stages.dpo.method.adapter_in=stack",), "stages.sft trains every weight"),
+        (("stages.dpo.method.adapter_in=continue",), "stages.sft trains every weight"),
+        (
+            ("stages.dpo.method.adapter_in=stack", "stages.sft.method.adapter.type=vera"),
+            "stages.sft trains an adapter of type vera, and only a LoRA",
+        ),
+    ],
+)
+def test_a_stage_before_without_the_adapter_that_is_kept_is_refused_by_the_plan(overrides, message):
+    with pytest.raises(ConfigError, match=rf"stages.dpo.method.adapter_in=\w+: {message}"):
+        check_models(load_pipeline(["stages.dpo.method.adapter.type=lora", *overrides]))
+    check_models(load_pipeline(["adapter=lora", overrides[0]]))
