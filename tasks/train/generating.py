@@ -138,3 +138,7 @@ class Generating(Training):
     def rows_per_step(self) -> Fraction:
         """Prompts that an optimizer step reads."""
         return Fraction(self.global_batch_size, self.num_generations * self.steps_per_generation)
+
+    def rows_of(self, num_steps: int) -> int:
+        """Prompts of all generations, of which the last may have fewer steps."""
+        return -(-num_steps // self.steps_per_generation) * self.global_batch_size // self.num_generations

@@ -92,7 +92,7 @@ ELSEWHERE |= {
     "epsilon",
     "epsilon_high",
     "kl_ratio",
-}  # test_grpo.py
+}  # test_generating.py
 FIELDS = [
     (name, field.name)
     for name, cls in training.METHODS.items()
