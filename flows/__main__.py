@@ -33,6 +33,7 @@ COMMANDS = {
     "rehearse": "make every stage at two steps, in minutes; keep nothing",
     "certify": "kill, resume and reshard every training in short; say whether it gives the same model",
     "data": "read rows as a data stage would, and say what is in them; run nothing",
+    "export": "write a stage of GRPO, RLOO or PPO as verl runs it: rows, settings, rewards",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
     "impact": "show all that a source, a file, a row, a label or a model went into",

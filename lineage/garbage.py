@@ -12,7 +12,7 @@ from lineage.digest import file_names
 from lineage.graph.places import node_key
 from lineage.lease import LOCK, living_holder
 from lineage.manifest import Manifest
-from lineage.store import CACHE, ENTRY_NAME, MODELS, REHEARSALS, Entry, Store
+from lineage.store import CACHE, ENTRY_NAME, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
 
 TOKENS = "tokens"  # the key of all that is cached: any run may read some
 
@@ -78,6 +78,7 @@ def find(store: Path, needed: Mapping[str, str], older_than: float | None) -> tu
     if TOKENS not in needed:
         found += _cached(store / CACHE / "tokens", "tokens")
         found += _cached(store / CACHE / MODELS, "model")
+        found += _cached(store / CACHE / REFERENCE_LOGPS, REFERENCE_LOGPS)
     now = time.time()
     gone: list[Garbage] = []
     young: list[Garbage] = []
@@ -154,7 +155,7 @@ def _rehearsals(folder: Path) -> Iterator[Garbage]:
 
 
 def _cached(cache: Path, what: str) -> Iterator[Garbage]:
-    """Tokens, and models from wheels: all of it can be made again."""
+    """Tokens, models from wheels, and log-probabilities of references: all of it can be made again."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         if path.is_dir() and ENTRY_NAME.fullmatch(path.stem):
             with contextlib.suppress(FileNotFoundError):

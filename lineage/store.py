@@ -31,6 +31,7 @@ METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can make again, such as tokens
 MODELS = "models"  # below it: those that were converted from wheels
+REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.reference_logps
 REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lease
 # Directories of the store that belong to no stage.
 RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "sweeps", "watch")

@@ -29,7 +29,7 @@ class BaseModel(Method):
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
 
-    vocab_size: Annotated[int, Gt(_BYTES + 3)] = 4096  # at most: a small corpus fills less
+    vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # at most: a small corpus fills less
     hidden_size: Annotated[int, Gt(0)] = 192
     intermediate_size: Annotated[int, Gt(0)] = 512
     num_layers: Annotated[int, Gt(0)] = 4

@@ -54,6 +54,7 @@ class Resources:
     attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
     compile: bool = False  # layers by torch.compile
+    precompute_reference: bool = False  # a reference's log-probabilities once, before training, into the store's cache
     liger: bool = False  # norms, rotary positions and MLPs by the kernels of liger-kernel
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own

@@ -28,7 +28,7 @@ class Distillation(SFT):
     """
 
     version: ClassVar[int] = 1
-    option_versions: ClassVar = AnswerTraining.option_versions
+    option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
 
     beta: Annotated[float, Ge(0), Le(1)] = 0.0

@@ -22,6 +22,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
 from tasks.recipe import Inputs, Method
+from tasks.remote_code import trust, trusts
 from tasks.train.merging import (
     BASE,
     INDEX,
@@ -215,6 +216,8 @@ class Merge(Method):
         else:
             self._combine_weights(inputs, ctx)
         copy_tokenizer(policy.path, ctx.output_dir)
+        if trusts(policy.path):  # its code was copied too
+            trust(ctx.output_dir)
         output = whole_model(self.produces, ctx.output_dir)
         after = golden_values(output, prompts)
         if not all(map(math.isfinite, after)):

@@ -271,6 +271,11 @@ class TrainingRecipe(Method):
         return num_steps * self.global_batch_size
 
     @property
+    def measures_held_out(self) -> bool:
+        """Whether the training measures its loss on held-out rows."""
+        return self.validation is not None or (self.best is not None and self.best.metric == HELD_OUT_LOSS)
+
+    @property
     def has_reference(self) -> bool:
         """Whether the training compares the policy with its frozen start."""
         return FROZEN_POLICY in self.models.values()

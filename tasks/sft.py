@@ -1,5 +1,6 @@
 """Supervised fine-tuning on conversations: Ouyang et al. 2022, arXiv:2203.02155, section 3.5."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,7 +27,10 @@ class SFT(AnswerTraining):
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends a turn, or no such token
     # The first version of packing padded the rows of a pack.
-    option_versions: ClassVar = {**AnswerTraining.option_versions, "packing": ("version", 1)}
+    option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {
+        **AnswerTraining.option_versions,
+        "packing": ("version", 1),
+    }
     reads: ClassVar = CONVERSATIONS
     default_learning_rate: ClassVar = 2e-5
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3

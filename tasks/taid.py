@@ -30,7 +30,7 @@ class TAID(SFT):
     """
 
     version: ClassVar[int] = 1
-    option_versions: ClassVar = AnswerTraining.option_versions
+    option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
 
     t_start: Annotated[float, Ge(0), Lt(1)] = 0.4

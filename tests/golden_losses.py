@@ -10,12 +10,19 @@ import tempfile
 from pathlib import Path
 
 from tasks.method import Adapter
+from tasks.train.dpo_losses import ReferenceSync
 from tests import training
 
 GOLDEN = Path(__file__).parent / "golden"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "tokenizers")
 NUM_STEPS = 6
 CASES = {f"{name}{kind}": name for name in training.METHODS for kind in ("", "-lora")}
+# Losses of ours beside those of TRL, and a reference that moves.
+DPO_CASES: dict[str, dict[str, object]] = {
+    "dpo-losses": {"losses": {"sigmoid": 0.8, "kto_pair": 0.5, "aot": 0.5, "aot_unpaired": 0.5, "sft": 0.1}},
+    "dpo-reference_sync": {"reference_sync": ReferenceSync(every_steps=2)},
+}
+CASES |= dict.fromkeys(DPO_CASES, "dpo")
 
 
 def versions() -> dict[str, str]:
@@ -25,7 +32,7 @@ def versions() -> dict[str, str]:
 def losses(case: str, root: Path, output: Path) -> list[float]:
     """The losses of a case, trained now."""
     adapter = Adapter(rank=4, alpha=8) if case.endswith("-lora") else None
-    stage = training.method(CASES[case], num_steps=NUM_STEPS, adapter=adapter)
+    stage = training.method(CASES[case], num_steps=NUM_STEPS, adapter=adapter, **DPO_CASES.get(case, {}))
     return training.train(stage, root, output).losses
 
 

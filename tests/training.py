@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.grpo import GRPO
+from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
+from tasks.on_policy_distill import OnPolicyDistillation
 from tasks.online_dpo import OnlineDPO
+from tasks.orpo import ORPO
 from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.rloo import RLOO
 from tasks.sft import SFT
+from tasks.simpo import SimPO
 from tasks.taid import TAID
 from tests import tiny
 
@@ -26,19 +31,23 @@ if TYPE_CHECKING:
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
+    "on_policy_distill": OnPolicyDistillation,
+    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
     "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO,
 }  # fmt: skip
-GENERATED: dict[str, object] = {
+REINFORCED = ("grpo", "rloo", "online_dpo")
+GENERATING = ("on_policy_distill", *REINFORCED)
+_REINFORCED: dict[str, object] = {
     "max_length": 96, "max_completion_length": 6, "num_generations": 4,
     "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
 }  # fmt: skip
-GENERATING = ("grpo", "rloo", "online_dpo")
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
-    "grpo": GENERATED,
-    "rloo": GENERATED,
-    "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
+    "on_policy_distill": {"max_completion_length": 6},
+    "grpo": _REINFORCED,
+    "rloo": _REINFORCED,
+    "online_dpo": {**_REINFORCED, "num_generations": 2, "max_completion_length": 12},
 }
 
 

@@ -30,10 +30,11 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
     report = pipeline.stages.get(inputs["report"])
     if report is None or not isinstance(report.method, Evaluate):
         return  # what a method of the user's own measures shows when it has
-    if rule.metric not in Evaluate.metrics:
+    metrics = report.method.measured_metrics()
+    if rule.metric not in metrics:
         raise ConfigError(
             f"{where}.metric={rule.metric}: the report does not measure it; it measures "
-            f"{', '.join(Evaluate.metrics)}{nearest(rule.metric, list(Evaluate.metrics))}"
+            f"{', '.join(metrics)}{nearest(rule.metric, list(metrics))}"
         )
     policies = [slot for slot in report.inputs if slot not in Evaluate.consumes]
     for field, policy in (("policy", rule.policy), ("against", rule.against)):

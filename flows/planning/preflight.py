@@ -91,6 +91,12 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
             f"stages.{name}.method.adapter_in=stack: stages.{given} trains an adapter of type {before.adapter.type}, "
             f"and only a LoRA can stay under another one; set stages.{name}.method.adapter_in=merge"
         )
+    if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.trainable_token_indices:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in=stack: stages.{given} trains rows of the embedding "
+            "(adapter.trainable_token_indices), which PEFT keeps for the adapter in training alone; set "
+            f"stages.{name}.method.adapter_in=merge"
+        )
 
 
 def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
 from flows.reports.settings_page import markdown_table, nested, section
 from lineage.artifact import Kind
+from tasks.dpo import DPO
 from tasks.recipe import Method, TrainingRecipe
+from tasks.train.dpo_losses import LOSSES
 
 FILE = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -45,8 +47,28 @@ def render() -> str:
     for name, cls in trainings().items():
         own = set().union(*(each.__annotations__ for each in cls.__mro__ if each not in TrainingRecipe.__mro__))
         parts.append(_method(name, cls, shared - own))
+        if cls is DPO:
+            parts.append(_losses())
     others = {name: cls for name, (cls, _) in shipped().items() if name not in trainings()}
     return "\n".join([*parts, _OTHERS, *(_method(name, cls, ()) for name, cls in others.items())])
+
+
+def _losses() -> str:
+    """What each loss of DPO is from and reads."""
+    rows = [
+        (
+            f"`{name}`", row.paper, ", ".join(f"`{each}`" for each in row.reads), "yes" if row.difference else "no",
+            "posttrain" if row.is_ours else "TRL",
+        )
+        for name, row in LOSSES.items()
+    ]  # fmt: skip
+    said = (
+        "The losses. All but `sft` read `beta`. `aot`, `aot_unpaired` and `kto_pair` compare the pairs of a whole "
+        "step, so that micro batch and workers change nothing; where a step has several micro batches, that takes "
+        "another forward pass.\n"
+    )
+    columns = ("loss", "from", "reads", "takes an `f_divergence`", "computed by")
+    return "\n".join([said, *markdown_table(columns, rows), ""])
 
 
 def _overview() -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ Row = Mapping[str, object]
 Columns = Mapping[str, object]  # of one example in a file of tokens
 Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
+MISMATCHED = "KL_"  # columns of a batch of single answers: its prompts with answers of other rows, as TRL names them
 ROW_ID = "row_id"
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")

@@ -55,3 +55,10 @@ def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
     """The tools that a row's assistant may call, as a chat template takes them: JSON schemas of functions."""
     stored = row.get("tools")
     return json.loads(str(stored)) if stored is not None else None
+
+
+def columns_of(row: Mapping[str, object]) -> dict[str, object]:
+    """The columns of a row of prompts that reward functions get: its further ones, and its ``tools``."""
+    columns: dict[str, object] = json.loads(str(row.get("columns") or "{}"))
+    tools = tools_of(row)
+    return {**columns, "tools": tools} if tools else columns

@@ -15,11 +15,22 @@ from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.thinking import Thinking
 from tasks.evaluate import rows as held_out
-from tasks.evaluate.measured import AnswerForm, Measured, over_pairs, perplexities, policy_scores, reward_scores, win
+from tasks.evaluate.measured import (
+    AnswerForm,
+    Measured,
+    columns_of,
+    function_scores,
+    over_pairs,
+    perplexities,
+    policy_scores,
+    reward_scores,
+    win,
+)
 from tasks.evaluate.report import POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import RowScores, write_scores
+from tasks.evaluate.row_scores import REWARD, RowScores, write_scores
 from tasks.evaluate.scoring import Answer, greedy_answers, logps, rewards
 from tasks.recipe import Input, Inputs, Method
+from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +56,7 @@ class Evaluate(Method):
             length as ``answer_tokens``; None: neither is.
         seed: of the choice of rows.
         thinking: of the assistant; None: that of the stages that trained the models.
+        rewards: name -> reward function: scores the answers to the slot ``prompts``, as ``reward/NAME``.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -75,10 +87,35 @@ class Evaluate(Method):
     answer_form: AnswerForm | None = None
     seed: Annotated[int, Ge(0)] = 0
     thinking: Thinking | None = None
+    rewards: Rewards | None = None
 
     def __post_init__(self) -> None:
+        check_rewards(self.rewards or {})
         if self.max_length is not None:
             self.lengths(self.max_length)
+
+    def check_slots(self, filled: frozenset[str]) -> None:
+        """Requires rows to measure on, and the rows that options need.
+
+        Args:
+            filled: the slots that have an input.
+
+        Raises:
+            ConfigError: names the empty slot.
+        """
+        measurable = ("text", "conversations", "pairs", *(["prompts"] if self.rewards else []))
+        for slots, why, is_needed in (
+            (measurable, "there are no rows to measure on", True),
+            (("pairs",), "a reward model scores answers to the prompts of pairs", "reward_model" in filled),
+            (("conversations",), f"answer_form={self.answer_form} is of answers to conversations", self.answer_form),
+            (("prompts",), f"rewards.{next(iter(self.rewards or {}), '')} scores answers to prompts", self.rewards),
+        ):
+            if is_needed and not filled.intersection(slots):
+                raise ConfigError(f"evaluate: {why}, and no input {' or '.join(slots)} is set; set one")
+
+    def measured_metrics(self) -> tuple[str, ...]:
+        """The metrics of a policy that a gate's rules may name."""
+        return (*self.metrics, *(f"{REWARD}{name}" for name in self.rewards or {}))
 
     def lengths(self, max_length: int) -> held_out.Lengths:
         """The limits for rows.
@@ -100,7 +137,7 @@ class Evaluate(Method):
             raise ConfigError(
                 "evaluate has no policy to measure; inputs of any other name are policies; add one, such as sft: sft"
             )
-        _require_rows(inputs, self.answer_form)
+        self.check_slots(frozenset(inputs))
         # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
         # can be compared.
         tokenizer = load_tokenizer(inputs["reference"])
@@ -117,8 +154,11 @@ class Evaluate(Method):
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
             thinking=thinking,
         )  # fmt: skip
+        functions = scorers(self.rewards or {}, tokenizer)
+        check_columns(functions, columns_of(rows))
         reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
         scores = policy_scores(rows, measured, reference, self.answer_form)
+        scores += function_scores(rows, measured, functions)
         by_kind: dict[str, float] = {}
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
@@ -212,21 +252,6 @@ class Evaluate(Method):
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
         return [over_pairs("accuracy", rows, {"reward_model": wins}), *reward_scores(rows, scored, against)], by_kind
-
-
-def _require_rows(inputs: Inputs, answer_form: AnswerForm | None) -> None:
-    """Requires rows to measure on, and the rows that options need.
-
-    Raises:
-        ConfigError: names the empty slot.
-    """
-    for slots, why in (
-        (("text", "conversations", "pairs"), "there are no rows to measure on"),
-        *([(("pairs",), "a reward model scores answers to the prompts of pairs")] if "reward_model" in inputs else []),
-        *([(("conversations",), f"answer_form={answer_form} is of answers to conversations")] if answer_form else []),
-    ):
-        if not any(slot in inputs for slot in slots):
-            raise ConfigError(f"evaluate: {why}, and no input {' or '.join(slots)} is set; set one")
 
 
 def trained_length(models: Sequence[Input]) -> int:

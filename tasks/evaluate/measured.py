@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tasks.evaluate.row_scores import RowScores
+from tasks.evaluate.row_scores import REWARD, RowScores
 from tasks.evaluate.rows import Rows
 from tasks.evaluate.scoring import Answer, Scored
+from tasks.reward_functions import Scorer
 
 AnswerForm = Literal["one_sentence"]  # expected form of answers
 
@@ -76,6 +77,25 @@ def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference:
     prompts = [prompt.name for prompt in rows.prompts]
     wins = {name: list(map(win, of_policy, reference)) for name, of_policy in rewards.items()}
     return [_equal("reward_score", prompts, prompts, rewards), _equal("win_rate", prompts, prompts, wins)]
+
+
+def function_scores(rows: Rows, measured: Mapping[str, Measured], scorers: Sequence[Scorer]) -> list[RowScores]:
+    """What each reward function gives to each policy's greedy answers to the prompts."""
+    names = [prompt.name for prompt in rows.prompts]
+    asked, columns = [prompt.messages for prompt in rows.prompts], columns_of(rows)
+    return [
+        _equal(
+            f"{REWARD}{scorer.name}", names, names,
+            {name: scorer(asked, [each.text for each in policy.greedy], columns) for name, policy in measured.items()},
+        )
+        for scorer in scorers
+    ]  # fmt: skip
+
+
+def columns_of(rows: Rows) -> dict[str, list[object]]:
+    """The further columns of the prompts; None where a row lacks one."""
+    names = dict.fromkeys(name for prompt in rows.prompts for name in prompt.columns)
+    return {name: [prompt.columns.get(name) for prompt in rows.prompts] for name in names}
 
 
 def _means(logps: Sequence[float], rows: Sequence[Scored]) -> list[float]:

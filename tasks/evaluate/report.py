@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tasks.evaluate.row_scores import REWARD
+
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
 LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
@@ -55,7 +57,10 @@ def write_report(
 
 
 def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
-    columns = {key: column for key, column in _COLUMNS.items() if f"{names[0]}/{key}" in metrics}
+    first = f"{names[0]}/"
+    rewards = [key.removeprefix(first) for key in metrics if key.startswith(f"{first}{REWARD}")]
+    known = {**_COLUMNS, **{key: (f"{key.removeprefix(REWARD)} ↑", 3) for key in rewards}}
+    columns = {key: column for key, column in known.items() if f"{first}{key}" in metrics}
     rows = [
         [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns.items())] for name in names
     ]

@@ -9,7 +9,9 @@ from pathlib import Path
 from statistics import fmean
 
 from lineage.errors import ConfigError
+from tasks.reward_functions.built_in import BUILT_IN
 
+REWARD = "reward/"  # before the name of a reward function
 SCORES_FILE, POLICIES_FILE = "scores.jsonl", "policies.json"
 _MAX_ENTROPY = math.log(sys.float_info.max)  # in nats per token
 
@@ -46,16 +48,19 @@ class RowScores:
 
 def is_perplexity(metric: str) -> bool:
     """Whether a metric is the exponential of a mean, and its scores are log-probabilities."""
-    return metric.endswith("perplexity")
+    return metric.endswith("perplexity") and not metric.startswith(REWARD)
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for perplexities, losses, the share of unfinished answers and tokens per answer."""
-    return metric.endswith(("perplexity", "loss", "unfinished_share", "answer_tokens"))
+    """True for perplexities, losses, the share of unfinished answers and tokens per answer; for no reward."""
+    endings = ("perplexity", "loss", "unfinished_share", "answer_tokens")
+    return metric.endswith(endings) and not metric.startswith(REWARD)
 
 
 def is_bounded(metric: str) -> bool:
     """Whether the scores of a metric lie in [0, 1], and differences of them in [-1, 1]."""
+    if metric.startswith(REWARD):  # a function of the user's may return any number
+        return metric.removeprefix(REWARD) in BUILT_IN
     return metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
 
 

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
-from tasks.data.schema import messages_of, tools_of
+from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
@@ -43,10 +44,12 @@ class Prompt:
 
     Args:
         tools: JSON text, as in a file of prepared rows; None: there are none.
+        columns: further columns, for reward functions.
     """
 
     messages: list[Message]
     tools: str | None
+    columns: Mapping[str, object] = dataclass_field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -310,7 +313,7 @@ def prompt_of(row: Row) -> Prompt:
     """The prompt of a preference pair, a single answer, or a row of prompts."""
     messages, tools = row["prompt"], row.get("tools")
     assert isinstance(messages, list)
-    return Prompt(messages=messages, tools=None if tools is None else str(tools))
+    return Prompt(messages=messages, tools=None if tools is None else str(tools), columns=columns_of(row))
 
 
 def questions_of(rows: Sequence[Row]) -> list[Question]:

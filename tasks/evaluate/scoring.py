@@ -50,7 +50,7 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
 
     found = [0.0] * len(rows)
     max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
-    with torch.inference_mode(), _without_router_loss(model):
+    with torch.inference_mode(), without_router_loss(model):
         for batch in _batches([len(row.input_ids) for row in rows], batch_size, max_tokens):
             sums = _batch_logps(model, [rows[index] for index in batch])
             for index, total in zip(batch, sums, strict=True):
@@ -180,7 +180,7 @@ def _answers(
 
     stops = _stop_tokens(model, tokenizer)
     found: dict[int, Answer] = {}
-    with torch.inference_mode(), _without_router_loss(model):
+    with torch.inference_mode(), without_router_loss(model):
         for batch in _batches([len(prompt) for prompt in prompts], batch_size):
             output = generate(batch)
             texts = tokenizer.batch_decode(output, skip_special_tokens=True)
@@ -193,7 +193,7 @@ def _answers(
 
 
 @contextmanager
-def _without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
+def without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
     """Switches off the router loss of a mixture of experts, which fails in generation."""
     config = model.config.get_text_config()
     own = getattr(config, "output_router_logits", None)

@@ -98,6 +98,8 @@ def check_rewards(rewards: Rewards) -> None:
         if not math.isfinite(reward.weight):
             raise ConfigError(f"{where}.weight={reward.weight}: a finite number is accepted; change it")
         name, options = reward.function or key, reward.options()
+        if key in BUILT_IN and name != key:
+            raise ConfigError(f"{where}.function={name}: {key} is the name of a built-in function; rename the reward")
         if name.startswith(PYTHON):
             if options:
                 raise ConfigError(

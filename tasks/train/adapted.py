@@ -348,6 +348,11 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
                 f"adapter_in=stack: the adapter of the input is of type {config.peft_type.value.lower()}, and only a "
                 "LoRA can stay under another one; set adapter_in=merge"
             )
+        if config.trainable_token_indices:
+            raise ConfigError(
+                "adapter_in=stack: the adapter of the input trains rows of the embedding (trainable_token_indices), "
+                "which PEFT keeps for the adapter in training alone; set adapter_in=merge"
+            )
         if adapted is None:
             adapted = PeftModel.from_pretrained(model, directory, adapter_name=name, config=config)
         else:
@@ -361,7 +366,18 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
 
 
 def upon(adapted: PeftModel, config: PeftConfig) -> PeftModel:
-    """Adds a new adapter upon frozen ones."""
+    """Adds a new adapter upon frozen ones.
+
+    Raises:
+        ConfigError: both it and one of these have modules that are trained in full.
+    """
+    whole = config.modules_to_save and [each for each in adapted.peft_config.values() if each.modules_to_save]
+    if whole:
+        raise ConfigError(
+            f"adapter_in=stack with adapter.modules_to_save: the adapter of the input trains {whole[0].modules_to_save}"
+            " in full too, and PEFT uses the modules of one adapter alone; set adapter_in=merge, or "
+            "adapter.modules_to_save=null"
+        )
     adapted.add_adapter(DEFAULT, config)
     adapted.set_adapter(DEFAULT)
     activate(adapted)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import psutil
@@ -246,8 +247,10 @@ def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
     end = bisect_right(log, step, key=itemgetter("step"))  # the log may be long, and callers ask for many steps
     steps = (log[index] for index in reversed(range(end)) if "loss" in log[index])
     last = list(islice(steps, WINDOW_STEPS))[::-1]
-    names = last[-1].keys() - _unreported(last[-1]) - {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
-    means = {name: sum(float(entry[name]) for entry in last) / len(last) for name in sorted(names)}
+    left_out = {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
+    names = {name for entry in last for name in entry.keys() - _unreported(entry)} - left_out
+    # A step whose answers are all desirable has no metric of the others.
+    means = {name: fmean(float(entry[name]) for entry in last if name in entry) for name in sorted(names)}
     held_out = {HELD_OUT_LOSS: float(last[-1][HELD_OUT_LOSS])} if HELD_OUT_LOSS in last[-1] else {}
     return {**means, **held_out}
 

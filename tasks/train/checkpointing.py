@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -347,10 +347,21 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> flo
     It changes nothing that the training depends on: no weight, no random state, no metric.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
+
+    def collated(indices: range) -> "Mapping[str, torch.Tensor]":
+        ctx.mark(trainer.state.global_step, Doing.BETWEEN)
+        batch: Mapping[str, torch.Tensor] = trainer._prepare_inputs(
+            trainer.data_collator([rows[index] for index in indices])
+        )
+        return batch
+
     with _evaluating(trainer), torch.no_grad(), trainer.compute_loss_context_manager():
+        if getattr(trainer, "estimates_divergence", False):
+            with autocast(trainer.args):
+                batches = ((collated(indices), counts) for indices, counts in _batches(len(rows), ctx))
+                trainer.estimate_divergence(trainer.model, batches)
         for indices, counts in _batches(len(rows), ctx):
-            ctx.mark(trainer.state.global_step, Doing.BETWEEN)
-            batch = trainer._prepare_inputs(trainer.data_collator([rows[index] for index in indices]))
+            batch = collated(indices)
             with autocast(trainer.args):
                 loss = trainer.compute_loss(trainer.model, batch)
             weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)

@@ -14,9 +14,12 @@ from lineage.errors import ConfigError
 from lineage.model_files import quantization_format
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
+from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
+from tasks.dpo import DPO
 from tasks.method import FROZEN_POLICY, Method, Training
-from tasks.train.adapters import MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.dpo_losses import LOSSES, weights_of
 from tasks.train.generating import Generating
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
@@ -188,9 +191,17 @@ def _batch_does_not_divide(case: Case) -> bool:
 
 
 def _keep_best_unmeasured(case: Case) -> bool:
-    kept, best = case.resources.keep_best, case.method.best
-    measures = case.method.validation is not None or (best is not None and best.metric == HELD_OUT_LOSS)
-    return kept is not None and kept.metric == HELD_OUT_LOSS and not measures
+    kept = case.resources.keep_best
+    return kept is not None and kept.metric == HELD_OUT_LOSS and not case.method.measures_held_out
+
+
+def _compares_in_steps(case: Case) -> bool:
+    return isinstance(case.method, DPO) and any(LOSSES[name].of_step for name in weights_of(case.method))
+
+
+def _compares_pairs(case: Case) -> bool:
+    """Whether it trains on pairs of answers against a frozen reference."""
+    return case.method.has_reference and type(case.method).reads == PREFERENCES and not case.method.has_own_loop
 
 
 def _unpackable(case: Case) -> str | None:
@@ -324,6 +335,15 @@ RULES: tuple[Rule, ...] = (
         stage="own_loop",
     ),
     Rule(
+        id="neftune-packing",
+        fields=("method.neftune_alpha", "method.packing"),
+        refuses=lambda case: case.method.neftune_alpha and case.get("method.packing"),
+        reason="the noise is divided by the root of the length, and packs lie end to end with all others of a micro "
+        "batch, so that micro_batch_size would change it",
+        nearest={"method.packing": None},
+        example={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
+    ),
+    Rule(
         id="quantization-gpu",
         fields=("method.quantization.format", "resources.gpus_per_worker"),
         refuses=lambda case: (row := _format_row(case)) and row.gpu and not case.on_gpu,
@@ -437,6 +457,19 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.adapter.target_modules": "attention"},
         example={"method.adapter.type": "dora"},
         config={"model_type": "mixtral"},
+    ),
+    Rule(
+        id="adapter-images",
+        fields=("method.adapter.type", "method.adapter.init", "method.adapter.target_modules"),
+        refuses=lambda case: (
+            case.get("config.vision_config") is not None
+            and (case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva")
+            and case.get("method.adapter.target_modules") == ALL_LINEAR
+        ),
+        reason="it reads what each layer gets, and rows of text reach no layer that reads images",
+        nearest={"method.adapter.target_modules": "*language_model*"},
+        example={"method.adapter.type": "adalora"},
+        config={"vision_config": {}},
     ),
     Rule(
         id="dropout-reference",
@@ -567,6 +600,104 @@ RULES: tuple[Rule, ...] = (
         reason="a base or a reference in bf16 computes in bf16",
         nearest={"method.precision": "bf16"},
         example={"resources.weights": "bf16", "method.adapter.type": "lora"},
+    ),
+    # References.
+    Rule(
+        id="precompute-no-reference",
+        fields=("resources.precompute_reference", "method"),
+        refuses=lambda case: case.resources.precompute_reference and not _compares_pairs(case),
+        reason="it trains on no pairs against a frozen reference by transformers' trainer, so there is nothing to "
+        "compute before",
+        nearest={"resources.precompute_reference": False},
+        example={"resources.precompute_reference": True},
+    ),
+    Rule(
+        id="precompute-moving-reference",
+        fields=("resources.precompute_reference", "method.reference_sync.every_steps"),
+        refuses=lambda case: (
+            case.resources.precompute_reference and case.get("method.reference_sync.every_steps") is not None
+        ),
+        reason="a reference that follows the policy has other log-probabilities after each update",
+        nearest={"resources.precompute_reference": False},
+        example={
+            "resources.precompute_reference": True,
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="precompute-ld-alpha",
+        fields=("resources.precompute_reference", "method.ld_alpha"),
+        refuses=lambda case: case.resources.precompute_reference and case.get("method.ld_alpha") is not None,
+        reason="LD-DPO weights the tokens of an answer, and the cache holds their sums",
+        nearest={"resources.precompute_reference": False},
+        example={"resources.precompute_reference": True, "method.ld_alpha": 0.5, "method.sft_weight": None},
+        stage="dpo",
+    ),
+    Rule(
+        id="precompute-quantized-input",
+        fields=("resources.precompute_reference", "method.adapter_in", "method.quantization.format"),
+        refuses=lambda case: (
+            case.resources.precompute_reference
+            and case.method.quantization
+            and case.method.adapter_in in ("continue", "stack")
+        ),
+        reason="the input's adapter would be merged into a base in few bits, and rounded with it",
+        nearest={"resources.precompute_reference": False},
+        example={
+            "resources.precompute_reference": True,
+            "method.adapter.type": "lora",
+            "method.adapter_in": "continue",
+            "method.quantization.format": "nf4",
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="step-losses-zero",
+        fields=("method.loss_type", "method.losses", "resources.zero_stage"),
+        refuses=lambda case: case.resources.zero_stage and _compares_in_steps(case),
+        reason="a loss that compares the pairs of a step reads them before the step, which was not tried under "
+        "DeepSpeed's engine",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.loss_type": "kto_pair",
+            "method.sft_weight": None,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-weights",
+        fields=("method.reference_sync.every_steps", "resources.weights", "method.precision"),
+        refuses=lambda case: (
+            case.get("method.reference_sync.every_steps") is not None
+            and case.resources.frozen_dtype(case.resources.resolved_precision(case.method.precision)) == "bf16"
+        ),
+        reason="a reference in bf16 would round away what it takes over of the policy",
+        nearest={"resources.weights": "fp32"},
+        example={
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+            "method.precision": "bf16",
+            "resources.weights": "bf16",
+        },
+        stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-zero",
+        fields=("method.reference_sync.every_steps", "resources.zero_stage"),
+        refuses=lambda case: case.get("method.reference_sync.every_steps") is not None and case.resources.zero_stage,
+        reason="DeepSpeed's engine holds the reference, which was not tried to follow the policy under it",
+        nearest={"resources.zero_stage": 0},
+        example={
+            "method.reference_sync.every_steps": 1,
+            "method.sft_weight": None,
+            "resources.num_workers": 2,
+            "resources.zero_stage": 2,
+        },
+        stage="dpo",
     ),
     # Rows.
     Rule(

@@ -13,6 +13,7 @@ from lineage.errors import ConfigError
 if TYPE_CHECKING:
     from torch.nn import Module
 
+_TOWERS = ("vision", "visual", "audio")  # in the names of blocks that read no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class Freeze:
 
     def _before_last_layers(self, parameters: list[str]) -> set[str]:
         assert self.except_last_layers
-        blocks = {name: index for name in parameters if (index := _block(name)) is not None}
+        towers = {name for name in parameters if any(word in name for word in _TOWERS)}  # rows of text train none
+        blocks = {name: index for name in parameters if name not in towers and (index := _block(name)) is not None}
         num_blocks = max(blocks.values(), default=-1) + 1
         if self.except_last_layers >= num_blocks:
             raise ConfigError(
@@ -70,7 +72,7 @@ class Freeze:
                 f"is frozen; set at most {num_blocks - 1}, or freeze=null to train every weight"
             )
         first = num_blocks - self.except_last_layers
-        return {
+        return towers | {
             name
             for name in parameters
             if (blocks[name] < first if name in blocks else any(word in name for word in _EMBEDDINGS))

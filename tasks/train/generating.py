@@ -42,18 +42,49 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generating(Training):
-    """A training on completions that its policy samples, with rewards from functions, a reward model, or both.
+class Completing(Training):
+    """A training on completions of prompts that its policy samples.
 
-    A step reads ``global_batch_size / num_generations`` prompts, in the one order of all trainings, and samples
-    ``num_generations`` completions of each. The noise of a completion follows from the seed, the step and its place in
-    the batch alone, so that micro batch, workers and resumes draw the same; they change only the last bits of logits.
+    The noise of a completion follows from the seed, the step and its place in the batch alone, so that micro batch,
+    workers and resumes draw the same; they change only the last bits of logits.
 
     Args:
-        global_batch_size: completions per step, over all workers; a multiple of ``num_generations``.
         max_length: tokens of prompt and completion; a prompt has what ``max_completion_length`` leaves of it.
         max_prompt_length: a lower limit for prompts; a longer prompt keeps its last tokens.
         too_long: what is done with a prompt of more tokens: cut its beginning (None), drop it, or fail.
+    """
+
+    reads: ClassVar = PROMPTS
+
+    global_batch_size: Annotated[int, Gt(0)] = 64  # completions per step
+    max_length: Annotated[int, Gt(0)] = 1024
+    max_completion_length: Annotated[int, Gt(0)] = 256  # tokens
+    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
+    too_long: TooLong | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def tokenization(self) -> Tokenization | None:
+        """Of prompts, which leave room for a completion."""
+        room = self.max_length - self.max_completion_length
+        limit = room if self.max_prompt_length is None else self.max_prompt_length
+        if not 0 < limit <= room:
+            raise ConfigError(
+                f"max_length={self.max_length} with max_completion_length={self.max_completion_length} leaves {room} "
+                f"tokens for a prompt, and max_prompt_length={self.max_prompt_length}; set max_length="
+                f"{max(limit, 1) + self.max_completion_length} or more"
+            )
+        return Tokenization(kind=PROMPTS.kind, max_length=limit, too_long=self.too_long)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generating(Completing):
+    """A training on completions that its policy samples, with rewards from functions, a reward model, or both.
+
+    A step reads ``global_batch_size / num_generations`` prompts, in the one order of all trainings, and samples
+    ``num_generations`` completions of each.
+
+    Args:
+        global_batch_size: completions per step, over all workers; a multiple of ``num_generations``.
         rewards: name -> reward function; their weighted sum is the reward.
         reward_model_weight: of the reward model's score in the sum, where the slot ``reward_model`` is filled.
         missing_eos_penalty: subtracted from the reward of a completion that has no end.
@@ -61,19 +92,12 @@ class Generating(Training):
         vllm: generates by vLLM: on a ``server``, or in the training's process.
     """
 
-    reads: ClassVar = PROMPTS
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY, REWARD_MODEL_NAME: REWARD_MODEL}
     optional: ClassVar[frozenset[str]] = frozenset({REWARD_MODEL_NAME})
     whole_groups: ClassVar[bool] = False  # all completions of a prompt must be in one micro batch
     default_learning_rate: ClassVar = 1e-6
 
-    global_batch_size: Annotated[int, Gt(0)] = 64
-    max_length: Annotated[int, Gt(0)] = 1024
-    max_completion_length: Annotated[int, Gt(0)] = 256  # tokens
-    max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
-    too_long: TooLong | None = None
     num_generations: Annotated[int, Ge(1)] = 8  # completions per prompt
-    sampling: Sampling = field(default_factory=Sampling)
     rewards: Rewards | None = None
     reward_model_weight: Annotated[float, Gt(0)] | None = None  # None: 1
     missing_eos_penalty: Annotated[float, Gt(0)] | None = None
@@ -116,18 +140,6 @@ class Generating(Training):
                 f"reward_model_weight={self.reward_model_weight:g}: the slot reward_model is empty; fill it, or set "
                 "reward_model_weight=null"
             )
-
-    def tokenization(self) -> Tokenization | None:
-        """Of prompts, which leave room for a completion."""
-        room = self.max_length - self.max_completion_length
-        limit = room if self.max_prompt_length is None else self.max_prompt_length
-        if not 0 < limit <= room:
-            raise ConfigError(
-                f"max_length={self.max_length} with max_completion_length={self.max_completion_length} leaves {room} "
-                f"tokens for a prompt, and max_prompt_length={self.max_prompt_length}; set max_length="
-                f"{max(limit, 1) + self.max_completion_length} or more"
-            )
-        return Tokenization(kind=PROMPTS.kind, max_length=limit, too_long=self.too_long)
 
     @property
     def steps_per_generation(self) -> int:

@@ -36,6 +36,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
+from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.packing import why_not_packable
 from tasks.train.kernels import FLASH_PACKAGES
 
@@ -372,37 +373,49 @@ def _without_mask(
     return args, {**kwargs, "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
 
 
-def score(hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor") -> tuple["Tensor", "Tensor"]:
-    """Log-probability of each target, and whether it is the most likely token."""
+def score(
+    hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor", *, squares: bool = False
+) -> tuple["Tensor", "Tensor", "Tensor | None"]:
+    """Log-probability of each target, whether it is the most likely token, and ``squares``: see ``install``."""
     if len(hidden_NH) * head.weight.shape[0] > MAX_LOGITS:
+        more = ("is_top1", "log_sum_sq_probs") if squares else ("is_top1",)
         outputs = ChunkedLogProbFunction.apply(
-            hidden_NH, head.weight, head.bias, targets_N, 1.0, CHUNK_COLUMNS, None, 1.0, ("is_top1",)
+            hidden_NH, head.weight, head.bias, targets_N, 1.0, CHUNK_COLUMNS, None, 1.0, more
         )
-        return outputs[0], outputs[4]
+        return outputs[0], outputs[4], outputs[2]
     logits_NV = head(hidden_NH).float()
     logps_N = -F.cross_entropy(logits_NV, targets_N, reduction="none")
     with torch.no_grad():
         is_top1_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(-1)
-    return logps_N, is_top1_N
+        squares_N = (2 * logits_NV).logsumexp(-1) - 2 * logits_NV.logsumexp(-1) if squares else None
+    return logps_N, is_top1_N, squares_N
 
 
 def _causal_lm_forward(
-    self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, **inputs: "Tensor"
+    self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, squares: bool = False, **inputs: "Tensor"
 ) -> FusedCausalLMOutput:
     """TRL's fused forward (``add_fused_lm_head``) on the kept tokens; entropy and mean logits are not computed."""
     trained_RL = labels[:, 1:] != -100
     hidden_NH = before_trained(hidden_states(self, inputs), trained_RL, inputs.get("row_index"))
-    logps_N, is_top1_N = score(hidden_NH, self.get_output_embeddings(), labels[:, 1:][trained_RL])
+    logps_N, is_top1_N, squares_N = score(
+        hidden_NH, self.get_output_embeddings(), labels[:, 1:][trained_RL], squares=squares
+    )
     logps_RL = logps_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, logps_N)
     is_top1_RL = is_top1_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, is_top1_N)
     zeros_RL = torch.zeros_like(logps_RL)
+    squares_RL = None if squares_N is None else zeros_RL.masked_scatter(trained_RL, squares_N)
     return FusedCausalLMOutput(
-        log_probs=logps_RL, entropy=zeros_RL, mean_logits=zeros_RL, is_top1=is_top1_RL, label_mask=trained_RL
-    )
+        log_probs=logps_RL, entropy=zeros_RL, mean_logits=zeros_RL, is_top1=is_top1_RL, label_mask=trained_RL,
+        log_sum_sq_probs=squares_RL,
+    )  # fmt: skip
 
 
-def install(model: "PreTrainedModel | PeftModel", attention: str | None = None, *, packs: bool = False) -> None:
+def install(
+    model: "PreTrainedModel | PeftModel", attention: str | None = None, *, packs: bool = False, squares: bool = False
+) -> None:
     """Installs padding-free attention in a model, and replaces its forward for training (not for generation).
+
+    With ``squares`` the forward also computes the logarithm of the sum of all tokens' squared probabilities (WPO).
 
     A model whose architecture is not known to compute the same numbers without padding keeps TRL's forward; with
     ``packs`` only its attention is replaced.
@@ -420,11 +433,11 @@ def install(model: "PreTrainedModel | PeftModel", attention: str | None = None, 
     model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
     # tasks/train/rewards.py replaces the forward of a reward model.
     if is_padding_free(model) and model.get_output_embeddings() is not None:
-        model.forward = MethodType(_causal_lm_forward, model)
+        model.forward = MethodType(partial(_causal_lm_forward, squares=squares), model)
 
 
 class LineCollator:
-    """Collates like ``collate``, then adds the indices of the real tokens (``pack``).
+    """Collates like ``collate``, then adds the indices of the real tokens (``pack``), of mismatched answers too.
 
     Args:
         pairs: row i + R/2 has the same prompt as row i; common first tokens are kept once.
@@ -437,7 +450,11 @@ class LineCollator:
     def __call__(self, examples: list[Example]) -> Batch:
         batch = self.collate(examples)
         shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
-        return {**batch, **pack(batch["attention_mask"], shared)}
+        layout = pack(batch["attention_mask"], shared)
+        mismatched = batch.get(f"{MISMATCHED}attention_mask")
+        if mismatched is not None:
+            layout |= {f"{MISMATCHED}{name}": each for name, each in pack(mismatched).items()}
+        return {**batch, **layout}
 
 
 class FlattenedPacks:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
 
-    from tasks.train.pair_trainer import RowsLoss
+    from tasks.train.pair_trainer import Rows, RowsLoss
     from tasks.train.run import TrainingRun
 
     Measured = tuple[Tensor, dict[str, Tensor]]  # the loss, and metrics
@@ -81,24 +81,44 @@ class PairLoss(AnswerTraining):
 
 def pair_trainer(run: "TrainingRun", loss: "Loss") -> "Trainer":
     """A trainer around a loss of pairs; step 0 proves that policy and reference agree, where there is one."""
+    return rows_trainer(run, of_rows(loss))
+
+
+def rows_trainer(run: "TrainingRun", loss: "RowsLoss", **own: object) -> "Trainer":
+    """The same around a loss of rows.
+
+    Args:
+        own: further arguments of ``run.trl``.
+    """
     from tasks.train.pair_trainer import PairConfig, PairTrainer
 
     proof = run.start_proof() if FROZEN_POLICY in run.method.models.values() else None
-    return run.trl(PairTrainer, PairConfig, pair_loss=of_rows(loss), proof=proof)
+    return run.trl(PairTrainer, PairConfig, pair_loss=loss, proof=proof, **own)
 
 
 def of_rows(loss: "Loss") -> "RowsLoss":
     """A loss of pairs as the trainer calls it: of rows, the chosen answers, then the rejected ones."""
 
-    def loss_of_rows(sums_R: "Tensor", counts_R: "Tensor", reference_R: "Tensor | None") -> "Measured":
-        references = (None, None) if reference_R is None else reference_R.chunk(2)
+    def loss_of_rows(rows: "Rows") -> "Measured":
+        references = (None, None) if rows.reference_R is None else rows.reference_R.chunk(2)
         chosen, rejected = (
             Logps(sum_B=sums_B, num_tokens_B=counts_B, reference=each)
-            for sums_B, counts_B, each in zip(sums_R.chunk(2), counts_R.chunk(2), references, strict=True)
+            for sums_B, counts_B, each in zip(rows.sums_R.chunk(2), rows.counts_R.chunk(2), references, strict=True)
         )
         return loss(chosen, rejected)
 
     return loss_of_rows
+
+
+def reward_metrics(chosen_B: "Tensor", rejected_B: "Tensor") -> "dict[str, Tensor]":
+    """The metrics of the rewards of both answers, named as in TRL."""
+    margins_B = chosen_B - rejected_B
+    return {
+        "rewards/chosen": chosen_B,
+        "rewards/rejected": rejected_B,
+        "rewards/margins": margins_B,
+        "rewards/accuracies": (margins_B > 0).float(),
+    }
 
 
 def rpo_loss(beta: float, sft_weight: float, chosen: Logps, rejected: Logps) -> "Measured":

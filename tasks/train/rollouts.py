@@ -24,6 +24,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lineage.errors import PipelineError
+from tasks.evaluate.scoring import without_router_loss
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
 from tasks.train.rewards import sequence_scores
@@ -312,7 +313,7 @@ def sample(
         text.output_router_logits = False
     model.eval()  # a gradient checkpoint would switch the cache off, an adapter's dropout would add noise
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), without_router_loss(model):
             processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
             found_BT = model.generate(
                 input_ids=ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=processors

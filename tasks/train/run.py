@@ -49,7 +49,7 @@ from tasks.train.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts
+from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts, held_out_rows
 from tasks.train.freeze import freeze
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
@@ -65,6 +65,7 @@ from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.rank_budget import RankBudget
+from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
 from tasks.train.sharding import name_accumulation, zero_args
@@ -108,6 +109,7 @@ class TrainingRun:
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
         self._adapter_start: dict[str, Tensor] | None = None
+        self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
 
     @cached_property
@@ -203,6 +205,11 @@ class TrainingRun:
         models.require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
+        elif models.load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+            logger.warning(
+                "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
+                name, self.inputs[name].name, self.inputs[_POLICY].name,
+            )  # fmt: skip
         return models.frozen(hold_in(model, self._frozen_dtype))
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
@@ -237,17 +244,22 @@ class TrainingRun:
                 f"{type(self.method).__name__}.loop reads run.policy, whose model already has its adapter, before it "
                 "calls run.trl(...), which adds one; call run.trl(...) alone, and train its trainer.model"
             )
-        policy, reference = self._start, self._reference()
+        policy = self._start
+        # Precomputed log-probabilities are computed here, before an adapter changes the model.
+        rows, reference = self.ordered_rows, None if self._precomputes else self._reference()
+        if self._precomputes and self.method.measures_held_out:
+            self._held_out = self._with_reference(held_out_rows(self.method, self.inputs, self.ctx))
         # TRL's disable_dropout would switch off an adapter's dropout too, which the recipe sets.
         off = {"disable_dropout": False} if "disable_dropout" in known else {}
         if off and own.get("disable_dropout", True):
             for each in filter(None, (policy.model, reference)):
                 models.disable_dropout(each)
         arguments = {**trainer_args(self.method, self.ctx, self.num_steps), **own, **off}
+        arguments["precompute_ref_log_probs"] = self._precomputes
         # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
         is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
         shared = {
-            "train_dataset": self.ordered_rows,
+            "train_dataset": rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
             "processing_class": policy.tokenizer,
             "ref_model": reference,
@@ -327,7 +339,7 @@ class TrainingRun:
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
-        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows))
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
 
     def save(self) -> dict[str, float]:
         """Writes the trained model with its tokenizer and chat template; rank 0 only.
@@ -351,7 +363,16 @@ class TrainingRun:
     @cached_property
     def ordered_rows(self) -> Dataset:
         """Exactly the rows that the training consumes, in its order."""
-        return ordered(self.rows, self.method, self.num_steps)
+        rows = self.rows
+        if self._precomputes:
+            rows = replace(rows, examples=self._with_reference(rows.examples))
+        return ordered(rows, self.method, self.num_steps)
+
+    def _with_reference(self, examples: Dataset) -> Dataset:
+        """Pairs with the reference's log-probabilities: those of the policy before it gets an adapter."""
+        carries = self.method.adapter_in in ("continue", "stack")
+        model = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model if carries else self._start.model
+        return with_reference(examples, self.method, self.inputs, self.ctx, model)
 
     @property
     def _chat_template(self) -> str | None:
@@ -399,6 +420,10 @@ class TrainingRun:
     @property
     def _needs_reference(self) -> bool:
         return self.method.has_reference
+
+    @property
+    def _precomputes(self) -> bool:
+        return self._needs_reference and self.ctx.resources.precompute_reference
 
     def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
         assert self.method.adapter
@@ -450,12 +475,13 @@ class TrainingRun:
         """
         if self._is_reward_model:
             install_scores(trainer.model)
-        if self._needs_reference and reference_of(self.method) == "copy":
+        if self._needs_reference and not self._precomputes and reference_of(self.method) == "copy":
             add_reference(trainer.model)
         complete_head(trainer.model)
+        squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:
-                install(model, self._attention, packs=self._packs)
+                install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:
                 model.set_attn_implementation(self._attention)
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
@@ -506,7 +532,12 @@ def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> 
 
 
 def fit(
-    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int
+    method: "TrainingRecipe",
+    trainer: Trainer,
+    inputs: "Inputs",
+    ctx: "TrainContext",
+    num_rows: int,
+    held_out: Dataset | None = None,
 ) -> dict[str, float]:
     """Trains to the last step and reports each; a trainer that is already there takes no step.
 
@@ -514,6 +545,7 @@ def fit(
 
     Args:
         num_rows: that are trained on in a pass.
+        held_out: the rows of ``validation``; None: they are read where it measures them.
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
@@ -530,7 +562,7 @@ def fit(
     name_accumulation(trainer)
     before = seconds_before(ctx)
     start = time.perf_counter()
-    validation = validating(method, trainer, inputs, ctx, num_rows)
+    validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
     best = BestModel(trainer, method.best, ctx) if method.best else None
     adaptive = method.schedule.adaptive
     rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 _SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
-_GENERATE = {"trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"}  # whose trainers tokenize prompts as they generate
+# Modules whose trainers tokenize prompts as they generate.
+_GENERATE = {f"trl.trainer.{each}_trainer" for each in ("grpo", "rloo", "distillation")}
 
 
 def parameters_of(trainer_class: type) -> set[str]:
@@ -73,6 +74,9 @@ def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
     class OnTokens(trainer_class):
         def _prepare_dataset(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
             return dataset
+
+        def _precompute_ref_logps(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
+            return dataset  # its rows have them (``tasks.train.reference_logps``)
 
         def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
             """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""

@@ -92,15 +92,23 @@ class Validating(TrainerCallback):
 
 
 def validating(
-    method: "TrainingRecipe", trainer: "Trainer", inputs: "Inputs", ctx: "TrainContext", num_rows: int
+    method: "TrainingRecipe",
+    trainer: "Trainer",
+    inputs: "Inputs",
+    ctx: "TrainContext",
+    num_rows: int,
+    rows: "Dataset | None" = None,
 ) -> Validating | None:
     """The measurement that a recipe asks for; None: it asks for none.
+
+    Args:
+        rows: the held-out rows; None: they are read.
 
     Raises:
         DataError: there are no held-out rows.
     """
-    if method.validation is None and not (method.best and method.best.metric == HELD_OUT_LOSS):
+    if not method.measures_held_out:
         return None
-    rows = held_out_rows(method, inputs, ctx)
+    rows = rows or held_out_rows(method, inputs, ctx)
     max_rows = method.validation.max_rows if method.validation else None
     return Validating(trainer, method, ctx, rows.select(range(min(len(rows), max_rows or len(rows)))), num_rows)

@@ -181,6 +181,17 @@ def test_an_input_without_an_adapter_is_refused(made: Made, adapter_in: str) -> 
         made.train(stage, made.base(), made.folder / "output")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"trainable_token_indices": (5, 6)}, "rows of the embedding"), ({"modules_to_save": "norm"}, "in full too")],
+)
+def test_what_peft_keeps_for_one_adapter_is_not_stacked(made: Made, fields: dict, message: str) -> None:
+    adapter = replace(LORA, **fields)
+    policy = sft(made, "adapter", adapter=adapter)
+    with pytest.raises(ConfigError, match=message):
+        trained(made, training.method("sft", adapter=adapter, adapter_in="stack"), policy, made.folder / "whole")
+
+
 def test_dropout_of_a_continued_adapter_is_that_of_its_stage(made: Made) -> None:
     policy = sft(made, None)
     found = []

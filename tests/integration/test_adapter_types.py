@@ -278,6 +278,18 @@ def test_what_cannot_be_put_on_experts_is_refused_and_on_attention_it_trains(
     training.train(of_attention, root, tmp_path / "output", policy=policy)
 
 
+@pytest.mark.parametrize("name", ["eva", "adalora"])
+def test_what_reads_every_layer_trains_the_language_model_of_one_that_reads_images(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "gemma3")
+    method = training.method("sft", num_steps=8, adapter=ALL[name])
+    with pytest.raises((IndexError, TypeError)):  # the plan refuses it
+        training.train(method, root, tmp_path / "all", policy=policy)
+    of_text = replace(method, adapter=replace(ALL[name], target_modules="*language_model*"))
+    training.train(of_text, root, tmp_path / "output", policy=policy)
+
+
 def test_the_mixtures_are_those_of_peft() -> None:
     from peft.utils import transformers_weight_conversion as peft_table
 

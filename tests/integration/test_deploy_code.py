@@ -37,6 +37,18 @@ def test_a_change_of_the_users_groups_or_methods_is_other_code(own, pattern):
     assert digest(own) != before
 
 
+def test_a_change_of_a_reward_function_is_other_code(own):
+    (own / "mine.py").write_text("def score(completions): return [1]\n")
+    file = own / "groups/pipeline/own.yaml"
+    text = file.read_text().replace(
+        "}}", f", rewards: {{a: {{function: 'python:{own}/mine.py:score'}}, exact: {{}}}}}}}}"
+    )
+    file.write_text(text)
+    before = digest(own)
+    (own / "mine.py").write_text("def score(completions): return [2]\n")
+    assert digest(own) != before
+
+
 def test_a_change_of_our_packages_is_other_code(monkeypatch, tmp_path):
     before = deployed_code("cpt-sft-dpo", Preset())
     changed = []

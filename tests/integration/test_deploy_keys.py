@@ -51,6 +51,7 @@ def test_a_key_that_some_pipeline_has_passes(shipped, word):
         "modell=tiny",
         "stages.dpo.method._target_=tasks.sft.SFT",
         "sources.corpus.allow_code=true",
+        "stages.grpo.method.rewards.mine.allow_code=true",
         "pipeline=cpt-sft-dpo",  # that is what the deployment is
         "resources@stages.dpo.resourced=gpu",
         "hydra.run.dir=x",
@@ -60,6 +61,11 @@ def test_a_key_that_some_pipeline_has_passes(shipped, word):
 )
 def test_a_key_that_no_pipeline_has_does_not(shipped, word):
     assert not re.search(shipped, word)
+
+
+def test_options_of_a_reward_function_may_be_overridden(shipped):
+    assert re.search(shipped, "stages.grpo.method.rewards.exact.weight=2")
+    assert not re.search(shipped, "stages.grpo.method.rewards.exact.wheight=2")
 
 
 def test_the_users_own_stages_and_sources_count_and_code_where_it_is_allowed(shipped):

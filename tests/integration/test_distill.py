@@ -264,3 +264,12 @@ def test_a_teacher_is_refused_before_the_first_step(root: Path, tmp_path: Path) 
 def test_shares_that_do_not_rise_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"t_start=0.6, t_end=0.5: .* set t_end above t_start"):
         TAID(t_start=0.6, t_end=0.5)
+
+
+def test_a_teacher_with_another_chat_template_is_a_warning(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.write_policy(root / "bare", chat_template=None)
+    for teacher in ("teacher", "bare"):
+        built(training.method("distill"), root, tmp_path, "policy", teacher)
+        assert ("teacher=teacher chat_template=differs" in caplog.text) == (teacher == "bare")

@@ -18,7 +18,8 @@ FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTA
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What makes it small: the page's own numbers are those of a real training.
 SMALL = (
-    "stages.simpo.method.num_steps=12 stages.simpo.method.global_batch_size=8 stages.simpo.method.learning_rate=3e-3"
+    "stages.alphapo.method.num_steps=12 stages.alphapo.method.global_batch_size=8 "
+    "stages.alphapo.method.learning_rate=3e-3"
 )
 
 
@@ -46,8 +47,8 @@ def shell(folder: Path, setup: str, command: str) -> subprocess.CompletedProcess
 
 def test_the_page_needs_one_python_file_and_one_yaml() -> None:
     names = [name for name, _ in FILE.findall(PAGE.read_text())]
-    assert names == ["our_methods/simpo.py", "our_conf/stage/simpo.yaml", "our_conf/pipeline/simpo.yaml"]
-    assert len(dict(FILE.findall(PAGE.read_text()))["our_methods/simpo.py"].splitlines()) <= 30
+    assert names == ["our_methods/alphapo.py", "our_conf/stage/alphapo.yaml", "our_conf/pipeline/alphapo.yaml"]
+    assert len(dict(FILE.findall(PAGE.read_text()))["our_methods/alphapo.py"].splitlines()) <= 30
 
 
 def test_a_method_added_by_the_page_plans_trains_and_is_reused(
@@ -58,11 +59,11 @@ def test_a_method_added_by_the_page_plans_trains_and_is_reused(
     plan, run = rest
     added = shell(folder, setup, f"{add} --json")
     assert added.returncode == 0, added.stderr
-    assert "simpo" in [row["stage"] for row in json.loads(added.stdout)["stages"]]
+    assert "alphapo" in [row["stage"] for row in json.loads(added.stdout)["stages"]]
 
     result = shell(folder, setup, f"{run} {SMALL} --json")
     assert result.returncode == 0, result.stderr
-    stage = {row["stage"]: row for row in json.loads(result.stdout)["stages"]}["simpo"]
+    stage = {row["stage"]: row for row in json.loads(result.stdout)["stages"]}["alphapo"]
     assert stage["metrics"]["steps"] == 12
     reports = [json.loads(line) for line in (Path(stage["output"]).parent / "metrics.jsonl").read_text().splitlines()]
     losses = [report["metrics"]["loss"] for report in reports]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, DataError
 from lineage.store import Store
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.thinking import Thinking
@@ -20,7 +20,16 @@ from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import read_policies, read_scores
 from tasks.method import Input
-from tests.tiny import conversation_rows, preference_rows, text_rows, write_policy, write_rows, write_tokenizer
+from tasks.reward_functions import RewardFunction, Rewards
+from tests.tiny import (
+    conversation_rows,
+    preference_rows,
+    prompt_rows,
+    text_rows,
+    write_policy,
+    write_rows,
+    write_tokenizer,
+)
 from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore
 
@@ -258,6 +267,56 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, I
     given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
     with pytest.raises(ConfigError, match="evaluate has no policy to measure; inputs of any other name"):
         evaluate(tmp_path, given)
+
+
+def asked(row: Mapping[str, object]) -> str:
+    prompt = row["prompt"]
+    assert isinstance(prompt, list)
+    return str(prompt[0]["content"])
+
+
+def test_reward_functions_score_greedy_answers_to_the_prompts(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    """Each policy's own answer is the right one for half of the prompts."""
+    prompts = [{**row, "columns": json.dumps({"answer": "a"})} for row in prompt_rows(9)]
+    rows = write_rows(tmp_path / "prompts", prompts[:1], prompts[1:])
+    given = {**inputs, "prompts": replace(inputs["text"], kind=Kind.PROMPTS, path=rows)}
+    functions: Rewards = {
+        "regex": RewardFunction(), "brief": RewardFunction(function="length", target_tokens=1, bound="upper"),
+    }  # fmt: skip
+    method = replace(SMALL, num_prompts=8, rewards=functions)
+    evaluate(tmp_path / "first", given, method)
+    said = [json.loads(line) for line in (tmp_path / "first" / "answers.jsonl").read_text().splitlines()]
+    assert len(said) == 8
+    right = {answer["prompt"][0]["content"]: rf"\A{re.escape(answer['dpo'])}\Z" for answer in said[::2]}
+    answered = [
+        {**row, "columns": json.dumps({"answer": right.get(asked(row), "(?!)")})} for row in prompts
+    ]  # fmt: skip
+    write_rows(rows, answered[:1], answered[1:])
+    metrics = evaluate(tmp_path, given, method)
+    same = [each for each in said[::2] if each["sft"] == each["dpo"]]
+    assert metrics["dpo/reward/regex"] == 0.5 and metrics["sft/reward/regex"] == len(same) / 8
+    assert 0 <= metrics["sft/reward/brief"] < 1
+    scores = read_scores(tmp_path)["reward/regex"]
+    assert sorted(scores.scores["dpo"]) == [0] * 4 + [1] * 4 and len(set(scores.row_ids)) == 8
+    assert "| regex ↑" in (tmp_path / "table.md").read_text().replace("  ", " ")
+    plain = evaluate(tmp_path / "plain", given, replace(method, rewards=None))
+    assert plain == {name: value for name, value in metrics.items() if "/reward/" not in name}
+
+
+def test_reward_functions_need_prompts_with_their_columns(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    method = replace(SMALL, rewards={"exact": RewardFunction()})
+    with pytest.raises(ConfigError, match=r"rewards.exact scores answers to prompts, and no input prompts is set"):
+        evaluate(tmp_path, inputs, method)
+    rows = write_rows(tmp_path / "prompts", prompt_rows(1), prompt_rows(5))
+    given = {**inputs, "prompts": replace(inputs["text"], kind=Kind.PROMPTS, path=rows)}
+    with pytest.raises(DataError, match=r"rewards.exact: row \d of the prompts: answer is None; text or a number"):
+        evaluate(tmp_path, given, method)
+    alone = {slot: given[slot] for slot in ("prompts", "reference", "sft")}
+    numbers = [{**row, "columns": '{"answer": 1}'} for row in prompt_rows(5)]
+    write_rows(rows, numbers[:1], numbers)
+    assert evaluate(tmp_path / "alone", alone, method)["sft/reward/exact"] == 0
+    with pytest.raises(ConfigError, match="there are no rows to measure on"):
+        evaluate(tmp_path, alone)
 
 
 def test_the_win_rate_is_over_the_answers_of_the_reference(tmp_path: Path, inputs: dict[str, Input]) -> None:

@@ -53,6 +53,17 @@ def test_a_gate_that_is_stated_wrongly_is_refused(override, message):
         load_pipeline([*GATED, override])
 
 
+def test_a_rule_may_be_on_a_reward_that_the_report_measures():
+    rule = f"+{RULES}.right={{metric: reward/exact, at_least: 0.5}}"
+    with pytest.raises(ConfigError, match=r"metric=reward/exact: the report does not measure it"):
+        check(rule)
+    prompts = ("+stages.prompts={method: {_target_: tasks.prepare_data.PreparePrompts}, inputs: {rows: source:a}}",
+               "+sources.a.path=rows.jsonl", "+stages.evaluate.inputs.prompts=prompts")  # fmt: skip
+    check(rule, *prompts, "+stages.evaluate.method.rewards={exact: {}}")
+    with pytest.raises(ConfigError, match="did you mean reward/exact"):
+        check(rule.replace("exact", "exakt"), *prompts, "+stages.evaluate.method.rewards={exact: {}}")
+
+
 def test_a_gate_without_rules_is_refused():
     names = load_pipeline([*GATED]).stages["gate"].method.recipe()["rules"]
     assert isinstance(names, dict)

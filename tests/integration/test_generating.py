@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.context import Resources
+from tasks.context import Metrics, Resources, TrainContext
 from tasks.grpo import VARIANTS
-from tasks.method import Adapter
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
@@ -23,11 +22,11 @@ from tasks.train.rollouts import Rollouts, sample
 from tasks.train.run import row_order
 from tests import tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
+from tests.trained_store import LORA, Made
 from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LORA = Adapter(rank=4, alpha=8)
 CLIPPED = {
     "num_iterations": 3, "learning_rate": 3e-2, "num_steps": 6, "lr_schedule": "constant", "max_completion_length": 24,
 }  # fmt: skip
@@ -317,7 +316,7 @@ def test_a_stage_without_a_reward_is_refused(root: Path, tmp_path: Path, fields:
 # --- Rewards -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", training.GENERATING)
+@pytest.mark.parametrize("name", training.REINFORCED)
 @pytest.mark.parametrize(
     ("function", "message"),
     [("failing", r"ValueError: no judge today for row 0"), ("non_finite", r"non_finite returned nan for row \d")],
@@ -422,20 +421,26 @@ def test_a_reference_that_is_not_the_input_policy_stops_the_stage(
         return frozen(model)
 
     monkeypatch.setattr(models, "frozen", moved)
-    for name in training.GENERATING:
+    for name in training.REINFORCED:
         with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
             training.train(training.method(name, beta=0.1), root, tmp_path / name)
 
 
 @pytest.mark.parametrize("adapter_in", ["merge", "continue", "stack"])
-@pytest.mark.parametrize("name", training.GENERATING)
+@pytest.mark.parametrize("name", training.REINFORCED)
 def test_the_reference_of_an_adapter_is_the_input_policy(
     root: Path, tmp_path: Path, name: str, adapter_in: str
 ) -> None:
-    sft = training.train(training.method("sft", adapter=LORA, save="adapter"), root, tmp_path / "sft").output
+    made = Made(tmp_path, root)
+    policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
     stage = training.method(name, adapter=LORA, adapter_in=adapter_in, beta=0.1)
-    run = training.train(stage, root, tmp_path / "output", policy=sft)
-    assert abs(run.reports[0][1]["kl"]) < 1e-6 < abs(run.reports[2][1]["kl"])
+    reports: list[Metrics] = []
+    ctx = TrainContext(
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        report=lambda _step, metrics: reports.append(metrics),
+    )  # fmt: skip
+    stage.run({**training.inputs(root, stage), "policy": policy}, ctx)
+    assert abs(reports[0]["kl"]) < 1e-6 < abs(reports[2]["kl"])
 
 
 def test_no_reference_is_loaded_without_a_kl(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,18 @@ def test_a_model_in_shards_of_bf16_stays_so(tmp_path: Path, policies: dict[str, 
         assert torch.equal(tensor, expected.to(torch.bfloat16)), name
 
 
+def test_a_tied_head_that_one_model_saved_twice_is_one_matrix(tmp_path: Path, policies: dict[str, Input]) -> None:
+    one, other = (given(tiny.write_policy(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "other")))
+    twice = weights(other.path)
+    save_file({**twice, "lm_head.weight": twice["model.embed_tokens.weight"].clone()}, other.path / "model.safetensors")
+    merge(tmp_path / "out", Merge(combination="linear"), policy=one, other=other)
+    assert weights(tmp_path / "out").keys() == weights(one.path).keys()
+    head = AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight
+    start = weights(one.path)["model.embed_tokens.weight"]
+    expected = (start.double() + twice["model.embed_tokens.weight"].double()) / 2
+    assert torch.equal(head, expected.float())
+
+
 def test_adapters_are_models_among_models(made: Made, tmp_path: Path) -> None:
     base = made.base()
     adapter = made.trained("sft", base, save="adapter", **STEP)

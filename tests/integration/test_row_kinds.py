@@ -1,4 +1,4 @@
-"""Single answers and prompts are trained on: TRL's own trainers take what their records make of them."""
+"""Prompts are trained on: TRL's own trainers take what their record makes of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,28 +8,14 @@ import pytest
 
 from lineage.errors import ConfigError
 from tasks.best import Best
-from tasks.data.kinds import PROMPTS, UNPAIRED
-from tasks.method import FROZEN_POLICY, POLICY, Training
+from tasks.data.kinds import PROMPTS
+from tasks.method import POLICY, Training
 from tests.training import FIELDS, Trained, train, write_inputs
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from tasks.train.run import TrainingRun
-
-
-@dataclass(frozen=True, kw_only=True)
-class KTO(Training):
-    """Ethayarajh et al. 2024, arXiv:2402.01306, as TRL has it."""
-
-    reads: ClassVar = UNPAIRED
-    models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
-    beta: float = 0.1
-
-    def trainer(self, run: "TrainingRun") -> "Trainer":
-        from trl import KTOConfig, KTOTrainer
-
-        return run.trl(KTOTrainer, KTOConfig, beta=self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +61,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(stage: Training, root: Path, tmp_path: Path) -> Trained:
     return train(stage, root, tmp_path / "output")
-
-
-def test_single_answers_train_kto(root: Path, tmp_path: Path) -> None:
-    trained = run(KTO(**FIELDS), root, tmp_path)  # type: ignore[arg-type]
-    assert len(trained.losses) == 3 and trained.losses[0] == pytest.approx(0.5, abs=1e-4)  # policy and reference agree
-    assert trained.losses[2] != pytest.approx(0.5, abs=1e-4)
-    assert (trained.metrics["desirable_rows"], trained.metrics["undesirable_rows"]) == (8, 4)
 
 
 def test_prompts_train_grpo_and_their_columns_reach_the_reward(root: Path, tmp_path: Path) -> None:

@@ -106,11 +106,13 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     question = [{"role": "user", "content": tiny.sentence(3, 60)}]
     answer = [{"role": "assistant", "content": "sum"}]
     pair = {**tiny.preference_rows(1)[0], "row_id": "long", "prompt": question}
+    single = {**tiny.unpaired_rows(1)[0], "row_id": "long", "prompt": question}
     rows = {
         "text": [*tiny.text_rows(9), {"row_id": "long", "text": tiny.sentence(3, 60)}],
         "conversations": [*tiny.conversation_rows(9), {"row_id": "long", "messages": question + answer}],
         "preferences": [*tiny.preference_rows(9), pair],
         "prompts": [*tiny.prompt_rows(9), {"row_id": "long", "prompt": question, "columns": None}],
+        "unpaired": [*tiny.unpaired_rows(9), single],
     }
     for kind, table in rows.items():
         tiny.write_rows(tmp_path / kind, table)

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.method import Adapter, Optimizer, Schedule
+from tasks.method import Adapter, AnswerTraining, Optimizer, Schedule
 from tasks.reward_functions import RewardFunction
+from tasks.train.dpo_losses import ReferenceSync
 from tasks.train.freeze import Freeze
 from tasks.train.generating import Sampling
 from tests import tiny, training
@@ -40,7 +41,18 @@ CHANGES: dict[str, object] = {
     "save": "adapter",
     "beta": 0.5,
     "loss_type": "ipo",
-    "sft_weight": 1.0,
+    "sft_weight": 2.0,
+    "desirable_weight": 3.0,
+    "undesirable_weight": 3.0,
+    "gamma": 0.1,
+    "losses": {"sigmoid": 1.0, "kto_pair": 1.0},
+    "label_smoothing": 0.1,
+    "discopop_tau": 1.0,
+    "f_divergence": "forward_kl",
+    "f_alpha": 0.1,
+    "ld_alpha": 0.0,
+    "weighting": "wpo",
+    "reference_sync": ReferenceSync(every_steps=2),
     "chat_template": "chatml",
     "too_long": "cut_prompt",
     "max_prompt_length": 6,
@@ -48,15 +60,15 @@ CHANGES: dict[str, object] = {
     "thinking": "drop",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
+    "max_completion_length": 4,
+    "sampling": Sampling(temperature=0.5),
     "temperature": 2.0,
     "cross_entropy_weight": 0.5,
     "t_start": 0.2,
     "t_end": 0.9,
     "alpha": 0.5,
     "momentum": 0.5,
-    "max_completion_length": 4,
     "num_generations": 8,
-    "sampling": Sampling(temperature=0.5),
     "rewards": {"length": RewardFunction(function="python:tests.completion_scores.length")},
     "missing_eos_penalty": 3.0,
     "num_iterations": 2,
@@ -65,7 +77,14 @@ CHANGES: dict[str, object] = {
     "normalize_advantages": True,
     "reward_clip": 2.0,
 }
-OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has other values
+# Fields that are read with others alone, with the others: the run without the field is another one.
+READ_WITH: dict[str, dict[str, object]] = {
+    "label_smoothing": {"loss_type": "aot"},
+    "discopop_tau": {"loss_type": "discopop"},
+    "f_alpha": {"f_divergence": "alpha_divergence"},
+}
+OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has others
+    ("kto", "loss_type"): "apo_zero_unpaired",
     **{(name, "too_long"): "drop" for name in training.GENERATING},
     **{(name, "num_epochs"): 0.2 for name in training.GENERATING},
     **{(name, "max_prompt_length"): 12 for name in training.GENERATING},
@@ -75,41 +94,40 @@ OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has other value
     ("online_dpo", "loss"): "ipo",
 }
 SHORTER = {
-    "cpt": 12,
-    "sft": 34,
-    "reward": 28,
-    "dpo": 28,
-    "distill": 34,
-    "taid": 34,
-    **dict.fromkeys(training.GENERATING, 34),
-}
+    "cpt": 12, "sft": 34, "reward": 28, "dpo": 28, "distill": 34, "taid": 34, "kto": 28, "orpo": 28, "simpo": 28,
+    "cpo": 28, **dict.fromkeys(training.GENERATING, 34),
+}  # fmt: skip
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
-ELSEWHERE |= {
-    "reward_model_weight",
-    "equal_rewards_patience",
-    "vllm",
-    "epsilon",
-    "epsilon_high",
-    "kl_ratio",
-}  # test_generating.py
+# test_generating.py
+ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
+SHARED = {each.name for each in dataclasses.fields(AnswerTraining)}
+LIKE_ORPO = {"simpo", "cpo"}  # one trainer, so the fields that all methods have are quick tests of one
 FIELDS = [
-    (name, field.name)
+    pytest.param(
+        name, field.name, id=f"{name}.{field.name}",
+        marks=[pytest.mark.slow] if name in LIKE_ORPO and field.name in SHARED else [],
+    )
     for name, cls in training.METHODS.items()
     for field in dataclasses.fields(cls)
     if field.name not in ELSEWHERE
-]
+]  # fmt: skip
 
 
 def write_thinking(directory: Path, root: Path) -> Path:
     """The same inputs, except that the assistant thinks before it answers."""
-    columns = {"messages": tiny.conversation_rows(40), "chosen": tiny.preference_rows(40)}
+    columns = {
+        "messages": tiny.conversation_rows(40),
+        "chosen": tiny.preference_rows(40),
+        "completion": tiny.unpaired_rows(40),
+    }
     for column, rows in columns.items():
         for row in rows:
             answer = row[column][-1]  # type: ignore[index]
             answer["content"] = f"<think>\nsorted list\n</think>\n\n{answer['content']}"
     tiny.write_rows(directory / "conversations", columns["messages"])
     tiny.write_rows(directory / "preferences", columns["chosen"])
+    tiny.write_rows(directory / "unpaired", columns["completion"])
     for model in ("policy", "teacher"):
         (directory / model).symlink_to(root / model)
     return directory
@@ -128,11 +146,12 @@ def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     return found
 
 
-@pytest.mark.parametrize(("name", "field"), FIELDS, ids=[f"{name}.{field}" for name, field in FIELDS])
+@pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_every_field_changes_the_run(
     root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, field: str
 ) -> None:
     value = SHORTER[name] if field == "max_length" else OWN_CHANGES.get((name, field), CHANGES.get(field))
+    assert value is not None, f"say in CHANGES what {field} is changed to"
     if field == "chat_template":  # a model without a template trains with the field, and is refused without it
         policy = tiny.write_policy(tmp_path / "bare", chat_template=None)
         with pytest.raises(ConfigError, match="chat_template=chatml"):
@@ -157,6 +176,15 @@ def test_every_field_changes_the_run(
     if field == "save":  # of an adapter: all of the output is other files
         run = training.train(training.method(name, adapter=LORA, save=value), root, tmp_path / "output")
         assert (run.output / "base.json").exists() and not (run.output / "model.safetensors").exists()
+        return
+    if field in READ_WITH:
+        default, run = (
+            training.train(
+                training.method(name, **READ_WITH[field], **more), root, tmp_path / str(len(more)) / "output"
+            )
+            for more in ({}, {field: value})
+        )
+        assert not same(weights(run.output), weights(default.output))
         return
     length = {"num_steps": None} if field == "num_epochs" else {}
     run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")

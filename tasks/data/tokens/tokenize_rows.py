@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED, ROW_KINDS, Row
-from tasks.data.schema import messages_of, tools_of
+from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
 from tasks.data.tokens.length_policy import REFUSED, keep, keep_end
 from tasks.data.tokens.rendering import Renderer, Turns
@@ -176,9 +176,9 @@ class RowTokenizer:
             ids = keep_end(self.tokenization, outcome, self._head(whole.ids)).of(whole.ids)
             outcome.tokens = len(ids)
             prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
-            yield TokenRow(
-                outcome=outcome, columns={"prompt_ids": ids}, rest={"prompt": prompt, "columns": row.get("columns")}
-            )  # fmt: skip
+            columns = columns_of(row)
+            rest = {"prompt": prompt, "columns": json.dumps(columns, ensure_ascii=False) if columns else None}
+            yield TokenRow(outcome=outcome, columns={"prompt_ids": ids}, rest=rest)
 
     def _required_renderer(self) -> Renderer:
         if self.renderer is None:

@@ -72,8 +72,9 @@ def test_bytes_that_another_link_keeps_are_not_freed(written, tmp_path):
     assert (size([garbage]).num_bytes, size([garbage]).freed) == (whole.num_bytes, whole.freed - 1000)
 
 
-def test_tokens_that_nobody_has_read_for_long_go(written):
-    cache = written.root / "cache" / "tokens"
+@pytest.mark.parametrize("what", ["tokens", "reference_logps"])
+def test_what_is_cached_and_was_not_read_for_long_goes(written, what):
+    cache = written.root / "cache" / what
     for name in ("1" * 16, "2" * 16, "3" * 16 + ".draft"):
         (cache / name).mkdir(parents=True)
         (cache / name / "tokens.arrow").write_text("tokens")

@@ -79,6 +79,8 @@ def test_targets_are_groups_names_globs_and_layers():
 
 def test_frozen_are_all_but_the_last_layers_or_what_is_named():
     assert Freeze(except_last_layers=1).frozen(PARAMETERS) == set(PARAMETERS[:3])
+    images = [f"model.vision_tower.layers.{block}.q_proj.weight" for block in range(5)]  # more blocks than the text has
+    assert Freeze(except_last_layers=1).frozen([*images, *PARAMETERS]) == {*images, *PARAMETERS[:3]}
     assert Freeze(modules="mlp,*norm*").frozen(PARAMETERS) == {PARAMETERS[2], PARAMETERS[4], PARAMETERS[5]}
 
 

@@ -137,6 +137,13 @@ def test_a_prompt_ends_where_the_assistant_begins_and_keeps_its_columns(tokenize
         assert row.rest["columns"] == given["columns"]
 
 
+def test_tools_of_a_prompt_are_a_column_for_reward_functions(tokenizer: PreTrainedTokenizerBase) -> None:
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    given = {**tiny.prompt_rows(1)[0], "columns": '{"answer": 1}', "tools": json.dumps(tools)}
+    (row,) = token_rows([given], tokenizer)
+    assert json.loads(str(row.rest["columns"])) == {"answer": 1, "tools": tools}
+
+
 @pytest.mark.parametrize(("max_length", "max_prompt_length"), [(10, None), (64, 10)])
 def test_a_long_prompt_loses_its_beginning(
     tokenizer: PreTrainedTokenizerBase, max_length: int, max_prompt_length: int | None

@@ -112,6 +112,10 @@ def test_packing_on_the_quickstarts_own_model_is_planned():
             ("stages.dpo.method.adapter_in=stack", "stages.sft.method.adapter.type=vera"),
             "stages.sft trains an adapter of type vera, and only a LoRA",
         ),
+        (
+            ("stages.dpo.method.adapter_in=stack", "stages.sft.method.adapter.trainable_token_indices=[5]"),
+            "stages.sft trains rows of the embedding",
+        ),
     ],
 )
 def test_a_stage_before_without_the_adapter_that_is_kept_is_refused_by_the_plan(overrides, message):

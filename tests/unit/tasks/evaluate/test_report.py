@@ -9,7 +9,7 @@ import pytest
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import Measured, policy_scores
 from tasks.evaluate.report import POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import RowScores, lower_is_better
+from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 from tasks.evaluate.rows import Pairs, Prompt, Question, Rows
 from tasks.evaluate.scoring import Answer
 
@@ -48,3 +48,10 @@ def test_a_perplexity_beyond_the_range_of_floats_is_infinite() -> None:
         metric="text_perplexity", row_ids=["a"], groups=["a"], weights=[1], scores={"diverged": [-1e4], "sft": [-1.0]}
     )
     assert scores.value("diverged") == math.inf and scores.value("sft") == pytest.approx(math.e)
+
+
+def test_a_reward_is_better_the_higher_it_is_whatever_its_name() -> None:
+    assert not any(
+        lower_is_better(f"reward/{name}") or is_perplexity(f"reward/{name}") for name in ("loss", "perplexity")
+    )
+    assert is_bounded("reward/exact") and is_bounded("reward/length") and not is_bounded("reward/my_accuracy")

@@ -1,0 +1,1 @@
+"""Stages as verl runs them: rows, configuration, rewards."""

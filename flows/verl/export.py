@@ -1,0 +1,213 @@
+"""A stage as a folder that verl trains from: rows, settings, rewards and the command."""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flows.planning.plan import Plan, PlannedInput
+from flows.verl.recipe import VERSION, Places, flat, verl_recipe
+from lineage.artifact import SOURCE
+from lineage.errors import ArtifactError, ConfigError
+from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.schema import messages_of, tools_of
+from tasks.reward_functions import Rewards
+from tasks.train.generating import Generating
+
+REWARDS, COMMAND, NOTES = "rewards.py", "run.sh", "not_exported.txt"
+_REWARDS = '''\
+"""The reward functions of the stage {stage}, for verl: `pip install` posttrain where verl computes rewards."""
+
+import json
+from functools import cache
+
+from tasks.reward_functions import RewardFunction, Scorer, scorers
+
+REWARDS = json.loads({rewards!r})
+MODEL = {model!r}
+
+
+@cache
+def _scorers() -> list[Scorer]:
+    from transformers import AutoTokenizer
+
+    rewards = {{name: RewardFunction(**_fields(each)) for name, each in REWARDS.items()}}
+    return scorers(rewards, AutoTokenizer.from_pretrained(MODEL))
+
+
+def _fields(stated: dict) -> dict:
+    return {{name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict[str, float]:
+    """The weighted sum of the rewards as `score`, and each reward under its name."""
+    row = json.loads(extra_info["posttrain"])
+    columns = {{name: [value] for name, value in row["columns"].items()}}
+    found = {{each.name: each([row["prompt"]], [solution_str], columns)[0] for each in _scorers()}}
+    total = sum(each.weight * found[each.name] for each in _scorers())
+    return {{"score": total, **{{f"rewards/{{name}}": value for name, value in found.items()}}}}
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export wrote: settings by key, the overrides that replaced some, and what is not carried over."""
+
+    folder: Path
+    num_rows: dict[str, int]
+    config: dict[str, object]
+    overrides: list[str]
+    notes: list[str]
+
+
+def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], ability: str) -> Exported:
+    """Writes the folder.
+
+    Args:
+        overrides: of verl's settings, in Hydra's grammar; they win.
+        ability: verl's name for what the rows train, such as math; it only labels them.
+
+    Raises:
+        ConfigError: verl has no such method or option, or an override has no value.
+        ArtifactError: what the stage reads is not finished.
+    """
+    planned = plan.stage(stage)
+    method = planned.stage.method
+    if not isinstance(method, Generating):
+        raise ConfigError(f"{stage}: {method.name()} is not exported to verl; a stage of GRPO, RLOO or PPO is accepted")
+    inputs = {slot: _finished(plan, stage, given) for slot, given in planned.inputs.items()}
+    rows, policy = inputs["prompts"], inputs["policy"]
+    require_whole(stage, policy)
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    source = f"{plan.pipeline.name}/{stage}"
+    rewards = method.rewards or {}
+    truth = _truth_column(rewards)
+    written = {name: write_rows(rows / name, folder / name, source, ability, truth) for name in (TRAIN, HELD_OUT)}
+    if rewards:
+        (folder / REWARDS).write_text(_rewards_module(stage, rewards, policy), encoding="utf-8")
+    places = Places(
+        policy=str(policy), train=str(folder / TRAIN),
+        held_out=str(folder / (HELD_OUT if written[HELD_OUT] else TRAIN)),
+        rewards=str(folder / REWARDS) if rewards else None,
+        reward_model=str(inputs["reward_model"]) if "reward_model" in inputs else None,
+        pipeline=plan.pipeline.name, stage=stage,
+    )  # fmt: skip
+    recipe = verl_recipe(method, planned.stage.resources, places, written[TRAIN])
+    stated = _keys(overrides)
+    config = {key: value for key, value in recipe.config.items() if key.lstrip("+") not in stated}
+    words = [*(f"{key}={flat(value)}" for key, value in sorted(config.items())), *overrides]
+    (folder / COMMAND).write_text(_command(words), encoding="utf-8")
+    (folder / COMMAND).chmod(0o755)
+    (folder / NOTES).write_text("".join(f"{note}\n" for note in recipe.notes), encoding="utf-8")
+    sizes = {Path(name).stem: count for name, count in written.items()}
+    return Exported(folder=folder, num_rows=sizes, config=config, overrides=list(overrides), notes=recipe.notes)
+
+
+def _finished(plan: Plan, stage: str, given: PlannedInput) -> Path:
+    if given.source is None and plan.stage(given.name).state != "reuse":
+        raise ArtifactError(
+            f"{stage} reads {given.name}, which is not finished ({plan.stage(given.name).reason}); run it first: "
+            f"posttrain stage {given.name}"
+        )
+    path = plan.path_of(given)
+    if not path.is_dir():
+        raise ArtifactError(
+            f"{stage} reads {given.name.removeprefix(SOURCE)}, and {path} is not a directory; verl reads a model from "
+            "one: set its path"
+        )
+    return path.absolute()
+
+
+def require_whole(stage: str, policy: Path) -> None:
+    """Requires weights that verl can load: an output that is an adapter has none.
+
+    Raises:
+        ConfigError: they are elsewhere.
+    """
+    if not any(policy.glob("model*.safetensors")):
+        raise ConfigError(
+            f"{stage}: its policy {policy} is an adapter without its base, which verl cannot load; a whole model is "
+            "accepted; put a stage `merge` before it (docs/models.md), or train the policy with save=null"
+        )
+
+
+def _truth_column(rewards: Rewards) -> str | None:
+    """The column that verl calls the ground truth: the first that a reward function compares answers with."""
+    from tasks.reward_functions import scorers
+
+    named = [each.column for each in rewards.values() if each.column]
+    read = [column for key, each in rewards.items() if not _counts_tokens(each.function or key)
+            for column in scorers({key: each})[0].columns]  # fmt: skip
+    return next(iter([*named, *read]), None)
+
+
+def _counts_tokens(name: str) -> bool:
+    from tasks.reward_functions.built_in import BUILT_IN
+
+    return name in BUILT_IN and BUILT_IN[name].counts_tokens
+
+
+def write_rows(rows: Path, target: Path, source: str, ability: str, truth: str | None) -> int:
+    """Writes prepared prompts in verl's schema; returns how many. Without rows nothing is written.
+
+    ``extra_info.posttrain`` has what the stage's rewards read, the prompt and its columns, as JSON: the columns of two
+    rows may differ in type. ``reward_model.ground_truth`` is for verl's own functions.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = list(_verl_rows(rows, source, ability, truth))
+    if found:
+        pq.write_table(pa.Table.from_pylist(found), target)
+    return len(found)
+
+
+def _verl_rows(rows: Path, source: str, ability: str, truth: str | None) -> Iterator[dict[str, object]]:
+    import pyarrow.parquet as pq
+
+    if not rows.exists():
+        return
+    for index, row in enumerate(pq.read_table(rows).to_pylist()):
+        prompt = messages_of(row["prompt"])
+        if tools_of(row) or any("tool_calls" in each for each in prompt):
+            raise ConfigError(
+                f"{source}: row {row['row_id']} has tools, which verl reads from its own configuration "
+                "(actor_rollout_ref.rollout.multi_turn); prompts without tools and calls are accepted"
+            )
+        columns = json.loads(row["columns"]) if row.get("columns") else {}
+        value = columns.get(truth) if truth else None
+        yield {
+            "data_source": source,
+            "prompt": [{"role": str(each["role"]), "content": str(each["content"])} for each in prompt],
+            "ability": ability,
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": value if isinstance(value, str) else json.dumps(value) if value is not None else "",
+            },
+            "extra_info": {
+                "split": rows.stem, "index": index, "row_id": row["row_id"],
+                "posttrain": json.dumps({"prompt": prompt, "columns": columns}),
+            },
+        }  # fmt: skip
+
+
+def _rewards_module(stage: str, rewards: Rewards, policy: Path) -> str:
+    stated = {
+        name: {field: value for field, value in asdict(each).items() if value is not None}
+        for name, each in rewards.items()
+    }
+    return _REWARDS.format(stage=stage, rewards=json.dumps(stated), model=str(policy))
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    for word in overrides:
+        if "=" not in word:
+            raise ConfigError(f"--set {word}: KEY=VALUE is accepted, such as --set trainer.nnodes=2; add a value")
+    return {word.lstrip("+~").partition("=")[0] for word in overrides}
+
+
+def _command(words: Sequence[str]) -> str:
+    lines = " \\\n".join(f"  {shlex.quote(word)}" for word in words)
+    return f'#!/bin/sh\n# pip install verl=={VERSION}\nexec python3 -m verl.trainer.main_ppo \\\n{lines} \\\n  "$@"\n'

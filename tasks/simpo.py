@@ -1,0 +1,30 @@
+"""Simple preference optimization: Meng et al. 2024, arXiv:2405.14734."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt
+
+from tasks.train.pair_loss import Logps, PairLoss, reward_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO(PairLoss):
+    """Tunes a policy on preference pairs; the reward of an answer is its mean log-probability.
+
+    Args:
+        beta: scale of the reward.
+        gamma: target margin between the chosen and the rejected reward.
+    """
+
+    beta: Annotated[float, Gt(0)] = 2.0
+    gamma: Annotated[float, Ge(0)] = 1.0
+
+    def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":
+        from torch.nn.functional import logsigmoid
+
+        metrics = reward_metrics(self.beta * chosen.mean_B, self.beta * rejected.mean_B)  # eq. 4
+        return -logsigmoid(metrics["rewards/margins"] - self.gamma).mean(), metrics  # eq. 6

@@ -1,0 +1,110 @@
+"""Log-probabilities of the reference, computed once before the first step, and kept in the store's cache.
+
+A sweep over ``beta`` or the loss then pays the reference once, and a training has no reference in memory.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset, concatenate_datasets
+from safetensors.torch import load_file, save_file
+
+from lineage.cached import cached
+from lineage.fingerprint import canonical_json, short
+from lineage.store import REFERENCE_LOGPS
+from tasks.evaluate.scoring import Scored, logps
+from tasks.heartbeat import Doing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.context import TrainContext
+    from tasks.recipe import Inputs, TrainingRecipe
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
+_FILE = "logps.safetensors"
+_VERSION = 1  # raise it when the same model and rows now give other numbers
+_ROWS, _BATCH = 512, 16  # between two heartbeats, and of a forward pass: their own, so that no execution setting counts
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def with_reference(
+    examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext", model: "PreTrainedModel"
+) -> Dataset:
+    """The examples, pairs of answers, with the reference's log-probability of each answer in ``COLUMNS``.
+
+    Args:
+        model: the reference; it is left in evaluation mode.
+    """
+    key = _key(examples, method, inputs, ctx)
+
+    def compute(directory: Path) -> None:
+        save_file(_compute(examples, method, ctx, model), directory / _FILE)
+
+    if ctx.cache_dir is None:
+        with TemporaryDirectory() as scratch:
+            compute(Path(scratch))
+            return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
+    entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
+    with cached(entry, compute) as is_new:
+        logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
+        return concatenate_datasets([examples, _read(entry)], axis=1)
+
+
+def _read(entry: Path) -> Dataset:
+    return Dataset.from_dict({name: each.tolist() for name, each in load_file(entry / _FILE).items()})
+
+
+def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> str:
+    """Digest of all that decides the numbers: tokens, model, and arithmetic."""
+    tokens = hashlib.sha256()
+    for batch in examples.with_format("arrow").iter(_ROWS):
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            column = batch[name].combine_chunks()
+            tokens.update(column.value_lengths().to_numpy().tobytes() + column.flatten().to_numpy().tobytes())
+    policy = inputs["policy"]
+    decides = {
+        "tokens": tokens.hexdigest(),
+        "policy": policy.fingerprint,
+        "adapter_in": method.adapter_in,
+        "quantization": asdict(method.quantization) if method.quantization else None,
+        "precision": method.precision,
+        "weights": ctx.resources.frozen_dtype(method.precision),
+        "attention": ctx.resources.attention,
+        "device": "cuda" if ctx.resources.gpus_per_worker else "cpu",
+        "libraries": {name: version(name) for name in ("torch", "transformers")},
+        "version": _VERSION,
+    }
+    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+
+
+def _compute(
+    examples: Dataset, method: "TrainingRecipe", ctx: "TrainContext", model: "PreTrainedModel"
+) -> "dict[str, Tensor]":
+    device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
+    model.to(device).eval()
+    dtype = _AUTOCAST.get(method.precision)
+    found: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        for batch in examples.iter(_ROWS):
+            ctx.mark(0, Doing.BETWEEN)
+            rows = [*_answers(batch, "chosen_ids"), *_answers(batch, "rejected_ids")]
+            sums = logps(model, rows, _BATCH)
+            for name, part in zip(COLUMNS, (sums[: len(rows) // 2], sums[len(rows) // 2 :]), strict=True):
+                found[name] += part
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in found.items()}
+
+
+def _answers(batch: dict[str, list[list[int]]], column: str) -> Iterator[Scored]:
+    for prompt, answer in zip(batch["prompt_ids"], batch[column], strict=True):
+        yield Scored(input_ids=[*prompt, *answer], mask=[0] * len(prompt) + [1] * len(answer))
