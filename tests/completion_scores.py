@@ -24,3 +24,8 @@ def failing(completions: list[str]) -> list[float]:
 def non_finite(completions: list[str], answer: list[object]) -> list[float]:
     """Not a number for prompts without an answer."""
     return [float("nan") if each is None else 1.0 for each in answer]
+
+
+def vowel(completions: list[str]) -> list[float]:
+    """1 for a completion with a vowel."""
+    return [float(any(letter in "aeiou" for letter in each)) for each in completions]

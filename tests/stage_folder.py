@@ -14,12 +14,13 @@ from tests.worker_group import one_thread
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=None, save_minutes=None, keep_last=9)
 ROWS = {
     "text": tiny.text_rows, "conversations": tiny.conversation_rows, "preferences": tiny.preference_rows,
+    "unpaired": tiny.unpaired_rows, "prompts": tiny.prompt_rows,
 }  # fmt: skip
 
 
 def write_inputs(root: Path) -> Path:
-    """A policy, and rows of every kind of which some are held out."""
-    tiny.write_policy(root / "policy")
+    """A policy, a teacher, and rows of every kind of which some are held out."""
+    training.write_models(root)
     for name, rows in ROWS.items():
         tiny.write_rows(root / name, rows(50)[:40], rows(50)[40:])
     return root

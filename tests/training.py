@@ -16,6 +16,7 @@ from tasks.method import Input, Inputs, Training
 from tasks.on_policy_distill import OnPolicyDistillation
 from tasks.online_dpo import OnlineDPO
 from tasks.orpo import ORPO
+from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.rloo import RLOO
@@ -33,11 +34,11 @@ METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
     "on_policy_distill": OnPolicyDistillation,
     "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
-    "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO,
+    "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO, "ppo": PPO,
 }  # fmt: skip
 REINFORCED = ("grpo", "rloo", "online_dpo")
-GENERATING = ("on_policy_distill", *REINFORCED)
-_REINFORCED: dict[str, object] = {
+GENERATING = ("on_policy_distill", "ppo", *REINFORCED)
+GENERATED: dict[str, object] = {
     "max_length": 96, "max_completion_length": 6, "num_generations": 4,
     "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
 }  # fmt: skip
@@ -45,9 +46,10 @@ OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
     "on_policy_distill": {"max_completion_length": 6},
-    "grpo": _REINFORCED,
-    "rloo": _REINFORCED,
-    "online_dpo": {**_REINFORCED, "num_generations": 2, "max_completion_length": 12},
+    "grpo": GENERATED,
+    "rloo": GENERATED,
+    "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
+    "ppo": {**GENERATED, "num_generations": 2},
 }
 
 
@@ -56,10 +58,15 @@ def method(name: str, **fields: object) -> Training:
     return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
-def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
-    """A policy, a teacher and rows of every kind under ``root``."""
+def write_models(root: Path) -> None:
+    """A policy and a teacher, whose distribution is far from the policy's."""
     tiny.write_policy(root / "policy")
     tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
+
+
+def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
+    """A policy, a teacher and rows of every kind under ``root``."""
+    write_models(root)
     tiny.write_rows(root / "text", tiny.text_rows(num_rows))
     tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
     tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
@@ -83,7 +90,8 @@ def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs
 
 def trajectory(metrics: Metrics) -> float:
     """The loss of a step; on a policy's own completions, whose loss is 0 by construction, the norm of its gradient."""
-    return metrics["grad_norm" if "reward" in metrics else "loss"]
+    is_zero = "reward" in metrics and "loss/value" not in metrics  # PPO has a loss of values
+    return metrics["grad_norm" if is_zero else "loss"]
 
 
 @dataclass

@@ -190,6 +190,13 @@ def _batch_does_not_divide(case: Case) -> bool:
     return case.method.global_batch_size % (case.resources.num_workers * case.resources.micro_batch_size) != 0
 
 
+def _leaves_a_worker_idle(case: Case) -> bool:
+    num_minibatches = case.get("method.num_minibatches")
+    if not isinstance(num_minibatches, int):
+        return False
+    return case.method.global_batch_size < num_minibatches * case.resources.num_workers
+
+
 def _keep_best_unmeasured(case: Case) -> bool:
     kept = case.resources.keep_best
     return kept is not None and kept.metric == HELD_OUT_LOSS and not case.method.measures_held_out
@@ -888,6 +895,15 @@ RULES: tuple[Rule, ...] = (
         ),
         nearest=_fitting_batches,
         example={"method.global_batch_size": 10, "resources.micro_batch_size": 4},
+    ),
+    Rule(
+        id="minibatches-workers",
+        fields=("method.num_minibatches", "method.global_batch_size", "resources.num_workers"),
+        refuses=_leaves_a_worker_idle,
+        reason="a minibatch has fewer completions than there are workers, so one of them would have none",
+        nearest={"method.num_minibatches": 1},
+        example={"method.num_minibatches": 16, "resources.num_workers": 2},
+        stage="ppo",
     ),
     Rule(
         id="workers-nodes",

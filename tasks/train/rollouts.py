@@ -185,8 +185,9 @@ class Rollouts:
         return rewards_NK @ torch.tensor(self.weights, device=rewards_NK.device)
 
     def equal_groups(self, rewards_NK: "Tensor") -> "Tensor":
-        """Whether all rewards of each prompt are equal."""
-        groups = self.total(rewards_NK).view(-1, self.method.num_generations)
+        """Whether all rewards of each prompt are equal; where it has one completion, all of the step."""
+        size = self.method.num_generations
+        groups = self.total(rewards_NK).view(-1, size if size > 1 else len(rewards_NK))
         return torch.isclose(groups, groups[:, :1]).all(1)
 
     def gathered(self, values_B: "Tensor") -> "Tensor":
@@ -199,8 +200,6 @@ class Rollouts:
 
     def watch(self, step: int, rewards_NK: "Tensor") -> None:
         """Counts the steps in which no reward tells one completion from another; see ``record``."""
-        if self.method.num_generations == 1:
-            return
         self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
         patience = self.method.equal_rewards_patience
         if self.equal_steps == 0:

@@ -195,7 +195,8 @@ class TrainingRun:
         if role == Role.FROZEN_POLICY:
             return self._frozen_policy()
         if role == Role.VALUE_MODEL:
-            start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
+            scores = (each for each, other in self.method.models.items() if other == Role.REWARD_MODEL)
+            start = next((each for each in scores if each in self.inputs), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
             prepare_layers(model, self.ctx.resources, own_loop=True)
             return model
@@ -309,6 +310,11 @@ class TrainingRun:
         for number in range(resources.accumulation_steps(self.method.global_batch_size)):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
             yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
+
+    def disable_dropout(self) -> None:
+        """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
+        assert "policy" not in self.__dict__
+        models.disable_dropout(self._start.model)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -97,7 +97,8 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
     losses = []
     for resources in (LIVE, BEFORE):
-        method = stage(adapter=Adapter(rank=4, alpha=8), adapter_in=adapter_in, save="adapter")
+        options = {"losses": {"sigmoid": 1.0, "kto_pair": 1.0}, "adapter_in": adapter_in, "save": "adapter"}
+        method = stage(adapter=LORA, **options)
         output = tmp_path / f"{resources.precompute_reference}"
         ctx = TrainContext(output_dir=output, work_dir=tmp_path / "work", resources=resources)
         run = TrainingRun(method, {**training.inputs(root, method), "policy": policy}, ctx)

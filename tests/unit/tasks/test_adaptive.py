@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from dataclasses import fields
 
 import pytest
 
@@ -123,3 +125,31 @@ def test_a_way_back_needs_a_best_model_by_the_held_out_loss() -> None:
     with pytest.raises(ConfigError, match=r"schedule.adaptive.divergence_z, best.metric=loss: .* or divergence_z=null"):
         SFT(schedule=schedule, best=Best(metric="loss", every_steps=2))
     assert SFT(schedule=schedule, validation=Validation(every_steps=5)).best == Best()
+
+
+ACTING: dict[str, float | int] = {
+    "start_steps": 3, "plateau_steps": 4, "recovery_steps": 5, "spike_z": 3.0, "divergence_z": 30.0, "min_factor": 0.3,
+    "plateau_factor": 0.6,
+}  # fmt: skip
+OTHER: dict[str, float | int] = {
+    "spike_z": 8.0, "spike_factor": 0.1, "recovery_steps": 9, "plateau_steps": 9, "plateau_factor": 0.9,
+    "min_improvement": 0.1, "divergence_z": 5e5, "divergence_factor": 0.9, "max_returns": 1, "smoothing": 0.5,
+    "start_steps": 8, "min_factor": 0.05,
+}  # fmt: skip
+
+
+def factors(**changed: float | int) -> list[float]:
+    """Of the learning rate after each step of a loss that falls, spikes and diverges."""
+    watch = LossWatch(setting=Adaptive(**{**ACTING, **changed}))  # type: ignore[arg-type]
+    found, noise = [], random.Random(0)
+    for step in range(1, 120):
+        loss = 2 + noise.gauss(0, 0.01) + 0.2 * (step % 17 == 0) + 50 * (step % 29 == 0) - 0.002 * min(step, 40)
+        watch.observe(step, loss, can_return=True)
+        found.append(watch.factor)
+    return found
+
+
+def test_every_field_changes_the_learning_rate() -> None:
+    assert OTHER.keys() == {each.name for each in fields(Adaptive)}
+    unchanged = [name for name, value in OTHER.items() if factors(**{name: value}) == factors()]
+    assert unchanged == []

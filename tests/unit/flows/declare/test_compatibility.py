@@ -15,6 +15,7 @@ from tasks.dpo import DPO
 from tasks.grpo import GRPO
 from tasks.method import LOOP_FIELDS, Training
 from tasks.online_dpo import OnlineDPO
+from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 from tasks.train.compatibility import RULES, Case, Fields, Rule, assigned, refusals
@@ -39,6 +40,7 @@ STAGES = {
     "own_loop": OwnLoop,
     "grpo": GRPO,
     "online_dpo": OnlineDPO,
+    "ppo": PPO,
 }
 IN_THE_DEFAULT = ("cpt", "sft", "reward", "dpo")  # pipeline
 BASE = {
