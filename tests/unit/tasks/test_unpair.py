@@ -6,10 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.declare.config import load_pipeline
-from lineage.artifact import Kind
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from tasks.context import TrainContext
 from tasks.data.kinds import PREFERENCES, UNPAIRED
+from tasks.data.preparing.detect_source import detect_source, require_kind
 from tasks.recipe import Input
 from tasks.unpair import Unpair
 from tests import tiny
@@ -59,6 +60,15 @@ def test_a_plan_feeds_kto_from_preferences() -> None:
     assert stages["unpaired"].method == Unpair()
     with pytest.raises(ConfigError, match=r"preferences gives preferences, this slot takes unpaired; .*unpair.yaml"):
         load_pipeline([*KTO, "stages.kto.inputs.rows=preferences"])
+
+
+def test_a_file_of_pairs_is_sent_through_the_two_stages_that_make_single_answers(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    source = Source(path=str(tmp_path / "pairs.jsonl"))
+    detected, _ = detect_source(source)
+    assert detected
+    with pytest.raises(DataError, match=r"use conf/stage/preferences.yaml for it and conf/stage/unpair.yaml after it"):
+        require_kind(detected, source, Kind.UNPAIRED)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "reward"])
