@@ -164,3 +164,12 @@ def test_rewards_that_never_differ_end_it(root: Path, tmp_path: Path) -> None:
     stage = ppo(rewards=constant, num_generations=1, num_steps=4, equal_rewards_patience=2)
     with pytest.raises(PipelineError, match=r"for 2 steps up to step 2, .* equal rewards .*constant=1"):
         training.train(stage, root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2", "mixtral", "qwen3_moe"])
+def test_every_architecture_is_trained(root: Path, tmp_path: Path, architecture: str) -> None:
+    policy = write_model(tmp_path / "policy", architecture)
+    stage = ppo(num_steps=1, num_ppo_epochs=1, precision="bf16", warmup_ratio=0.0)
+    trained = training.train(stage, root, tmp_path / "output", policy=policy)
+    assert trained.reports[0][1]["kl"] == pytest.approx(0.0, abs=1e-2)
+    assert not training.same(training.weights(trained.output), training.weights(policy))
