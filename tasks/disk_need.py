@@ -16,7 +16,7 @@ from lineage.model_files import read_json, require_sound
 from lineage.store import Entry
 from tasks.check_rows import POLICY
 from tasks.context import Resources
-from tasks.recipe import REWARD_HEAD, TrainingRecipe
+from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
 from tasks.train.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
 from tasks.train.freeze import Freeze
 from tasks.train.quantization import CONV1D_MODELS
@@ -104,6 +104,10 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
     saved = adapter if method.adapter else weights
     if method.freeze:
         trained -= _frozen_weights(method.freeze, shapes) or 0
+    if method.has_own_loop and method.adapter:
+        saved += weights  # it saves its policy with the base
+    if VALUE_MODEL in method.models.values():
+        saved, trained = saved + weights, trained + weights
     keep_best = resources.keep_best.n if resources.keep_best else 0
     by_steps, saves = _saves(method, resources)
     # One by the clock is written beside the one before, in whatever time the stage takes.

@@ -20,6 +20,13 @@ from tasks.train.compatibility import check_compatible
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
 
+_NO_PAIRS = {
+    (Kind.PREFERENCES, Kind.UNPAIRED): (
+        "; a stage with conf/stage/unpair.yaml splits pairs into single answers: "
+        "+stage@stages.unpaired.method=unpair stages.unpaired.inputs.pairs=<preferences>"
+    ),
+    (Kind.UNPAIRED, Kind.PREFERENCES): "; single answers have no pairs, so that kto alone trains on them",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -188,7 +195,7 @@ class Pipeline:
             fitting = [name for name in self._references() if self._kind(name) == expected]
             raise ConfigError(
                 f"{where}: {reference} gives {found}, this slot takes {expected}; "
-                f"that is what {', '.join(fitting) or 'nothing here'} gives"
+                f"that is what {', '.join(fitting) or 'nothing here'} gives{_NO_PAIRS.get((found, expected), '')}"
             )
 
 

@@ -23,7 +23,7 @@ Works = Literal["yes", "on a GPU", "no"]
 _GPU: Fields = {"resources.gpus_per_worker": 1, "method.precision": "bf16"}  # as conf/resources/gpu.yaml
 # What a training states in these tables where no value of a setting says otherwise.
 _BASE: Fields = {
-    "method.learning_rate": 1e-3, "method.num_steps": 8, "method.max_length": 64, "method.global_batch_size": 8,
+    "method.learning_rate": 1e-3, "method.num_steps": 8, "method.max_length": 512, "method.global_batch_size": 8,
     "resources.micro_batch_size": 8,
 }  # fmt: skip
 _SHARDING: Mapping[str, Fields] = {

@@ -185,10 +185,15 @@ def _batch(method: Generating, resources: Resources, num_rows: int, recipe: Reci
             f"num_minibatches={updates}: {prompts} prompts (global_batch_size / num_generations) do not divide into so "
             "many updates, and verl divides prompts; set num_minibatches to a divisor"
         )
-    steps = method.steps(lambda: num_rows) / method.steps_per_generation
+    if num_rows < prompts:
+        raise ConfigError(
+            f"{num_rows} prompts are fewer than the {prompts} of a step (global_batch_size / num_generations), and verl"
+            " drops a batch that is not full; set a smaller global_batch_size, or add prompts"
+        )
+    steps = -(-method.steps(lambda: num_rows) // method.steps_per_generation)
     recipe.put(
-        "trainer", "num_steps", "num_epochs", total_training_steps=max(1, round(steps)),
-        total_epochs=max(1, -(-round(steps) * prompts // num_rows)),
+        "trainer", "num_steps", "num_epochs", total_training_steps=steps,
+        total_epochs=-(-steps // (num_rows // prompts)),  # of full batches: verl drops the rest
     )  # fmt: skip
     recipe.put("data", "global_batch_size", train_batch_size=prompts)
     recipe.put(_ROLLOUT, "num_generations", n=method.num_generations)

@@ -1,4 +1,4 @@
-"""Measures policies on held-out rows: perplexity, preference accuracy, exact match, rewards of greedy answers."""
+"""Measures policies on held-out rows: perplexity, preferences, single answers, exact match, rewards of answers."""
 
 import filecmp
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,8 @@ class Evaluate(Method):
 
     Args:
         num_rows: held-out rows per measure, at most.
-        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs; each policy answers them greedily.
+        num_prompts: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers; each
+            policy answers them greedily.
         num_questions: of the conversations, answered likewise, for exact match; None: ``num_prompts``.
         max_length: tokens of a row; None: the longest ``max_length`` of the stages that trained the models.
         max_dropped: largest share of the rows of a kind that may be dropped.
@@ -66,12 +67,15 @@ class Evaluate(Method):
         "text": Kind.TEXT,
         "conversations": Kind.CONVERSATIONS,
         "pairs": Kind.PREFERENCES,
+        "unpaired": Kind.UNPAIRED,
         "prompts": Kind.PROMPTS,
         "reward_model": Kind.REWARD_MODEL,
         "reference": Kind.CHECKPOINT,
         "*": Kind.CHECKPOINT,
     }
-    optional: ClassVar[frozenset[str]] = frozenset({"text", "conversations", "pairs", "prompts", "reward_model"})
+    optional: ClassVar[frozenset[str]] = frozenset(
+        {"text", "conversations", "pairs", "unpaired", "prompts", "reward_model"}
+    )
     produces: ClassVar[Kind] = Kind.REPORT
     metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # a gate's rules may use them
     uses_gpu: ClassVar[bool] = True
@@ -103,7 +107,7 @@ class Evaluate(Method):
         Raises:
             ConfigError: names the empty slot.
         """
-        measurable = ("text", "conversations", "pairs", *(["prompts"] if self.rewards else []))
+        measurable = ("text", "conversations", "pairs", "unpaired", *(["prompts"] if self.rewards else []))
         for slots, why, is_needed in (
             (measurable, "there are no rows to measure on", True),
             (("pairs",), "a reward model scores answers to the prompts of pairs", "reward_model" in filled),
@@ -211,6 +215,7 @@ class Evaluate(Method):
             answers=logps(model, rows.answers, batch_size),
             chosen=logps(model, rows.pairs.chosen, batch_size),
             rejected=logps(model, rows.pairs.rejected, batch_size),
+            unpaired=logps(model, rows.unpaired.answers, batch_size),
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
             answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
         )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from tasks.evaluate.row_scores import REWARD, RowScores
@@ -24,6 +25,7 @@ class Measured:
             conversation, and of the two answers of each pair, in nats.
         greedy: its answer to each prompt.
         answered: its answer to each question of the conversations.
+        unpaired: log-probability of each single answer.
     """
 
     text: Sequence[float]
@@ -32,6 +34,7 @@ class Measured:
     rejected: Sequence[float]
     greedy: Sequence[Answer]
     answered: Sequence[Answer]
+    unpaired: Sequence[float] = ()
 
 
 def policy_scores(
@@ -61,10 +64,54 @@ def policy_scores(
         over_pairs("preference_accuracy", rows, wins),
         over_pairs("logp_accuracy", rows, likelier),
         over_pairs("mean_logp_accuracy", rows, per_token),
+        *_of_unpaired(rows, measured, reference),
         *_of_answers(rows, measured),
         *(_of_form(rows, measured) if form else []),
     ]
     return [each for each in scores if each.row_ids]
+
+
+def _of_unpaired(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
+    """How single answers are told apart.
+
+    ``unpaired_accuracy``: the share whose implicit reward against the reference is positive where they are desirable,
+    and negative where they are not. ``unpaired_auc``: how often a desirable answer is likelier per token than one that
+    is not, over all such pairs of rows.
+    """
+    answers, desirable = rows.unpaired.answers, rows.unpaired.desirable
+    ids, groups = [each.row_id for each in answers], [each.group for each in answers]
+    told = {
+        name: [
+            win(logp, base) if wanted else win(base, logp)
+            for logp, base, wanted in zip(policy.unpaired, reference.unpaired, desirable, strict=True)
+        ]
+        for name, policy in measured.items()
+    }
+    found = [_equal("unpaired_accuracy", ids, groups, told)]
+    if len(set(desirable)) == 2:
+        ranked = {name: auc_scores(_means(policy.unpaired, answers), desirable) for name, policy in measured.items()}
+        found.append(_equal("unpaired_auc", ids, groups, ranked))
+    return found
+
+
+def auc_scores(scores: Sequence[float], positive: Sequence[bool]) -> list[float]:
+    """A number for each row: their mean is the area under the curve, their variation that of the area.
+
+    Each is the area, and the row's own share of wins less the area, weighted by how rare its label is: the structural
+    components of DeLong et al. 1988, Biometrics 44(3), eq. 2, as pseudo-values, so that a bootstrap over rows has the
+    right noise.
+    """
+    wanted = [score for score, label in zip(scores, positive, strict=True) if label]
+    others = [score for score, label in zip(scores, positive, strict=True) if not label]
+    shares = [
+        fmean(win(score, other) for other in others) if label else fmean(win(other, score) for other in wanted)
+        for score, label in zip(scores, positive, strict=True)
+    ]
+    area = fmean(share for share, label in zip(shares, positive, strict=True) if label)
+    return [
+        area + (share - area) * len(scores) / len(wanted if label else others)
+        for share, label in zip(shares, positive, strict=True)
+    ]
 
 
 def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference: Sequence[float]) -> list[RowScores]:

@@ -19,6 +19,8 @@ _COLUMNS = {
     "preference_accuracy": ("preference acc. (implicit reward) ↑", 3),
     "logp_accuracy": ("preference acc. (log-prob.) ↑", 3),
     "mean_logp_accuracy": ("preference acc. (log-prob. per token) ↑", 3),
+    "unpaired_accuracy": ("single answers acc. (implicit reward) ↑", 3),
+    "unpaired_auc": ("single answers AUC (log-prob. per token) ↑", 3),
     "reward_score": ("reward of answers ↑", 2),
     "win_rate": ("win rate over the reference ↑", 2),
     "unfinished_share": ("answers cut off ↓", 2),

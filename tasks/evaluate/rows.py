@@ -39,6 +39,14 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unpaired:
+    """Single answers with their tokens masked, and which of them are desirable."""
+
+    answers: Sequence[Scored] = ()
+    desirable: Sequence[bool] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt with its tools.
 
@@ -87,7 +95,7 @@ class Rows:
     """The rows that every policy is measured on.
 
     Args:
-        prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs.
+        prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers.
         questions, question_ids: of the conversations, for exact match.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
@@ -100,6 +108,7 @@ class Rows:
     questions: Sequence[Question]
     question_ids: Sequence[Sequence[int]]
     lost: Mapping[str, float]
+    unpaired: Unpaired = Unpaired()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +155,18 @@ def draw(
     Raises:
         DataError: a kind has no rows, or too many of them are dropped or cut.
     """
-    text, conversations, pairs = (
-        draw_rows(inputs[slot], num_rows, seed) if slot in inputs else [] for slot in ("text", "conversations", "pairs")
+    text, conversations, pairs, unpaired = (
+        draw_rows(inputs[slot], num_rows, seed) if slot in inputs else []
+        for slot in ("text", "conversations", "pairs", "unpaired")
     )
-    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs
+    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs or unpaired
     prompts = distinct_prompts(asking, num_prompts)
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length),
         "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, thinking),
         "pairs": _tokens(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length, thinking),
+        **({"unpaired": _tokens(Kind.UNPAIRED, unpaired, tokenizer, lengths.max_length, thinking)} if unpaired else {}),
     }
     asked = [*prompts, *(question.prompt for question in questions)]
     ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
@@ -172,6 +183,7 @@ def draw(
         questions=questions,
         question_ids=ids[len(prompts) :],
         lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
+        unpaired=unpaired_tokens(tokens.get("unpaired", ())),
     )
 
 
@@ -303,6 +315,21 @@ def pair_tokens(rows: Tokens) -> Pairs:
     )
     kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in found]
     return Pairs(chosen=chosen, rejected=rejected, kinds=kinds)
+
+
+def unpaired_tokens(rows: Tokens) -> Unpaired:
+    """The conversation of each single answer; the tokens of the answer count, as in training."""
+    found = _kept(rows)
+    answers = [
+        Scored(
+            input_ids=[*each.columns["prompt_ids"], *each.columns["completion_ids"]],
+            mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns["completion_ids"]),
+            row_id=str(row["row_id"]),
+            group=prompt_of(row).name,
+        )
+        for row, each in found
+    ]
+    return Unpaired(answers=answers, desirable=[bool(row["label"]) for row, _ in found])
 
 
 def _kept(rows: Tokens) -> Tokens:

@@ -24,9 +24,9 @@ def prompts() -> Iterator[dict[str, object]]:
 
 
 def alphabet() -> Iterator[dict[str, object]]:
-    """Rows {text}: the digits, for a tokenizer that has one token per character."""
-    for digit in range(10):
-        yield {"text": str(digit)}
+    """Rows {text}, for a tokenizer with one token per digit and per name of a turn."""
+    for text in ("user", "assistant", *map(str, range(10))):
+        yield {"text": text}
 
 
 def answer(problem: str) -> str:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
 _FILE = "logps.safetensors"
 _VERSION = 1  # raise it when the same model and rows now give other numbers
-_ROWS, _BATCH = 512, 16  # between two heartbeats, and of a forward pass: their own, so that no execution setting counts
+_ROWS, _BATCH = 64, 16  # between two heartbeats, and of a forward pass: their own, so that no execution setting counts
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,8 +56,10 @@ def with_reference(
             compute(Path(scratch))
             return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
     entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
+    ctx.mark(None, Doing.FETCHING)  # a worker that waits for the one that computes is not taken for hung
     with cached(entry, compute) as is_new:
         logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
+        ctx.mark(None, Doing.LOADING)
         return concatenate_datasets([examples, _read(entry)], axis=1)
 
 
@@ -97,7 +99,7 @@ def _compute(
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         for batch in examples.iter(_ROWS):
-            ctx.mark(0, Doing.BETWEEN)
+            ctx.mark(None, Doing.LOADING)
             rows = [*_answers(batch, "chosen_ids"), *_answers(batch, "rejected_ids")]
             sums = logps(model, rows, _BATCH)
             for name, part in zip(COLUMNS, (sums[: len(rows) // 2], sums[len(rows) // 2 :]), strict=True):

@@ -36,8 +36,12 @@ def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_
     return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
 
 
-def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
-    """The value (B, T) of each token in fp32 under a VALUE_MODEL: the output of its head at every token."""
+def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor | None") -> "Tensor":
+    """The value (B, T) of each token in fp32 under a VALUE_MODEL: the output of its head at every token.
+
+    Args:
+        attention_mask_BT: None: padding is on the right, where causal attention needs no mask.
+    """
     outputs = model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
     return _score(model, outputs.last_hidden_state)
 

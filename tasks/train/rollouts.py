@@ -185,8 +185,9 @@ class Rollouts:
         return rewards_NK @ torch.tensor(self.weights, device=rewards_NK.device)
 
     def equal_groups(self, rewards_NK: "Tensor") -> "Tensor":
-        """Whether all rewards of each prompt are equal."""
-        groups = self.total(rewards_NK).view(-1, self.method.num_generations)
+        """Whether all rewards of each prompt are equal; where it has one completion, all of the step."""
+        size = self.method.num_generations
+        groups = self.total(rewards_NK).view(-1, size if size > 1 else len(rewards_NK))
         return torch.isclose(groups, groups[:, :1]).all(1)
 
     def gathered(self, values_B: "Tensor") -> "Tensor":
@@ -199,8 +200,6 @@ class Rollouts:
 
     def watch(self, step: int, rewards_NK: "Tensor") -> None:
         """Counts the steps in which no reward tells one completion from another; see ``record``."""
-        if self.method.num_generations == 1:
-            return
         self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
         patience = self.method.equal_rewards_patience
         if self.equal_steps == 0:
@@ -306,8 +305,11 @@ def sample(
         pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
     )  # fmt: skip
     ids_BT, mask_BT = (each.to(model.device) for each in _padded(prompts, pad_token_id, left=True))
-    own, was_training = model.generation_config, model.training
+    own, was_training, text = model.generation_config, model.training, model.config.get_text_config()
+    routes = getattr(text, "output_router_logits", None)  # of a mixture; they fail beside a cache
     model.generation_config = config  # else ``generate`` would fill what is unset from the model's
+    if routes is not None:
+        text.output_router_logits = False
     model.eval()  # a gradient checkpoint would switch the cache off, an adapter's dropout would add noise
     try:
         with torch.inference_mode(), without_router_loss(model):
@@ -317,6 +319,8 @@ def sample(
             )
     finally:
         model.generation_config = own
+        if routes is not None:
+            text.output_router_logits = routes
         model.train(was_training)
     return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
 

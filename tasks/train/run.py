@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,7 +195,8 @@ class TrainingRun:
         if role == Role.FROZEN_POLICY:
             return self._frozen_policy()
         if role == Role.VALUE_MODEL:
-            start = next((each for each, other in self.method.models.items() if other == Role.REWARD_MODEL), _POLICY)
+            scores = (each for each, other in self.method.models.items() if other == Role.REWARD_MODEL)
+            start = next((each for each in scores if each in self.inputs), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
             prepare_layers(model, self.ctx.resources, own_loop=True)
             return model
@@ -310,6 +310,11 @@ class TrainingRun:
         for number in range(resources.accumulation_steps(self.method.global_batch_size)):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
             yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
+
+    def disable_dropout(self) -> None:
+        """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
+        assert "policy" not in self.__dict__
+        models.disable_dropout(self._start.model)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -529,7 +534,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), math.ceil(num_steps * method.rows_per_step), method.seed))
+    return rows.dataset(row_order(len(rows), method.rows_of(num_steps), method.seed))
 
 
 def fit(

@@ -26,6 +26,7 @@ from tests.tiny import (
     preference_rows,
     prompt_rows,
     text_rows,
+    unpaired_rows,
     write_policy,
     write_rows,
     write_tokenizer,
@@ -105,6 +106,37 @@ def test_accuracies_and_answer_perplexity_are_those_computed_by_hand(tmp_path: P
     ]
     perplexity = math.exp(-sum(logp for logp, _ in scores) / sum(count for _, count in scores))
     assert metrics["dpo/answer_perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_single_answers_are_told_apart_as_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    rows = unpaired_rows(12)
+    path = write_rows(tmp_path / "unpaired", rows[:1], rows)
+    given = {**inputs, "unpaired": replace(inputs["text"], name="unpaired", kind=Kind.UNPAIRED, path=path)}
+    del given["text"], given["conversations"], given["pairs"], given["reward_model"]
+    metrics = evaluate(tmp_path / "out", given)
+    scored = {
+        name: [answer_logp(inputs[name].path, row["prompt"], row["completion"]) for row in rows]
+        for name in ("sft", "dpo")
+    }
+    labels = [bool(row["label"]) for row in rows]
+    ratios = [dpo - sft for (sft, _), (dpo, _) in zip(scored["sft"], scored["dpo"], strict=True)]
+    right = [(ratio > 0) == label for ratio, label in zip(ratios, labels, strict=True)]
+    assert metrics["dpo/unpaired_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert metrics["sft/unpaired_accuracy"] == 0.5
+    means = [logp / count for logp, count in scored["dpo"]]
+    ranked = [
+        means[good] > means[bad]
+        for good in range(len(rows))
+        for bad in range(len(rows))
+        if labels[good] and not labels[bad]
+    ]
+    assert metrics["dpo/unpaired_auc"] == pytest.approx(sum(ranked) / len(ranked))
+    assert metrics["unpaired/rows_dropped"] == 0
+    found = read_scores(tmp_path / "out")
+    assert set(found["unpaired_accuracy"].row_ids) == {row["row_id"] for row in rows}
+    assert "single answers acc." in (tmp_path / "out" / "table.md").read_text()
+    answered = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    assert len(answered) == SMALL.num_prompts  # to the prompts of the single answers
 
 
 def test_the_reference_prefers_nothing_over_itself(tmp_path: Path, inputs: dict[str, Input]) -> None:
@@ -208,7 +240,7 @@ def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: di
 def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict[str, Input]) -> None:
     metrics = evaluate(tmp_path, inputs, replace(SMALL, answer_form="one_sentence"))
     scores = read_scores(tmp_path)
-    assert set(scores) == {*Evaluate.metrics, "answer_tokens"}
+    assert set(scores) == {*Evaluate.metrics, "answer_tokens"} - {"unpaired_accuracy", "unpaired_auc"}  # no such rows
     made = {name: value for each in scores.values() for name, value in each.metrics().items()}
     counts = ("rows_dropped", "rows_cut", "prompts_cut", "max_length")
     others = [name for name in metrics if name.startswith("reward_model/accuracy/") or name.endswith(counts)]
@@ -450,7 +482,11 @@ def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Pat
 @pytest.mark.parametrize(
     ("slots", "form", "message"),
     [
-        (("reference", "sft"), None, "no rows to measure on, and no input text or conversations or pairs is set"),
+        (
+            ("reference", "sft"),
+            None,
+            "no rows to measure on, and no input text or conversations or pairs or unpaired is set",
+        ),
         (("reference", "sft", "text", "reward_model"), None, "a reward model scores .* no input pairs is set"),
         (("reference", "sft", "text"), "one_sentence", "answer_form=one_sentence .* no input conversations is set"),
     ],

@@ -16,6 +16,7 @@ from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
 from tasks.quickstart import ROWS, QuickstartRow, quickstart_rows
 from tasks.quickstart.documentation import documents
+from tasks.quickstart.instructions import prompts
 from tasks.quickstart.preferences import FAULTS
 from tasks.quickstart.questions import TOPICS, Question, asked, questions, usages
 
@@ -65,6 +66,13 @@ def test_no_question_of_the_instructions_is_asked_in_the_preferences() -> None:
     instructions = [row["messages"][0]["content"] for row in rows_of("instructions")]  # type: ignore[index]
     preferences = [row["prompt"] for row in rows_of("preferences")]
     assert len({*instructions, *preferences}) == len(instructions) + len(preferences)
+
+
+def test_prompts_are_the_questions_that_the_instructions_do_not_answer() -> None:
+    instructions = {row["messages"][0]["content"] for row in rows_of("instructions")}  # type: ignore[index]
+    groups = {str(row["prompt"]): row["group"] for row in prompts()}
+    assert not instructions & groups.keys()
+    assert all(groups[str(row["prompt"])] == row["group"] for row in rows_of("preferences"))
 
 
 def test_no_topic_is_most_of_the_rows_and_no_answer_most_of_a_topic_but_yes_and_no() -> None:

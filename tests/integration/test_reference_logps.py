@@ -7,6 +7,7 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
+from tasks.heartbeat import Doing
 from tasks.method import Adapter, Input, Quantization, Training, Validation
 from tasks.train import models, reference_logps
 from tasks.train.compatibility import Case, refusals
@@ -97,7 +98,8 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
     losses = []
     for resources in (LIVE, BEFORE):
-        method = stage(adapter=Adapter(rank=4, alpha=8), adapter_in=adapter_in, save="adapter")
+        options = {"losses": {"sigmoid": 1.0, "kto_pair": 1.0}, "adapter_in": adapter_in, "save": "adapter"}
+        method = stage(adapter=LORA, **options)
         output = tmp_path / f"{resources.precompute_reference}"
         ctx = TrainContext(output_dir=output, work_dir=tmp_path / "work", resources=resources)
         run = TrainingRun(method, {**training.inputs(root, method), "policy": policy}, ctx)
@@ -107,11 +109,24 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     assert losses[1] == pytest.approx(losses[0], **CLOSE)
 
 
-def cached_run(root: Path, folder: Path, method: Training, cache: Path, **policy: object) -> None:
-    resources = Resources(micro_batch_size=4, precompute_reference=True)
-    ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", cache_dir=cache, resources=resources)
+def cached_run(root: Path, folder: Path, method: Training, cache: Path, **policy: object) -> list[Doing]:
+    """Trains with a cache; returns what the worker showed to do."""
+    shown: list[Doing] = []
+    ctx = TrainContext(
+        output_dir=folder / "output", work_dir=folder / "work", cache_dir=cache, resources=BEFORE,
+        mark=lambda _step, doing: shown.append(doing),
+    )  # fmt: skip
     inputs = training.inputs(root, method)
     method.run({**inputs, **policy}, ctx)  # type: ignore[arg-type]
+    return shown
+
+
+def test_who_computes_shows_that_it_goes_on_and_who_waits_is_not_watched(root: Path, tmp_path: Path) -> None:
+    first, second = (
+        cached_run(root, tmp_path / name, stage(num_steps=1), tmp_path / "cache") for name in ("first", "second")
+    )
+    assert first[:3] == [Doing.FETCHING, Doing.LOADING, Doing.LOADING]
+    assert second[:2] == [Doing.FETCHING, Doing.LOADING] and len(second) == len(first) - 1
 
 
 def test_a_sweep_computes_the_reference_once(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,9 @@ def stop_and_go_on(stage: Training, root: Path, tmp_path: Path, resources: Resou
 
     parts: list[tuple[int, Metrics]] = []
     broken = tmp_path / "broken"
+    asked_after = 3 if stage.has_own_loop else 2  # transformers' loop logs a step after it asked
     with pytest.raises(StoppedError, match="stopped at step 3 of 6"):
-        run(stage, root, context(broken, parts, should_stop=lambda: len(parts) == 2, resources=resources))
+        run(stage, root, context(broken, parts, should_stop=lambda: len(parts) == asked_after, resources=resources))
     store = Checkpoints(broken / "checkpoints")
     assert store.steps() == [2, 3]
     shutil.rmtree(broken / "work")

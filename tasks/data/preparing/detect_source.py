@@ -47,9 +47,11 @@ def require_kind(detected: Detected, source: Source, kind: Kind) -> None:
     """Refuses rows that another stage reads."""
     found = detected.format.kind
     if found != kind:
+        splits = (found, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
+        after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
         raise DataError(
             f"{source.path}: detected {detected.name} ({detected.evidence}), which gives {found}; this stage makes "
-            f"{kind}; use conf/stage/{found}.yaml for it, or say with format=NAME how else it is read"
+            f"{kind}; use conf/stage/{found}.yaml for it{after}, or say with format=NAME how else it is read"
         )
 
 

@@ -24,6 +24,11 @@ def test_the_last_steps_count_and_of_held_out_rows_the_step_itself():
     assert step_metrics([entry(step) for step in range(1, 31)], 30) == {"loss": 25.5}
 
 
+def test_a_metric_that_some_steps_lack_is_the_mean_of_the_others():
+    log = [entry(1, kl=1.0), entry(2), entry(3, kl=2.0), entry(4)]
+    assert step_metrics(log, 4) == {"loss": 2.5, "kl": 1.5}
+
+
 def test_a_long_log_is_not_read_again_for_each_step():
     log = Log(entry(step) for step in range(1, 10_001))
     for step in range(1, 10_001, 1000):

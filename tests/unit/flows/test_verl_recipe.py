@@ -97,6 +97,16 @@ def test_losses_that_verl_lacks_are_refused() -> None:
             exported(grpo(loss=loss, num_iterations=2))
 
 
+def test_epochs_are_enough_for_all_steps_though_verl_drops_the_rest_of_an_epoch() -> None:
+    for num_steps in (1, 31, 32, 62, 63):
+        method = grpo(global_batch_size=256, num_generations=8, num_steps=num_steps)  # 32 prompts of 1000: 31 batches
+        config = exported(method).config
+        assert config["trainer.total_training_steps"] == num_steps
+        assert config["trainer.total_epochs"] == -(-num_steps // 31)
+    with pytest.raises(ConfigError, match="7 prompts are fewer than the 8 of a step"):
+        verl_recipe(grpo(), Resources(), PLACES, num_rows=7)
+
+
 def test_rloo_has_its_kl_in_the_reward_and_a_sum_over_tokens() -> None:
     config = exported(rloo(beta=0.1)).config
     assert config["algorithm.adv_estimator"] == "rloo" and config["algorithm.use_kl_in_reward"] is True

@@ -16,6 +16,7 @@ from tasks.best import Best, KeepBest
 from tasks.context import Resources
 from tasks.disk_need import adapter_weights, disk_need, model_shapes, require_room
 from tasks.method import Adapter
+from tasks.ppo import PPO
 from tasks.sft import SFT
 
 SHAPES = {
@@ -41,6 +42,15 @@ def test_the_output_counts_beside_the_checkpoints_that_are_left_when_it_is_writt
     assert found.output > found.checkpoint
     assert found.least.bytes == 2 * found.checkpoint + found.output
     assert str(found.least) == f"at one time 2 checkpoints of {gigabytes(found.checkpoint)} and its output of 9.4 kB"
+
+
+def test_ppo_saves_its_value_model_too_and_the_base_under_an_adapter() -> None:
+    resources = Resources(save_minutes=None, save_steps=10)
+    full, adapted = (
+        disk_need(PPO(num_steps=100, adapter=adapter), resources, SHAPES) for adapter in (None, Adapter(rank=1))
+    )
+    assert (full.checkpoint, full.output) == (24 * WEIGHTS, 4 * WEIGHTS)
+    assert adapted.checkpoint == 4 * WEIGHTS + 12 * WEIGHTS + 12 * (20 + 30)
 
 
 def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:

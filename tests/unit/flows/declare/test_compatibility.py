@@ -12,7 +12,10 @@ from tasks.context import Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.dpo import DPO
+from tasks.grpo import GRPO
 from tasks.method import LOOP_FIELDS, Training
+from tasks.online_dpo import OnlineDPO
+from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 from tasks.train.compatibility import RULES, Case, Fields, Rule, assigned, refusals
@@ -29,9 +32,19 @@ class OwnLoop(Training):
         raise NotImplementedError
 
 
-STAGES = {"cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "own_loop": OwnLoop}
+STAGES = {
+    "cpt": ContinuedPretraining,
+    "sft": SFT,
+    "reward": RewardModel,
+    "dpo": DPO,
+    "own_loop": OwnLoop,
+    "grpo": GRPO,
+    "online_dpo": OnlineDPO,
+    "ppo": PPO,
+}
+IN_THE_DEFAULT = ("cpt", "sft", "reward", "dpo")  # pipeline
 BASE = {
-    "method.learning_rate": 1e-3, "method.num_steps": 3, "method.global_batch_size": 16, "method.max_length": 64,
+    "method.learning_rate": 1e-3, "method.num_steps": 3, "method.global_batch_size": 16, "method.max_length": 512,
     "resources.micro_batch_size": 4,
 }  # fmt: skip
 BY_ID = {rule.id: rule for rule in RULES}
@@ -71,7 +84,7 @@ def test_names_are_unique_and_a_rule_joins_settings():
     assert all(len(rule.fields) > 1 for rule in RULES)
 
 
-@pytest.mark.parametrize("name", [rule.id for rule in RULES if rule.stage != "own_loop" and not rule.config])
+@pytest.mark.parametrize("name", [rule.id for rule in RULES if rule.stage in IN_THE_DEFAULT and not rule.config])
 def test_the_plan_refuses_an_example_and_accepts_what_its_message_says_to_paste(name):
     rule = BY_ID[name]
     where = f"stages.{rule.stage}"

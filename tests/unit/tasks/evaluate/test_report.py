@@ -10,7 +10,7 @@ from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import Measured, policy_scores
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
-from tasks.evaluate.rows import Pairs, Prompt, Question, Rows
+from tasks.evaluate.rows import Pairs, Prompt, Question, Rows, Unpaired
 from tasks.evaluate.scoring import Answer
 
 DOCS = Path(__file__).parents[4] / "docs" / "evaluation.md"
@@ -32,6 +32,7 @@ def test_every_metric_of_a_policy_may_be_a_rule_of_a_gate_and_is_documented() ->
     rows = Rows(  # type: ignore[arg-type]
         **nothing | {
             "pairs": Pairs(chosen=[], rejected=[], kinds=[]),
+            "unpaired": Unpaired(),
             "questions": [Question(prompt=prompt, reference="b", row_id="r", group="r")],
         }
     )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Proximal policy optimization: Schulman et al. 2017, arXiv:1707.06347; on language models Ziegler et al. 2019,
+arXiv:1909.08593, and Stiennon et al. 2020, arXiv:2009.01325; in its details Huang et al. 2024, arXiv:2403.17031.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from lineage.errors import ConfigError
+from tasks.context import Metrics
+from tasks.method import LOOP_FIELDS, VALUE_MODEL
+from tasks.train.generating import Generating
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tasks.train.actor_critic import Batch
+    from tasks.train.run import TrainingRun
+
+_HORIZON = 10_000  # of Ziegler et al.
+LOSSES = ("loss/policy", "clipfrac", "loss/value", "value_clipfrac")  # means over tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(Generating):
+    """Tunes a policy on the rewards of its own completions, with a value model that starts as the reward model.
+
+    Each step samples ``global_batch_size`` completions, ``num_generations`` of each prompt, and updates both models
+    ``num_ppo_epochs`` x ``num_minibatches`` times on them.
+
+    Args:
+        kl_coef: strength of the penalty for the log-ratio to the reference, which every token's reward contains.
+        kl_target: KL per completion, in nats, that an adaptive coefficient approaches; None: it stays ``kl_coef``.
+        kl_horizon: completions within which the coefficient follows; None: 10,000.
+        gamma, gae_lambda: of generalized advantage estimation.
+        clip_range: how far from 1 the ratio to the policy that sampled is followed.
+        value_clip_range: how far from its old value a value is followed; None: any way.
+        value_coef: of the value loss.
+        whiten_rewards: ``scale``: rewards of tokens get variance 1; ``shift``: and mean 0.
+        whiten_advantages: to mean 0 and variance 1.
+        center_advantages: subtracts the mean over all completions of a prompt before.
+        num_ppo_epochs: passes over the completions of a step.
+        num_minibatches: updates in each pass.
+    """
+
+    models: ClassVar = {**Generating.models, "value": VALUE_MODEL}
+    applies: ClassVar = LOOP_FIELDS
+
+    num_generations: Annotated[int, Gt(0)] = 1  # completions per prompt
+    kl_coef: Annotated[float, Ge(0)] = 0.05
+    kl_target: Annotated[float, Gt(0)] | None = None
+    kl_horizon: Annotated[int, Gt(0)] | None = None
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 0.95
+    clip_range: Annotated[float, Gt(0)] = 0.2
+    value_clip_range: Annotated[float, Gt(0)] | None = 0.2
+    value_coef: Annotated[float, Gt(0)] = 0.1
+    whiten_rewards: Literal["scale", "shift"] | None = None
+    whiten_advantages: bool = True
+    center_advantages: bool = False
+    num_ppo_epochs: Annotated[int, Gt(0)] = 4
+    num_minibatches: Annotated[int, Gt(0)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target is not None and not self.kl_coef:
+            raise ConfigError(
+                f"kl_target={self.kl_target:g} with kl_coef=0: the coefficient adapts by factors, so it would stay 0; "
+                "set kl_coef, such as 0.05, or kl_target=null"
+            )
+        if self.kl_horizon is not None and self.kl_target is None:
+            raise ConfigError(
+                f"kl_horizon={self.kl_horizon} without kl_target: the coefficient is fixed; set kl_target, such as 6, "
+                "or kl_horizon=null"
+            )
+        if self.vllm is not None:
+            raise ConfigError(f"vllm={self.vllm}: PPO generates with its own policy's weights; set vllm=null")
+        if self.center_advantages and self.num_generations == 1:
+            raise ConfigError(
+                "center_advantages=true with num_generations=1: it compares the completions of one prompt; set "
+                "num_generations, such as 4, or center_advantages=false"
+            )
+        if self.global_batch_size % self.num_minibatches:
+            raise ConfigError(
+                f"num_minibatches={self.num_minibatches} does not divide global_batch_size={self.global_batch_size}; "
+                "set one that does"
+            )
+
+    def loop(self, run: "TrainingRun") -> Metrics:
+        import torch
+
+        from tasks.train.actor_critic import ActorCritic, state_values, token_logps
+        from tasks.train.models import disable_dropout
+        from tasks.train.own_loop import Optimization, OwnLoop
+        from tasks.train.policy_gradient import KLCoefficient, explained_variance, policy_loss, value_loss
+
+        run.disable_dropout()
+        policy, value = run.policy.model, run.model("value")
+        assert value is not None
+        disable_dropout(value.train())
+        num_updates = self.num_ppo_epochs * self.num_minibatches
+        optimization = Optimization(run, torch.nn.ModuleDict({"policy": policy, "value": value}), num_updates)
+        kl = KLCoefficient(value=self.kl_coef, target=self.kl_target, horizon=self.kl_horizon or _HORIZON)
+        actor_critic = ActorCritic(run, value, optimization.autocast)
+        state = {"policy": policy, "value": value, "optimization": optimization, "kl": kl, "rollouts": run.rollouts}
+        loop = OwnLoop(run, state)
+        for step in loop.steps():
+            batch = actor_critic.sample(step, self.sampling.temperature)
+            advantages_BC, returns_BC = self._targets(batch, kl.value)
+            sums, grad_norms = torch.zeros(len(LOSSES), dtype=torch.double, device=run.device), 0.0
+            for rows in self._minibatches(step):
+                for share in actor_critic.shares(rows):
+                    with optimization.autocast():
+                        tokens = batch.tokens(share)
+                        logps_BC, _ = token_logps(policy, tokens, self.sampling.temperature)
+                        values_BC = state_values(value, tokens)
+                    losses = (
+                        *policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
+                        *value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),
+                    )
+                    num_tokens = batch.mask_BC[rows].sum()
+                    means = torch.stack([(each_BC * tokens.mask_BC).sum() / num_tokens for each_BC in losses])
+                    (run.ctx.world_size * (means[0] + self.value_coef * means[2])).backward()
+                    sums += means.detach()
+                grad_norms += optimization.step()
+            if run.ctx.world_size > 1:
+                torch.distributed.all_reduce(sums)
+            found = dict(zip(LOSSES, (sums / num_updates).tolist(), strict=True))
+            explained = explained_variance(batch.values_BC, returns_BC, batch.mask_BC)
+            loop.report(
+                loss=found["loss/policy"] + self.value_coef * found["loss/value"], num_tokens=batch.num_tokens,
+                grad_norm=grad_norms / num_updates, kl_coef=kl.value, explained_variance=explained, **found,
+                **batch.metrics,
+            )  # fmt: skip
+            kl.update(batch.metrics["kl"], self.global_batch_size)
+        return loop.metrics()
+
+    def _targets(self, batch: "Batch", kl_coef: float) -> "tuple[Tensor, Tensor]":
+        """Advantages and returns of all workers' completions."""
+        from tasks.train.policy_gradient import advantages, center_by_prompt, token_rewards, whiten
+
+        mask_BC = batch.mask_BC
+        rewards_BC = token_rewards(batch.scores_B, batch.logps_BC - batch.reference_BC, mask_BC, kl_coef)
+        if self.whiten_rewards:
+            rewards_BC = whiten(rewards_BC, mask_BC, shift=self.whiten_rewards == "shift")
+        advantages_BC = advantages(rewards_BC, batch.values_BC, mask_BC, self.gamma, self.gae_lambda)
+        returns_BC = advantages_BC + batch.values_BC
+        if self.center_advantages:
+            advantages_BC = center_by_prompt(advantages_BC, mask_BC, self.num_generations)
+        if self.whiten_advantages:
+            advantages_BC = whiten(advantages_BC, mask_BC, shift=True)
+        return advantages_BC, returns_BC
+
+    def _minibatches(self, step: int) -> Iterator[list[int]]:
+        """Rows of each update of a step, in an order that the seed and the step fix."""
+        import torch
+
+        size = self.global_batch_size // self.num_minibatches
+        for epoch in range(self.num_ppo_epochs):
+            generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {step} {epoch}").getrandbits(63))
+            order = torch.randperm(self.global_batch_size, generator=generator).tolist()
+            yield from (order[start : start + size] for start in range(0, len(order), size))

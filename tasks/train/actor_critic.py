@@ -1,0 +1,188 @@
+"""What a policy and its value model say of sampled completions, gathered from all workers.
+
+Shapes: B completions of a step, C tokens of the longest completion, T of the longest row (prompt and completion), K
+last positions of rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, cast
+
+import torch
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+
+from tasks.train.policy_gradient import masked_mean
+from tasks.train.rewards import token_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from tasks.train.run import TrainingRun
+
+Ids = Sequence[Sequence[int]]  # tokens of rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Rows of a prompt and its completion, padded on the right: causal attention needs no mask there.
+
+    Args:
+        starts_B: where completions begin in their rows.
+        mask_BC: 1 on the tokens of completions.
+    """
+
+    input_ids_BT: "Tensor"
+    starts_B: "Tensor"
+    mask_BC: "Tensor"
+
+    @staticmethod
+    def of(prompts: Ids, completions: Ids, num_columns: int, device: torch.device) -> "Tokens":
+        """Pads completions to so many columns."""
+        rows = [torch.tensor([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        starts_B, lengths_B = (torch.tensor([*map(len, each)], device=device) for each in (prompts, completions))
+        mask_BC = torch.arange(num_columns, device=device) < lengths_B.unsqueeze(1)
+        ids_BT = pad_sequence(rows, batch_first=True).to(device)
+        return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
+
+    def gather(self, values_BK: "Tensor", first: int) -> "Tensor":
+        """Of a value at each place from ``first`` on, those before the tokens of completions: (B, C)."""
+        places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BK.device)
+        return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
+
+
+def token_logps(model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
+    """Log-probability (B, C) of each token of the completions, and the entropy of its distribution without a gradient.
+
+    Args:
+        temperature: that the completions were sampled at.
+    """
+    first = int(tokens.starts_B.min()) - 1
+    targets_BK = tokens.input_ids_BT[:, first + 1 :]
+    outputs = model(input_ids=tokens.input_ids_BT, use_cache=False, logits_to_keep=targets_BK.shape[1] + 1)
+    all_BKV = (outputs.logits[:, :-1].float() / temperature).log_softmax(-1)
+    logps_BK = all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2)
+    with torch.no_grad():
+        entropies_BK = -(all_BKV.exp() * all_BKV).sum(-1)
+    return tokens.gather(logps_BK, first), tokens.gather(entropies_BK, first)
+
+
+def state_values(model: "PreTrainedModel", tokens: Tokens) -> "Tensor":
+    """The value (B, C) of the state before each token of the completions."""
+    return tokens.gather(token_values(model, tokens.input_ids_BT, None), first=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The completions of a step, of all workers in one order, and what the models say of them before its updates.
+
+    Args:
+        scores_B: rewards of the completions.
+        logps_BC, reference_BC: log-probabilities of tokens under the policy and its frozen start.
+        values_BC: of the state before each token.
+    """
+
+    prompts: Ids
+    completions: Ids
+    scores_B: "Tensor"
+    mask_BC: "Tensor"
+    logps_BC: "Tensor"
+    reference_BC: "Tensor"
+    values_BC: "Tensor"
+    metrics: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, chain(self.prompts, self.completions)))
+
+    def tokens(self, rows: Sequence[int]) -> Tokens:
+        """Of some rows; columns are those of the batch."""
+        prompts, completions = ([each[row] for row in rows] for each in (self.prompts, self.completions))
+        return Tokens.of(prompts, completions, self.mask_BC.shape[1], self.mask_BC.device)
+
+
+class ActorCritic:
+    """Samples the completions of a step and measures them: each worker its share, and the batch is that of all.
+
+    Args:
+        autocast: of the training's precision.
+    """
+
+    def __init__(
+        self, run: "TrainingRun", value: "PreTrainedModel", autocast: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
+        self.policy, self.reference = run.policy.model, run.model("reference")
+        self.base = self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
+        self.proof = run.start_proof()
+
+    def sample(self, step: int, temperature: float) -> Batch:
+        """Completions of the step's prompts.
+
+        Raises:
+            PipelineError: a reward function failed, or policy and reference differ before the first step.
+        """
+        rollouts = self.run.rollouts
+        examples = rollouts.examples(step)
+        prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
+        with self.autocast():
+            completions = rollouts.generate(self.base, examples, step)
+        rewards_BK = rollouts.score(examples, completions)
+        metrics = rollouts.record(step, examples, completions, rewards_BK)
+        measured = self._measured(prompts, completions, temperature)
+        scores_B = rollouts.gathered(rollouts.total(rewards_BK))
+        batch = self._batch(*self._of_all_workers(prompts, completions, measured), scores_B, metrics)
+        if step == 0:
+            self.proof((batch.logps_BC - batch.reference_BC).sum(1))
+        return batch
+
+    def shares(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """This worker's rows of an update, in micro batches."""
+        own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
+        return (own[start : start + size] for start in range(0, len(own), size))
+
+    def _measured(self, prompts: Ids, completions: Ids, temperature: float) -> "list[Tensor]":
+        """For each token log-probability, that of the reference, value and entropy: (tokens of a completion, 4)."""
+        found, size = list[torch.Tensor](), self.ctx.resources.micro_batch_size
+        self.policy.eval()  # without the dropout of an adapter
+        with torch.no_grad(), self.autocast():
+            for start in range(0, len(completions), size):
+                part = slice(start, start + size)
+                tokens = Tokens.of(prompts[part], completions[part], max(map(len, completions[part])), self.run.device)
+                logps_BC, entropies_BC = token_logps(self.policy, tokens, temperature)
+                with nullcontext() if self.reference else self.policy.disable_adapter():
+                    reference_BC, _ = token_logps(self.reference or self.policy, tokens, temperature)
+                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), entropies_BC], dim=2)
+                found += [row_C4[: len(ids)] for row_C4, ids in zip(each.cpu(), completions[part], strict=True)]
+        self.policy.train()
+        return found
+
+    def _of_all_workers(
+        self, prompts: Ids, completions: Ids, measured: "list[Tensor]"
+    ) -> "tuple[Ids, Ids, list[Tensor]]":
+        """By rank, which is the order of the batch."""
+        parts = [(prompts, completions, measured)] * self.ctx.world_size
+        if self.ctx.world_size > 1:
+            torch.distributed.all_gather_object(parts, (prompts, completions, measured))
+        return tuple([*chain(*each)] for each in zip(*parts, strict=True))  # type: ignore[return-value]
+
+    def _batch(
+        self,
+        prompts: Ids,
+        completions: Ids,
+        measured: "list[Tensor]",
+        scores_B: "Tensor",
+        metrics: dict[str, float],
+    ) -> Batch:
+        columns_BC4 = pad_sequence(measured, batch_first=True).to(self.run.device)
+        logps_BC, reference_BC, values_BC, entropies_BC = columns_BC4.unbind(2)
+        mask_BC = pad_sequence([torch.ones(len(each)) for each in completions], batch_first=True).to(self.run.device)
+        kl, entropy = (logps_BC - reference_BC).sum(1).mean(), masked_mean(entropies_BC, mask_BC)
+        return Batch(
+            prompts=prompts, completions=completions, scores_B=scores_B, mask_BC=mask_BC, logps_BC=logps_BC,
+            reference_BC=reference_BC, values_BC=values_BC,
+            metrics={**metrics, "kl": float(kl), "entropy": float(entropy)},
+        )  # fmt: skip
