@@ -266,6 +266,10 @@ class TrainingRecipe(Method):
         """Rows that an optimizer step reads; a fraction where several steps read the same."""
         return self.global_batch_size
 
+    def rows_of(self, num_steps: int) -> int:
+        """Rows that so many steps read."""
+        return num_steps * self.global_batch_size
+
     @property
     def measures_held_out(self) -> bool:
         """Whether the training measures its loss on held-out rows."""

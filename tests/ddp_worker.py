@@ -19,7 +19,7 @@ def main() -> None:
     for name, reported in losses.items():
 
         def report(step: int, metrics: Metrics, reported: list[float] = reported) -> None:
-            reported.append(metrics["loss"])
+            reported.append(training.trajectory(metrics))
 
         stage = training.method(name)
         ctx = TrainContext(

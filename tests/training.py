@@ -10,13 +10,16 @@ from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.distill import Distillation
 from tasks.dpo import DPO
+from tasks.grpo import GRPO
 from tasks.kto import KTO
 from tasks.method import Input, Inputs, Training
 from tasks.on_policy_distill import OnPolicyDistillation
+from tasks.online_dpo import OnlineDPO
 from tasks.orpo import ORPO
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
+from tasks.rloo import RLOO
 from tasks.sft import SFT
 from tasks.simpo import SimPO
 from tasks.taid import TAID
@@ -30,17 +33,22 @@ FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batc
 METHODS: dict[str, type[Training]] = {
     "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
     "on_policy_distill": OnPolicyDistillation,
-    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO, "ppo": PPO,
+    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
+    "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO, "ppo": PPO,
 }  # fmt: skip
+REINFORCED = ("grpo", "rloo", "online_dpo")
+GENERATING = ("on_policy_distill", "ppo", *REINFORCED)
 GENERATED: dict[str, object] = {
     "max_length": 96, "max_completion_length": 6, "num_generations": 4,
     "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
 }  # fmt: skip
-GENERATING = ("on_policy_distill", "ppo")
 OWN: dict[str, dict[str, object]] = {  # fields of one method
     "cpt": {"max_length": 16},
     "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
     "on_policy_distill": {"max_completion_length": 6},
+    "grpo": GENERATED,
+    "rloo": GENERATED,
+    "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
     "ppo": {**GENERATED, "num_generations": 2},
 }
 
@@ -80,6 +88,12 @@ def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs
     return found
 
 
+def trajectory(metrics: Metrics) -> float:
+    """The loss of a step; on a policy's own completions, whose loss is 0 by construction, the norm of its gradient."""
+    is_zero = "reward" in metrics and "loss/value" not in metrics  # PPO has a loss of values
+    return metrics["grad_norm" if is_zero else "loss"]
+
+
 @dataclass
 class Trained:
     """What a run left behind."""
@@ -90,7 +104,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        return [metrics["loss"] for _, metrics in self.reports]
+        return [trajectory(metrics) for _, metrics in self.reports]
 
 
 def train(

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format
@@ -19,6 +20,7 @@ from tasks.dpo import DPO
 from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
 from tasks.train.dpo_losses import LOSSES, weights_of
+from tasks.train.generating import Generating
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.schedules import PLATEAU
@@ -951,5 +953,41 @@ RULES: tuple[Rule, ...] = (
         reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
         nearest={"resources.keep_best.metric": "loss"},
         example={"resources.keep_best.metric": HELD_OUT_LOSS},
+    ),
+    Rule(
+        id="vllm",
+        fields=("method.vllm", "resources.gpus_per_worker"),
+        refuses=lambda case: case.get("method.vllm") and (not case.on_gpu or find_spec("vllm") is None),
+        reason="vLLM generates on a GPU, and must be installed",
+        detail=lambda case: (
+            "vLLM is not installed here (pip install vllm)"
+            if case.on_gpu
+            else "vLLM generates on a GPU, and there is none"
+        ),
+        nearest={"method.vllm": None},
+        example={"method.vllm": "colocate"},
+        stage="grpo",
+    ),
+    Rule(
+        id="pairs-micro-batch",
+        fields=("method.num_generations", "resources.micro_batch_size"),
+        refuses=lambda case: (
+            isinstance(case.method, Generating)
+            and case.method.whole_groups
+            and case.resources.micro_batch_size % case.method.num_generations
+        ),
+        reason="the chosen and the rejected completion of a prompt must be in one micro batch",
+        nearest=lambda case: {"resources.micro_batch_size": case.get("method.num_generations")},
+        example={"resources.micro_batch_size": 1},
+        stage="online_dpo",
+    ),
+    Rule(
+        id="adapter-init-prompts",
+        fields=("method.adapter.init", "method"),
+        refuses=lambda case: case.get("method.adapter.init") == "lora_ga" and not type(case.method).reads.trained,
+        reason="lora_ga starts from gradients of the likelihood of rows, and prompts have none that is trained",
+        nearest={"method.adapter.init": "eva"},
+        example={"method.adapter.init": "lora_ga"},
+        stage="grpo",
     ),
 )

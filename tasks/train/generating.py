@@ -94,6 +94,7 @@ class Generating(Completing):
 
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY, REWARD_MODEL_NAME: REWARD_MODEL}
     optional: ClassVar[frozenset[str]] = frozenset({REWARD_MODEL_NAME})
+    whole_groups: ClassVar[bool] = False  # all completions of a prompt must be in one micro batch
     default_learning_rate: ClassVar = 1e-6
 
     num_generations: Annotated[int, Ge(1)] = 8  # completions per prompt
@@ -111,6 +112,8 @@ class Generating(Completing):
                 f"{self.num_generations}; a multiple of it is accepted; set global_batch_size="
                 f"{max(1, self.global_batch_size // self.num_generations) * self.num_generations}"
             )
+        if self.vllm and self.has_own_loop:
+            raise ConfigError(f"vllm={self.vllm}: {type(self).__name__} has a loop of its own; set vllm=null")
         check_rewards(self.rewards or {})
         for name in (REWARD_MODEL_NAME, MISSING_EOS):
             if name in (self.rewards or {}):
@@ -147,3 +150,7 @@ class Generating(Completing):
     def rows_per_step(self) -> Fraction:
         """Prompts that an optimizer step reads."""
         return Fraction(self.global_batch_size, self.num_generations * self.steps_per_generation)
+
+    def rows_of(self, num_steps: int) -> int:
+        """Prompts of all generations, of which the last may have fewer steps."""
+        return -(-num_steps // self.steps_per_generation) * self.global_batch_size // self.num_generations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from peft import PeftModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
 
@@ -109,13 +110,7 @@ class WithRollouts(_BaseTrainer):
         model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         with self.accelerator.autocast(), autocast(self.args):
             found = self.rollouts.generate(model, self._examples, self.state.global_step)
-        return found if self._returns_ids_alone else (found, None)
-
-    @property
-    def _returns_ids_alone(self) -> bool:
-        from trl import RLOOTrainer
-
-        return isinstance(self, RLOOTrainer)
+        return found if isinstance(self, RLOOTrainer) else (found, None)
 
     def _calculate_rewards(
         self, inputs: object, prompts: object, completions: object, completion_ids: Sequence[Sequence[int]]
@@ -178,3 +173,62 @@ class WithRollouts(_BaseTrainer):
         self.rollouts.load_state_dict(state["rollouts"])
         if same:
             self._buffered, self._of_generation = state["buffered"], state["of_generation"]
+
+
+class OnlineDPOTrainer(GRPOTrainer):
+    """The loss of DPO on the best and the worst completion of each prompt.
+
+    TRL's trainer of this name generates anew for each micro batch, and renders the prompts itself. Shapes: G prompts.
+    """
+
+    def __init__(self, *args: object, pair_loss: str, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.pair_loss = pair_loss
+
+    def _compute_loss(self, model: "PreTrainedModel", inputs: "Mapping[str, Tensor]") -> "Tensor":
+        completion_mask = inputs["completion_mask"]
+        policy_BC, entropy_BC, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+            completion_mask.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        ratios_B = ((policy_BC - inputs["ref_per_token_logps"]) * completion_mask).sum(1)
+        ratios_GN, advantages_GN = (each.view(-1, self.num_generations) for each in (ratios_B, inputs["advantages"]))
+        best_G1, worst_G1 = advantages_GN.argmax(1, keepdim=True), advantages_GN.argmin(1, keepdim=True)
+        chosen_G, rejected_G = (ratios_GN.gather(1, each).squeeze(1) for each in (best_G1, worst_G1))
+        judged_G = (advantages_GN.amax(1) > advantages_GN.amin(1)).float()
+        loss = (pair_losses(chosen_G - rejected_G, self.beta, self.pair_loss) * judged_G).mean()
+        self._add_metrics(
+            {
+                "rewards/chosen": self.beta * chosen_G,
+                "rewards/rejected": self.beta * rejected_G,
+                "rewards/margins": self.beta * (chosen_G - rejected_G),
+                "rewards/accuracies": (chosen_G > rejected_G).float(),
+            },
+            judged_G,
+        )
+        self._add_metrics({"entropy": entropy_BC, "kl": policy_BC - inputs["ref_per_token_logps"]}, completion_mask)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        return loss / self.current_gradient_accumulation_steps
+
+    def _add_metrics(self, values: "Mapping[str, Tensor]", weights: "Tensor") -> None:
+        """Means over all workers; of no weight at all, nan, which ``log`` takes for 0."""
+        for name, each in values.items():
+            sums = torch.stack([(each.detach() * weights).sum(), weights.sum().float()])
+            total, weight = self.accelerator.reduce(sums, "sum").tolist()
+            self._metrics["train"][name].append(total / weight if weight else math.nan)
+
+
+def pair_losses(log_ratios_G: "Tensor", beta: float, loss: str) -> "Tensor":
+    """The loss of pairs whose chosen log-ratio exceeds the rejected one by so much.
+
+    Source:
+        ``sigmoid``: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. ``ipo``: Azar et al. 2024, arXiv:2310.12036, eq. 17.
+    """
+    if loss == "ipo":
+        return (log_ratios_G - 1 / (2 * beta)) ** 2
+    return -torch.nn.functional.logsigmoid(beta * log_ratios_G)

@@ -34,8 +34,6 @@ class OnPolicyTrainer(DistillationTrainer):
     def __init__(self, *args: object, method: "Completing", **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.method = method
-        for model in (self.model, self.teacher_model):
-            _number_real_tokens(_plain(model))
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
         first = self.args.process_index * len(prompt_ids)
@@ -77,6 +75,8 @@ def on_policy_trainer(run: "TrainingRun", method: "Completing", **own: object) -
         )
     if theirs > ours:  # tokens that the tokenizer does not have
         teacher.resize_token_embeddings(ours)
+    for model in (run.policy.model, teacher):
+        _number_real_tokens(model)
     return run.trl(
         OnPolicyTrainer, DistillationConfig, method=method, teacher_model=teacher, shuffle_dataset=False,
         max_completion_length=method.max_completion_length, temperature=sampling.temperature, **own,

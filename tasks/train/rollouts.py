@@ -305,8 +305,11 @@ def sample(
         pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
     )  # fmt: skip
     ids_BT, mask_BT = (each.to(model.device) for each in _padded(prompts, pad_token_id, left=True))
-    own, was_training = model.generation_config, model.training
+    own, was_training, text = model.generation_config, model.training, model.config.get_text_config()
+    routes = getattr(text, "output_router_logits", None)  # of a mixture; they fail beside a cache
     model.generation_config = config  # else ``generate`` would fill what is unset from the model's
+    if routes is not None:
+        text.output_router_logits = False
     model.eval()  # a gradient checkpoint would switch the cache off, an adapter's dropout would add noise
     try:
         with torch.inference_mode(), without_router_loss(model):
@@ -316,6 +319,8 @@ def sample(
             )
     finally:
         model.generation_config = own
+        if routes is not None:
+            text.output_router_logits = routes
         model.train(was_training)
     return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
 

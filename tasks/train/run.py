@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -535,7 +534,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), math.ceil(num_steps * method.rows_per_step), method.seed))
+    return rows.dataset(row_order(len(rows), method.rows_of(num_steps), method.seed))
 
 
 def fit(

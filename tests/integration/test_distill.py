@@ -273,3 +273,16 @@ def test_a_teacher_with_another_chat_template_is_a_warning(
     for teacher in ("teacher", "bare"):
         built(training.method("distill"), root, tmp_path, "policy", teacher)
         assert ("teacher=teacher chat_template=differs" in caplog.text) == (teacher == "bare")
+
+
+@pytest.mark.parametrize("name", ["distill", "on_policy_distill"])
+def test_padding_by_the_end_token_changes_nothing(root: Path, tmp_path: Path, name: str) -> None:
+    model, tokenizer = (each.from_pretrained(root / "policy") for each in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer.pad_token = tokenizer.eos_token
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "ends")
+    ends, apart = (
+        training.train(training.method(name), root, tmp_path / policy.name / "output", policy=policy).losses
+        for policy in (tmp_path / "ends", root / "policy")
+    )
+    assert ends == pytest.approx(apart, abs=1e-6)

@@ -47,7 +47,7 @@ def run(stage: Training, root: Path, folder: Path, reports: list[float], **field
 
 
 def _plain(metrics: Metrics) -> float:
-    return metrics["loss"]
+    return training.trajectory(metrics)
 
 
 @pytest.mark.parametrize("name", [name for name, cls in training.METHODS.items() if not cls.has_own_loop])

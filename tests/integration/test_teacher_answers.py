@@ -1,5 +1,6 @@
 """A teacher's answers to prompts become the conversations that SFT trains a student on."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from tasks.sft import SFT
 from tasks.teacher_answers import TeacherAnswers
 from tasks.train.generating import Sampling
 from tests import tiny, training
+from tests.command import Command
+from tests.miniature import overrides_of
 
 Rows = list[dict[str, object]]
 FIELDS: dict[str, object] = {"max_new_tokens": 6, "max_length": 64}
@@ -162,3 +165,26 @@ def test_what_cannot_be_answered_is_refused(root: Path, tmp_path: Path) -> None:
         DataError, match=r"no answer that can be trained on: of 6 answers, 6 are unfinished .* \(now 6\)"
     ):
         answered(tmp_path, tmp_path / "output")
+
+
+@pytest.mark.slow
+def test_impact_follows_a_row_through_the_answers_to_its_prompt(tmp_path: Path, prefect_url: str) -> None:
+    graph = (
+        "+stage@stages.answers.method=teacher_answers", "stages.answers.method.max_new_tokens=4",
+        "stages.answers.method.unfinished=keep", "stages.answers.method.sampling={temperature:2.0}",
+        "+stages.answers.inputs.teacher=base",
+        "+stages.answers.inputs.rows=instructions", "stages.student_sft.inputs.rows=answers", "~stages.cpt",
+        "~stages.sft", "~stages.distill", "~stages.evaluate", "~stages.gate",
+    )  # fmt: skip
+    small = [
+        each for each in overrides_of("distill")
+        if not each.startswith(tuple(f"stages.{name}." for name in ("cpt", "sft", "distill", "evaluate", "gate")))
+    ]  # fmt: skip
+    command = Command(tmp_path, *small, *graph, environment={"PREFECT_API_URL": prefect_url})
+    done = command("run", "--json")
+    assert done.returncode == 0, done.stderr
+    answered = next((tmp_path / "artifacts" / "answers").glob("*/output"))
+    for side, trained in (("train", True), ("held_out", False)):
+        row = pq.read_table(answered / f"{side}.parquet")["row_id"][0].as_py()
+        found = json.loads(command("impact", f"source:instructions#{row}", "--json").stdout)
+        assert ("student_sft" in {each["stage"] for each in found["artifacts"]}) == trained

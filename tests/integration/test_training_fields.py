@@ -83,6 +83,11 @@ CHANGES: dict[str, object] = {
     "center_advantages": True,
     "num_ppo_epochs": 2,
     "num_minibatches": 2,
+    "num_iterations": 2,
+    "scale_rewards": "none",
+    "mask_truncated": True,
+    "normalize_advantages": True,
+    "reward_clip": 2.0,
 }
 # Fields that are read with others alone, with the others: the run without the field is another one.
 READ_WITH: dict[str, dict[str, object]] = {
@@ -95,6 +100,10 @@ OWN_CHANGES: dict[tuple[str, str], object] = {  # where a method has other value
     **{(name, "too_long"): "drop" for name in training.GENERATING},
     **{(name, "num_epochs"): 0.2 for name in training.GENERATING},
     **{(name, "max_prompt_length"): 12 for name in training.GENERATING},
+    ("online_dpo", "num_generations"): 4,
+    ("online_dpo", "missing_eos_penalty"): 10.0,
+    ("grpo", "loss"): "dr_grpo",
+    ("online_dpo", "loss"): "ipo",
     ("kto", "loss_type"): "apo_zero_unpaired",
 }
 SHORTER = {
@@ -103,7 +112,8 @@ SHORTER = {
 }  # fmt: skip
 # test_adapter_in.py, test_best.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
-ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm"}  # test_ppo.py
+# test_generating.py, test_ppo.py
+ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
 SHARED = {each.name for each in dataclasses.fields(AnswerTraining)}
 LIKE_ORPO = {"simpo", "cpo"}  # one trainer, so the fields that all methods have are quick tests of one
 FIELDS = [

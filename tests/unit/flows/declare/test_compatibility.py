@@ -12,7 +12,9 @@ from tasks.context import Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.dpo import DPO
+from tasks.grpo import GRPO
 from tasks.method import LOOP_FIELDS, Training
+from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
@@ -36,6 +38,8 @@ STAGES = {
     "reward": RewardModel,
     "dpo": DPO,
     "own_loop": OwnLoop,
+    "grpo": GRPO,
+    "online_dpo": OnlineDPO,
     "ppo": PPO,
 }
 IN_THE_DEFAULT = ("cpt", "sft", "reward", "dpo")  # pipeline

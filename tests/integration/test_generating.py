@@ -1,0 +1,493 @@
+"""Methods on the policy's own completions: GRPO and its variants, RLOO, online DPO, and what they share."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from lineage.errors import ConfigError, DataError, PipelineError
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.grpo import VARIANTS
+from tasks.reward_functions import RewardFunction
+from tasks.train import models
+from tasks.train.generating import Sampling
+from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
+from tasks.train.rollouts import Rollouts, sample
+from tasks.train.run import row_order
+from tests import tiny_models, training
+from tests.integration.test_resume import SAVING, stop_and_go_on
+from tests.trained_store import LORA, Made
+from tests.training import same, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CLIPPED = {
+    "num_iterations": 3, "learning_rate": 3e-2, "num_steps": 6, "lr_schedule": "constant", "max_completion_length": 24,
+}  # fmt: skip
+
+
+def reward(name: str, **fields: object) -> dict[str, RewardFunction]:
+    function = f"python:tests.completion_scores.{name}"
+    return {name: RewardFunction(function=function, **fields)}  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """The prompts and completions of each generation, as tokens."""
+    found = []
+    generate = Rollouts.generate
+
+    def kept(self: Rollouts, model: object, examples: list[dict], step: int) -> list[list[int]]:
+        completions = generate(self, model, examples, step)  # type: ignore[arg-type]
+        found.append(([[*each["prompt_ids"]] for each in examples], completions))
+        return completions
+
+    monkeypatch.setattr(Rollouts, "generate", kept)
+    return found
+
+
+# --- Equality with plain TRL -------------------------------------------------------------------------------------
+
+
+def plain(root: Path, output: Path, trainer_class: type, config_class: type, replayed: list, **own: object) -> list:
+    """A script of plain TRL on the same prompts, with the completions of a run of ours; (loss, norm) of each step."""
+    from tests.completion_scores import spread
+
+    policy = str(root / "policy")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    rows = pq.read_table(root / "prompts" / "train.parquet").to_pylist()
+    order = row_order(len(rows), 6, 0)  # two prompts a step
+    prompts = [[{"role": each["role"], "content": each["content"]} for each in rows[i]["prompt"]] for i in order]
+
+    def scored(completions: list, **_: object) -> list[float]:
+        return spread([each[0]["content"] for each in completions])
+
+    class Replayed(trainer_class):
+        def _generate_single_turn(self, prompt_ids: list, *args: object, **kwargs: object) -> object:
+            asked, completions = replayed.pop(0)
+            assert asked == prompt_ids
+            return completions if trainer_class is RLOOTrainer else (completions, None)
+
+    args = config_class(
+        output_dir=str(output), max_steps=3, per_device_train_batch_size=8, learning_rate=3e-3, weight_decay=0.0,
+        lr_scheduler_type="cosine", warmup_steps=0.05, logging_steps=1, report_to="none", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, shuffle_dataset=False, num_generations=4, max_completion_length=6, **own,
+    )  # fmt: skip
+    trainer = Replayed(
+        model, scored, args=args, train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer
+    )
+    trainer.train()
+    return [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+
+
+REUSED = {"num_iterations": 2, "epsilon": 1e-4}  # a bound so low that it binds
+PLAIN: dict[str, tuple[str, dict, dict]] = {
+    "grpo": ("grpo", {"beta": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
+    "reused": (
+        "grpo",
+        {**REUSED, "beta": 0.1, "kl_ratio": True},
+        {**REUSED, "beta": 0.1, "loss_type": "grpo", "use_bias_correction_kl": True},
+    ),
+    "dapo": ("grpo", {"loss": "dapo", "mask_truncated": True}, {"mask_truncated_completions": True, "loss_type": "dapo"}),  # noqa: E501
+    "dr_grpo": ("grpo", {"loss": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "bnpo": ("grpo", {"loss": "bnpo"}, {"loss_type": "bnpo"}),  # TRL's micro batch is the whole batch here
+    "gspo": (
+        "grpo",
+        {"loss": "gspo", "num_iterations": 2},
+        {
+            "num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4,
+            "epsilon_high": 4e-4,
+        },
+    ),
+    "rloo": ("rloo", {"normalize_advantages": True}, {"beta": 0.05, "normalize_advantages": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_a_step_is_that_of_plain_trl_on_the_same_completions(
+    root: Path, tmp_path: Path, generated: list, case: str
+) -> None:
+    name, fields, own = PLAIN[case]
+    kl = {"use_bias_correction_kl": False} if name == "grpo" and "use_bias_correction_kl" not in own else {}
+    stage = training.method(name, lr_schedule="cosine", warmup_ratio=0.05, **fields)
+    run = training.train(stage, root, tmp_path / "output")
+    classes = (RLOOTrainer, RLOOConfig) if name == "rloo" else (GRPOTrainer, GRPOConfig)
+    expected = plain(root, tmp_path / "plain", *classes, replayed=[*generated], **{**own, **kl})
+    found = [(metrics["loss"], metrics["grad_norm"]) for _, metrics in run.reports]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+
+
+# --- The loss of online DPO --------------------------------------------------------------------------------------
+
+
+def test_the_losses_of_pairs_are_those_of_the_papers() -> None:
+    log_ratios = torch.tensor([2.0, -1.0])
+    sigmoid = [-math.log(1 / (1 + math.exp(-0.2))), -math.log(1 / (1 + math.exp(0.1)))]
+    assert pair_losses(log_ratios, 0.1, "sigmoid").tolist() == pytest.approx(sigmoid)
+    assert pair_losses(log_ratios, 0.1, "ipo").tolist() == pytest.approx([9.0, 36.0])  # (2 - 5)^2, (-1 - 5)^2
+
+
+def test_online_dpo_takes_the_best_and_the_worst_completion_and_no_tie() -> None:
+    # Log-ratios to the reference, of two tokens each, where the mask has them: 1.0, 0.5, -2.0 | 9, 9, 9.
+    policy = torch.tensor([[0.25, 0.75], [0.5, 7.0], [-1.0, -1.0], [9.0, 0.0], [9.0, 0.0], [9.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [1, 1]])
+    metrics: dict[str, list[float]] = {}
+    fake = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (policy, torch.ones(6, 2), None),
+        aux_loss_enabled=False, num_generations=3, beta=0.1, pair_loss="sigmoid", current_gradient_accumulation_steps=2,
+        _add_metrics=lambda values, weights: metrics.update(
+            {name: float((each * weights).sum() / weights.sum()) for name, each in values.items()}
+        ),
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.ones(6, 1), "prompt_mask": torch.ones(6, 1), "completion_ids": torch.ones(6, 2),
+        "completion_mask": mask, "ref_per_token_logps": torch.zeros(6, 2),
+        "advantages": torch.tensor([-1.0, 3.0, -2.0, 0.0, 0.0, 0.0]),
+    }  # fmt: skip
+    loss = OnlineDPOTrainer._compute_loss(fake, None, inputs)
+    # The second completion beats the third: 0.5 - (-2.0) = 2.5. Two prompts, two micro batches.
+    assert float(loss) == pytest.approx(-math.log(1 / (1 + math.exp(-0.25))) / 2 / 2)
+    assert metrics["rewards/margins"] == pytest.approx(0.25) and metrics["rewards/accuracies"] == 1.0
+
+
+# --- Sampling ----------------------------------------------------------------------------------------------------
+
+
+def sampled(root: Path, seeds: list[int], sampling: Sampling | None = None, prompts: list | None = None) -> list:
+    model = AutoModelForCausalLM.from_pretrained(root / "policy").train()
+    model.generation_config.update(top_k=1, repetition_penalty=9.0, max_new_tokens=1)  # must not count
+    state = torch.get_rng_state()
+    found = sample(
+        model, prompts or [[5, 6, 7]] * len(seeds), sampling or Sampling(), seeds, max_new_tokens=4, pad_token_id=0,
+        stop_tokens=[2],
+    )  # fmt: skip
+    assert model.training and torch.equal(torch.get_rng_state(), state), "nothing else is drawn"
+    return found
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_other_rows(root: Path) -> None:
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    together = sampled(root, [1, 2, 3], prompts=prompts)
+    assert [sampled(root, [seed], prompts=[each])[0] for seed, each in zip([1, 2, 3], prompts, strict=True)] == together
+    assert sampled(root, [1]) != sampled(root, [4])
+
+
+def test_samples_follow_the_softmax_and_the_settings(root: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(root / "policy")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # a distribution with likely and unlikely tokens
+        logits_V = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+
+    def first(sampling: Sampling, count: int = 3000) -> torch.Tensor:
+        found = sample(
+            model, [[5, 6, 7]] * count, sampling, range(count), max_new_tokens=1, pad_token_id=0, stop_tokens=[]
+        )
+        return torch.tensor([ids[0] for ids in found])
+
+    for temperature in (1.0, 0.5):
+        counts = torch.bincount(first(Sampling(temperature=temperature)), minlength=len(logits_V))
+        expected = (logits_V / temperature).softmax(-1)
+        deviation = (expected * (1 - expected) / 3000).sqrt()
+        assert float(((counts / 3000 - expected).abs() / deviation.clamp(min=1e-3)).max()) < 5
+    ranked = logits_V.argsort(descending=True)
+    assert set(first(Sampling(top_k=3, temperature=9.0), 500).tolist()) == set(ranked[:3].tolist())
+    assert set(first(Sampling(top_p=1e-4), 50).tolist()) == {int(ranked[0])}
+    likely = logits_V.softmax(-1)
+    assert set(first(Sampling(min_p=0.9), 50).tolist()) <= set(
+        (likely >= 0.9 * likely.max()).nonzero().flatten().tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.9}, {"repetition_penalty": 1e-3}],
+    ids=lambda each: next(iter(each)),
+)  # fmt: skip
+def test_every_setting_of_the_samples_changes_them(root: Path, changed: dict[str, float]) -> None:
+    seeds = list(range(8))
+    assert sampled(root, seeds, Sampling(**changed)) != sampled(root, seeds)  # type: ignore[arg-type]
+
+
+def test_prompts_are_read_in_the_order_of_all_trainings_each_as_often_as_it_has_completions(
+    root: Path, tmp_path: Path, generated: list
+) -> None:
+    training.train(training.method("grpo"), root, tmp_path / "output")
+    prompts = [tuple(ids) for asked, _ in generated for ids in asked]
+    groups = [prompts[start : start + 4] for start in range(0, 24, 4)]
+    assert all(len(set(group)) == 1 for group in groups)
+    rows = pq.read_table(root / "prompts" / "train.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    expected = [
+        tokenizer.apply_chat_template(
+            [{"role": each["role"], "content": each["content"]} for each in rows[index]["prompt"]],
+            add_generation_prompt=True, return_dict=False,
+        )
+        for index in row_order(40, 6, 0)
+    ]  # fmt: skip
+    assert [list(group[0]) for group in groups] == expected
+
+
+# --- Options -----------------------------------------------------------------------------------------------------
+
+
+def test_every_loss_and_bound_changes_the_run_where_completions_are_trained_again(root: Path, tmp_path: Path) -> None:
+    runs = {
+        **{name: {"loss": name} for name in VARIANTS},
+        "epsilon": {"epsilon": 0.01},
+        "epsilon_high": {"epsilon_high": 0.01},
+        "beta": {"beta": 1.0},
+        "kl_ratio": {"beta": 1.0, "kl_ratio": True},
+    }
+    found = {
+        name: weights(training.train(training.method("grpo", **CLIPPED, **fields), root, tmp_path / name).output)
+        for name, fields in runs.items()
+    }
+    names = list(found)
+    equal = [(one, two) for i, one in enumerate(names) for two in names[:i] if same(found[one], found[two])]
+    assert equal == [], equal
+
+
+def test_the_micro_batch_changes_no_loss_by_more_than_last_bits(root: Path, tmp_path: Path) -> None:
+    for name, fields in (("grpo", {"loss": "bnpo"}), ("grpo", {"num_iterations": 2, "beta": 0.1}), ("rloo", {})):
+        runs = [
+            training.train(
+                training.method(name, **fields), root, tmp_path / f"{name}{size}",
+                resources=Resources(micro_batch_size=size),
+            ).losses
+            for size in (2, 8)
+        ]  # fmt: skip
+        assert runs[0] == pytest.approx(runs[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"num_iterations": 2, "loss": "gspo"}, {"num_iterations": 4, "beta": 0.1}], ids=str)
+def test_a_training_that_stops_between_the_steps_of_a_generation_resumes_to_the_bit(
+    root: Path, tmp_path: Path, fields: dict
+) -> None:
+    stop_and_go_on(training.method("grpo", num_steps=6, **fields), root, tmp_path, SAVING)
+    samples = [pq.read_table(tmp_path / run / "output" / "samples.parquet") for run in ("whole", "broken")]
+    assert samples[0].equals(samples[1])
+
+
+REFUSED: dict[str, tuple[str, dict, str]] = {
+    "groups": ("grpo", {"global_batch_size": 6}, r"6 completions are not groups of num_generations=4"),
+    "room": ("grpo", {"max_length": 6}, r"leaves 0 tokens for a prompt.*set max_length=7"),
+    "prompt": ("grpo", {"max_prompt_length": 95}, r"max_prompt_length=95; set max_length=101"),
+    "bound": ("grpo", {"epsilon": 0.1}, r"epsilon=0.1 with num_iterations=1.*set num_iterations=2"),
+    "no bound": ("grpo", {"loss": "sapo", "num_iterations": 2, "epsilon": 0.1}, r"loss=sapo has no such bound"),
+    "like": ("grpo", {"loss": "gspo"}, r"loss=gspo with num_iterations=1.*or loss=grpo"),
+    "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),
+    "name": ("grpo", {"rewards": {"reward_model": RewardFunction(function="exact")}}, r"this name is taken"),
+    "answer": ("grpo", {"too_long": "cut_answer"}, r"too_long=cut_answer: prompts have no answer yet"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_set(case: str) -> None:
+    name, fields, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        training.method(name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rewards": None}, "rewards and the slot reward_model are empty"),
+        ({"reward_model_weight": 2.0}, "reward_model_weight=2: the slot reward_model is empty"),
+    ],
+)
+def test_a_stage_without_a_reward_is_refused(root: Path, tmp_path: Path, fields: dict, message: str) -> None:
+    stage = training.method("rloo", **fields)
+    with pytest.raises(ConfigError, match=message):
+        training.train(stage, root, tmp_path / "output")
+
+
+# --- Rewards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", training.REINFORCED)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("failing", r"ValueError: no judge today for row 0"), ("non_finite", r"non_finite returned nan for row \d")],
+)
+def test_a_reward_that_fails_stops_before_its_step(
+    root: Path, tmp_path: Path, name: str, function: str, message: str
+) -> None:
+    reports: list[object] = []
+    stage = training.method(name, rewards=reward(function))
+    with pytest.raises(PipelineError, match=message):
+        training.train(stage, root, tmp_path / "output")
+    assert reports == [] and not (tmp_path / "output" / "model.safetensors").exists()
+
+
+def test_a_column_that_the_prompts_lack_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
+    stage = training.method("grpo", rewards={"exact": RewardFunction(column="solution")})
+    with pytest.raises(DataError, match=r"rewards.exact: the prompts have no column solution; they have: answer"):
+        training.train(stage, root, tmp_path / "output")
+
+
+def test_equal_rewards_stop_a_training_after_so_many_steps(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"rewards": reward("constant"), "num_steps": 5}
+    with pytest.raises(
+        PipelineError, match=r"for 2 steps up to step 2, all completions.*constant=1.*equal_rewards_patience"
+    ):
+        training.train(training.method("grpo", **fields, equal_rewards_patience=2), root, tmp_path / "two")
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        run = training.train(training.method("grpo", **fields, equal_rewards_patience=None), root, tmp_path / "none")
+    assert caplog.text.count("rewards=equal") == 1
+    assert run.metrics["frac_reward_zero_std"] == 1.0 and len(run.reports) == 5
+
+
+@pytest.fixture(scope="module")
+def with_model(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same inputs, with a reward model."""
+    folder = tmp_path_factory.mktemp("with_model")
+    for each in root.iterdir():
+        (folder / each.name).symlink_to(each)
+    training.train(training.method("reward", learning_rate=3e-2), root, folder / "reward_model")
+    return folder
+
+
+def test_a_reward_model_reads_the_tokens_that_the_policy_read_and_wrote(
+    with_model: Path, tmp_path: Path, generated: list
+) -> None:
+    run = training.train(training.method("grpo", rewards=None), with_model, tmp_path / "output")
+    model = AutoModelForSequenceClassification.from_pretrained(with_model / "reward_model")
+    prompts, completions = generated[-1]
+    expected = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        hidden = model.base_model(torch.tensor([[*prompt, *completion]])).last_hidden_state
+        expected.append(model.score(hidden[:, -1]).item())
+    samples = pq.read_table(run.output / "samples.parquet").to_pylist()[-8:]
+    assert [each["rewards/reward_model"] for each in samples] == pytest.approx(expected, abs=1e-5)
+    assert run.reports[-1][1]["rewards/reward_model/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+
+
+def test_rewards_are_summed_with_their_weights(with_model: Path, tmp_path: Path) -> None:
+    fields = {"rewards": reward("spread", weight=2.0), "reward_model_weight": 3.0, "missing_eos_penalty": 0.5}
+    run = training.train(training.method("rloo", **fields), with_model, tmp_path / "output")
+    samples = pq.read_table(run.output / "samples.parquet").to_pylist()
+    assert len(samples) == 24 and {each["step"] for each in samples} == {1, 2, 3}
+    for each in samples:
+        assert each["rewards/missing_eos"] == (-0.5 if each["truncated"] else 0.0)
+        expected = 2 * each["rewards/spread"] + 3 * each["rewards/reward_model"] + each["rewards/missing_eos"]
+        assert each["reward"] == pytest.approx(expected, abs=1e-4)
+    means = [metrics["reward"] for _, metrics in run.reports]
+    assert means == pytest.approx(
+        [sum(each["reward"] for each in samples[i : i + 8]) / 8 for i in (0, 8, 16)], abs=1e-4
+    )
+    other = training.train(
+        training.method("rloo", **{**fields, "reward_model_weight": 30.0}), with_model, tmp_path / "other"
+    )
+    assert not same(weights(other.output), weights(run.output))
+
+
+def test_what_a_step_reports(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        run = training.train(training.method("grpo", beta=0.1), root, tmp_path / "output")
+    metrics = run.reports[0][1]
+    assert {"reward", "reward_std", "rewards/spread/mean", "frac_reward_zero_std", "kl", "entropy"} <= metrics.keys()
+    assert {"completions/mean_length", "completions/clipped_ratio"} <= metrics.keys()
+    assert metrics["entropy"] == pytest.approx(math.log(300), abs=0.1)  # a random model
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and run.reports[2][1]["kl"] > 1e-5
+    assert caplog.text.count("completion=") == 10
+
+
+# --- The reference -----------------------------------------------------------------------------------------------
+
+
+def test_a_reference_that_is_not_the_input_policy_stops_the_stage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = models.frozen
+
+    def moved(model: torch.nn.Module) -> torch.nn.Module:
+        with torch.no_grad():
+            model.lm_head.weight[7] += 1.0
+        return frozen(model)
+
+    monkeypatch.setattr(models, "frozen", moved)
+    for name in training.REINFORCED:
+        with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
+            training.train(training.method(name, beta=0.1), root, tmp_path / name)
+
+
+@pytest.mark.parametrize("adapter_in", ["merge", "continue", "stack"])
+@pytest.mark.parametrize("name", training.REINFORCED)
+def test_the_reference_of_an_adapter_is_the_input_policy(
+    root: Path, tmp_path: Path, name: str, adapter_in: str
+) -> None:
+    made = Made(tmp_path, root)
+    policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
+    stage = training.method(name, adapter=LORA, adapter_in=adapter_in, beta=0.1)
+    reports: list[Metrics] = []
+    ctx = TrainContext(
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        report=lambda _step, metrics: reports.append(metrics),
+    )  # fmt: skip
+    stage.run({**training.inputs(root, stage), "policy": policy}, ctx)
+    assert abs(reports[0]["kl"]) < 1e-6 < abs(reports[2]["kl"])
+
+
+def test_no_reference_is_loaded_without_a_kl(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    frozen = models.frozen
+    monkeypatch.setattr(models, "frozen", lambda model: loaded.append(model) or frozen(model))
+    training.train(training.method("grpo"), root, tmp_path / "output")
+    assert loaded == []
+    training.train(training.method("grpo", beta=0.1), root, tmp_path / "kl")
+    assert len(loaded) == 1
+
+
+# --- Models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_trains_and_agrees_with_its_reference(root: Path, tmp_path: Path, architecture: str) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    for name in ("grpo", "online_dpo"):
+        run = training.train(
+            training.method(name, beta=0.1, num_steps=2), root, tmp_path / name, policy=policy
+        )  # fmt: skip
+        assert all(math.isfinite(norm) and norm > 0 for norm in run.losses)
+        assert not same(weights(run.output), weights(policy))
+
+
+def pad_as_eos(policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(policy)
+
+
+def test_with_the_end_token_as_padding_a_training_is_the_same(root: Path, tmp_path: Path) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "llama")
+    runs = []
+    for change in (None, pad_as_eos):
+        if change:
+            change(policy)
+        stage = training.method("grpo", max_completion_length=12, beta=0.1)
+        runs.append(training.train(stage, root, tmp_path / f"pad{len(runs)}", policy=policy))
+    assert runs[0].losses == pytest.approx(runs[1].losses, abs=1e-5)
+    assert runs[0].metrics["completions/clipped_ratio"] < 1, "some completions have an end"
+
+
+def test_bf16_follows_fp32(root: Path, tmp_path: Path) -> None:
+    found = [
+        training.train(training.method("grpo", precision=each), root, tmp_path / each).losses[0]
+        for each in ("fp32", "bf16")
+    ]
+    assert found[0] == pytest.approx(found[1], rel=0.1) and found[0] != found[1]
