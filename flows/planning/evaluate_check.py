@@ -37,11 +37,10 @@ def check_frozen_models(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if not isinstance(stage.method, Training):
             continue
-        root = root_of(pipeline, stage.inputs[POLICY])
         for slot, role in stage.method.models.items():
             if role not in (TEACHER, REWARD_MODEL) or slot not in stage.inputs:
                 continue
-            other = root_of(pipeline, stage.inputs[slot])
+            root, other = (root_of(pipeline, stage.inputs[each]) for each in (POLICY, slot))
             own, known = (_vocabulary(pipeline, each) for each in (other, root))
             apart = differing_tokens(own, known) if other != root and own and known else []
             if apart:
