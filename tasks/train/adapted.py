@@ -142,9 +142,10 @@ def _require_blocks(adapter: Adapter, model: "PreTrainedModel") -> None:
 def _require_on_experts(adapter: Adapter, layers: Sequence[str]) -> None:
     lacking = why_not_on_experts(adapter)
     if lacking:
+        default = {"type": "lora", "init": "null", "dropout": "0"}[lacking.partition("=")[0]]
         raise ConfigError(
             f"adapter.{lacking}: the adapter is put on the experts of a mixture, which are parameters: PEFT cannot do "
-            f"that for them; set adapter.{lacking.partition('=')[0]} to its default, or adapter.target_modules="
+            f"that for them; set adapter.{lacking.partition('=')[0]}={default}, or adapter.target_modules="
             f"{','.join(sorted({name.rpartition('.')[2] for name in layers}))}"
         )
 

@@ -1,6 +1,8 @@
 """Every field of every method changes the run: an option that does nothing is a defect."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.method import Adapter, AnswerTraining, Optimizer, Schedule
+from tasks.method import Adapter, Optimizer, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.train.dpo_losses import ReferenceSync
 from tasks.train.freeze import Freeze
@@ -17,6 +19,7 @@ from tests import tiny, training
 from tests.training import same, weights
 
 LORA = Adapter(rank=4, alpha=8)
+Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +117,12 @@ SHORTER = {
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
-SHARED = {each.name for each in dataclasses.fields(AnswerTraining)}
-LIKE_ORPO = {"simpo", "cpo"}  # one trainer, so the fields that all methods have are quick tests of one
+# Methods that train as another does, whose shared fields are quick tests of that one: their own fields are quick too.
+TRAINED_LIKE = {"kto": "orpo", "simpo": "orpo", "cpo": "orpo", "taid": "distill", "rloo": "grpo", "online_dpo": "grpo"}
 FIELDS = [
     pytest.param(
         name, field.name, id=f"{name}.{field.name}",
-        marks=[pytest.mark.slow] if name in LIKE_ORPO and field.name in SHARED else [],
+        marks=[pytest.mark.slow] if name in TRAINED_LIKE and field.name not in cls.__annotations__ else [],
     )
     for name, cls in training.METHODS.items()
     for field in dataclasses.fields(cls)
@@ -147,21 +150,20 @@ def write_thinking(directory: Path, root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def baselines(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
-    """Weights of each method before any field is changed, in full and with Adapter."""
-    found = {}
-    for name in training.METHODS:
-        for adapter in (None, LORA):
-            output = tmp_path_factory.mktemp("baseline") / "output"
-            found[name, adapter is not None] = weights(
-                training.train(training.method(name, adapter=adapter), root, output).output
-            )
-    return found
+def baseline(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Adapter | None], Weights]:
+    """Weights of a method before any field is changed, in full or with an adapter."""
+
+    @cache
+    def trained(name: str, adapter: Adapter | None) -> Weights:
+        output = tmp_path_factory.mktemp("baseline") / "output"
+        return weights(training.train(training.method(name, adapter=adapter), root, output).output)
+
+    return trained
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_every_field_changes_the_run(
-    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, field: str
+    root: Path, tmp_path: Path, baseline: Callable[[str, Adapter | None], Weights], name: str, field: str
 ) -> None:
     value = SHORTER[name] if field == "max_length" else OWN_CHANGES.get((name, field), CHANGES.get(field))
     assert value is not None, f"say in CHANGES what {field} is changed to"
@@ -201,10 +203,12 @@ def test_every_field_changes_the_run(
         return
     length = {"num_steps": None} if field == "num_epochs" else {}
     run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")
-    assert not same(weights(run.output), baselines[name, False])
+    assert not same(weights(run.output), baseline(name, None))
 
 
-@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in TRAINED_LIKE else []) for each in training.METHODS]
+)
 @pytest.mark.parametrize(
     "adapter",
     [
@@ -217,7 +221,7 @@ def test_every_field_changes_the_run(
     ids=["rank", "alpha", "dropout", "target_modules", "quantization"],
 )
 def test_every_field_of_an_adapter_changes_the_run(
-    root: Path, tmp_path: Path, baselines: dict[tuple[str, bool], dict[str, torch.Tensor]], name: str, adapter: Adapter
+    root: Path, tmp_path: Path, baseline: Callable[[str, Adapter | None], Weights], name: str, adapter: Adapter
 ) -> None:
     run = training.train(training.method(name, adapter=adapter), root, tmp_path / "output")
-    assert not same(weights(run.output), baselines[name, True])
+    assert not same(weights(run.output), baseline(name, LORA))
