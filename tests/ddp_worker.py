@@ -1,4 +1,4 @@
-"""One rank that trains every method data-parallel: ``python -m tests.ddp_worker ROOT OUTPUT``, started by a test."""
+"""One rank that trains methods data-parallel: ``python -m tests.ddp_worker ROOT OUTPUT NAME...``, started by a test."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def main() -> None:
     root, output = Path(sys.argv[1]), Path(sys.argv[2])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    losses: dict[str, list[float]] = {name: [] for name in training.METHODS}
+    losses: dict[str, list[float]] = {name: [] for name in sys.argv[3:]}
     for name, reported in losses.items():
 
         def report(step: int, metrics: Metrics, reported: list[float] = reported) -> None:

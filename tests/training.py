@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpo import CPO
@@ -36,6 +38,9 @@ METHODS: dict[str, type[Training]] = {
     "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
     "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO, "ppo": PPO,
 }  # fmt: skip
+# Methods that train as another does: what all methods share is a quick test of that one, and a slow one of these.
+TRAINED_LIKE = {"kto": "orpo", "simpo": "orpo", "cpo": "orpo", "taid": "distill", "rloo": "grpo", "online_dpo": "grpo"}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED_LIKE else []) for name in METHODS]
 REINFORCED = ("grpo", "rloo", "online_dpo")
 GENERATING = ("on_policy_distill", "ppo", *REINFORCED)
 GENERATED: dict[str, object] = {

@@ -56,7 +56,7 @@ def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, fl
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize("name", training.NAMES)
 def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:
     stage = training.method(name, num_steps=6, adapter=adapter, lr_schedule="cosine")
     stop_and_go_on(stage, root, tmp_path, SAVING)

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,20 +29,33 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker_losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of every method on two gloo workers; both ranks must report the same."""
-    output = tmp_path_factory.mktemp("workers")
+def worker_losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """Losses of a method on two gloo workers; all that are quick tests, or all others, are trained at once."""
+
+    @cache
+    def trained(names: tuple[str, ...]) -> dict[str, list[float]]:
+        return losses_of_workers(names, root, tmp_path_factory.mktemp("workers"))
+
+    def losses(name: str) -> list[float]:
+        is_slow = name in training.TRAINED_LIKE
+        return trained(tuple(each for each in training.METHODS if (each in training.TRAINED_LIKE) == is_slow))[name]
+
+    return losses
+
+
+def losses_of_workers(names: Sequence[str], root: Path, output: Path) -> dict[str, list[float]]:
+    """Both ranks must report the same."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.ddp_worker", str(root), str(output)]
+    command = [sys.executable, "-m", "tests.ddp_worker", str(root), str(output), *names]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=240) for process in ranks] == [0, 0]
+        assert [process.wait(timeout=500) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()
@@ -49,20 +64,20 @@ def worker_losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(losses[0])
 
 
-@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize("name", training.NAMES)
 def test_micro_batches_and_workers_keep_the_trajectory(
-    root: Path, tmp_path: Path, worker_losses: dict[str, list[float]], name: str
+    root: Path, tmp_path: Path, worker_losses: Callable[[str], list[float]], name: str
 ) -> None:
     stage = training.method(name)
     runs = [
         training.train(stage, root, tmp_path / f"micro{size}", resources=Resources(micro_batch_size=size)).losses
         for size in ((2, 4, 8) if name == "online_dpo" else (1, 2, 4))  # a pair is in one micro batch
     ]
-    for losses in (*runs[1:], worker_losses[name]):
+    for losses in (*runs[1:], worker_losses(name)):
         assert losses == pytest.approx(runs[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize("name", training.NAMES)
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_outputs_load_alone_and_repeat_to_the_bit(
     root: Path, tmp_path: Path, name: str, adapter: Adapter | None
@@ -92,7 +107,7 @@ def test_an_adapter_on_its_base_is_the_merged_model(root: Path, tmp_path: Path) 
     torch.testing.assert_close(PeftModel.from_pretrained(base, output / "adapter")(**ids).logits, merged)
 
 
-@pytest.mark.parametrize("name", training.METHODS)
+@pytest.mark.parametrize("name", training.NAMES)
 def test_rows_in_equal_rows_trained_and_rows_reported(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

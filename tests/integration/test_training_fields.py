@@ -117,12 +117,10 @@ SHORTER = {
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
-# Methods that train as another does, whose shared fields are quick tests of that one: their own fields are quick too.
-TRAINED_LIKE = {"kto": "orpo", "simpo": "orpo", "cpo": "orpo", "taid": "distill", "rloo": "grpo", "online_dpo": "grpo"}
 FIELDS = [
     pytest.param(
         name, field.name, id=f"{name}.{field.name}",
-        marks=[pytest.mark.slow] if name in TRAINED_LIKE and field.name not in cls.__annotations__ else [],
+        marks=[pytest.mark.slow] if name in training.TRAINED_LIKE and field.name not in cls.__annotations__ else [],
     )
     for name, cls in training.METHODS.items()
     for field in dataclasses.fields(cls)
@@ -206,9 +204,7 @@ def test_every_field_changes_the_run(
     assert not same(weights(run.output), baseline(name, None))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in TRAINED_LIKE else []) for each in training.METHODS]
-)
+@pytest.mark.parametrize("name", training.NAMES)
 @pytest.mark.parametrize(
     "adapter",
     [
