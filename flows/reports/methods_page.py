@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
-from flows.reports.settings_page import markdown_table, nested, section
+from flows.reports.settings_page import markdown_table, nested, section, write_page
 from lineage.artifact import Kind
 from tasks.dpo import DPO
 from tasks.recipe import Method, TrainingRecipe
@@ -121,9 +121,7 @@ def _method(name: str, cls: type[Method], without: Collection[str]) -> str:
 
 def main() -> int:
     """Writes the page."""
-    FILE.write_text(render(), encoding="utf-8")
-    print(f"{FILE} is written")
-    return 0
+    return write_page(FILE, render())
 
 
 if __name__ == "__main__":

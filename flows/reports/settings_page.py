@@ -259,11 +259,16 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
 
 
+def write_page(file: Path, text: str) -> int:
+    """Writes a rendered page; returns the exit code."""
+    file.write_text(text, encoding="utf-8")
+    print(f"{file} is written")
+    return 0
+
+
 def main() -> int:
     """Writes the page."""
-    FILE.write_text(render(), encoding="utf-8")
-    print(f"{FILE} is written")
-    return 0
+    return write_page(FILE, render())
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def policy_scores(
 
 
 def _of_unpaired(rows: Rows, measured: Mapping[str, Measured], reference: Measured) -> list[RowScores]:
-    """How single answers are told apart.
+    """How the desirable answers are distinguished from the others.
 
     ``unpaired_accuracy``: the share whose implicit reward against the reference is positive where they are desirable,
     and negative where they are not. ``unpaired_auc``: how often a desirable answer is likelier per token than one that

@@ -64,7 +64,7 @@ class Completing(Training):
     sampling: Sampling = field(default_factory=Sampling)
 
     def tokenization(self) -> Tokenization | None:
-        """Of prompts, which leave room for a completion."""
+        """Of prompts, cut so that a completion of ``max_completion_length`` tokens fits."""
         room = self.max_length - self.max_completion_length
         limit = room if self.max_prompt_length is None else self.max_prompt_length
         if not 0 < limit <= room:

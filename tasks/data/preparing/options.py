@@ -29,12 +29,11 @@ class Prepare(Method):
         tokenizer: a model, in whose tokens the report measures rows.
 
     Args:
-        held_out: below 1 a share of the keys: a row's ``group``, else its prompt, which of a conversation is all before
-            the last answer, else the row itself. From 1 on a count of rows; whole keys, and so a few more. Either is
-            decided by the hash of the key. Under a share added rows move no row. Under a count they move the border
-            down: what was trained on is never held out, and what is held out no longer is set aside, for which about
-            as many rows as are held out go to neither side (counted as ``between the sides``). It may be trained on
-            once there is about twice as much data, and of a small count, whose border moves in steps, before.
+        held_out: below 1 a share of the keys; from 1 on a number of rows, rounded up to whole keys. A key is a row's
+            ``group``, else its prompt (of a conversation, all before the last answer), else the row itself. The hash of
+            the key decides. With a share, added rows move no row to the other split. With a number, added rows lower
+            the threshold: a row that was trained on is never held out, and a row that is no longer held out is
+            excluded from both splits (counted as ``between the sides``) until there is about twice as much data.
         seed: of the split, and of what a mixture takes.
         replay_share: of the training rows, drawn from the old ones.
         max_bad_rows: how many may be left out; one more, and the stage refuses. ``rejects.jsonl`` holds all of them.
