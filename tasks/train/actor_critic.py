@@ -11,13 +11,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
-from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 
 from tasks.train.policy_gradient import masked_mean
 from tasks.train.rewards import token_values
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -116,7 +116,6 @@ class ActorCritic:
     ) -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
         self.policy, self.reference = run.policy.model, run.model("reference")
-        self.base = self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
         self.proof = run.start_proof()
 
     def sample(self, step: int, temperature: float) -> Batch:
@@ -129,7 +128,7 @@ class ActorCritic:
         examples = rollouts.examples(step)
         prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
         with self.autocast():
-            completions = rollouts.generate(self.base, examples, step)
+            completions = rollouts.generate(self.policy, examples, step)
         rewards_BK = rollouts.score(examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
         measured = self._measured(prompts, completions, temperature)

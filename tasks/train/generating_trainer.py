@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
@@ -20,6 +19,7 @@ from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
 from lineage.checkpoints import Checkpoints
 from tasks.train.adapted import REFERENCE
 from tasks.train.generating import Generating
+from tasks.train.rollouts import number_real_tokens
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ class WithRollouts(_BaseTrainer):
         kwargs["args"].beta = 0.0  # type: ignore[attr-defined]  # else it would load a reference of its own
         super().__init__(*args, **kwargs)
         self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
+        number_real_tokens(self.model)
         if ref_model is not None:
             add_fused_lm_head(ref_model, temperature=self.temperature)
+            number_real_tokens(ref_model)
         self._buffered: list[dict[str, Tensor]] = []
         self._of_generation: dict[str, list[float]] = {}
 
@@ -107,9 +109,8 @@ class WithRollouts(_BaseTrainer):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
         if self.use_vllm:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         with self.accelerator.autocast(), autocast(self.args):
-            found = self.rollouts.generate(model, self._examples, self.state.global_step)
+            found = self.rollouts.generate(self.model, self._examples, self.state.global_step)
         return found if isinstance(self, RLOOTrainer) else (found, None)
 
     def _calculate_rewards(

@@ -51,11 +51,11 @@ _FIRST_POSITION_IS_0 = (
     "xlm",
 )  # fmt: skip
 # Their positions start after the pad token's id; these are the ids where a config has none.
-_FIRST_POSITION_IS_BEHIND = {
+FIRST_POSITION_IS_BEHIND = {
     "camembert": 1, "data2vec-text": 1, "roberta": 1, "roberta-prelayernorm": 1, "xlm-roberta": 1,
     "xlm-roberta-xl": 1, "xmod": 1,
 }  # fmt: skip
-LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *_FIRST_POSITION_IS_BEHIND})
+LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *FIRST_POSITION_IS_BEHIND})
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # Of a generation config: fields that only sampling reads, and fields that only beam search reads.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -208,9 +208,9 @@ def learned_positions(config: Mapping[str, object]) -> int | None:
     found = next((config[name] for name in _POSITIONS if name in config), None)
     if architecture not in LEARNED_POSITIONS or not isinstance(found, int):
         return None
-    if architecture not in _FIRST_POSITION_IS_BEHIND:
+    if architecture not in FIRST_POSITION_IS_BEHIND:
         return found
-    pad = config.get("pad_token_id", _FIRST_POSITION_IS_BEHIND[architecture])
+    pad = config.get("pad_token_id", FIRST_POSITION_IS_BEHIND[architecture])
     return found - pad - 1 if isinstance(pad, int) else found
 
 

@@ -7,18 +7,14 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from peft import PeftModel
 from trl import DistillationConfig, DistillationTrainer
 
 from lineage.errors import ConfigError
-from tasks.train.models import LEARNED_POSITIONS
-from tasks.train.rollouts import sample
+from tasks.train.rollouts import number_real_tokens, sample
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
     from tasks.train.generating import Completing
     from tasks.train.run import TrainingRun
@@ -43,7 +39,7 @@ class OnPolicyTrainer(DistillationTrainer):
         ]
         with self.accelerator.autocast(), autocast(self.args):
             return sample(
-                _plain(self.model), [[*ids] for ids in prompt_ids], self.method.sampling, seeds,
+                self.model, [[*ids] for ids in prompt_ids], self.method.sampling, seeds,
                 max_new_tokens=self.method.max_completion_length, pad_token_id=self._tokenizer.pad_token_id,
                 stop_tokens=self.eos_token_ids,
             )  # fmt: skip
@@ -76,28 +72,8 @@ def on_policy_trainer(run: "TrainingRun", method: "Completing", **own: object) -
     if theirs > ours:  # tokens that the tokenizer does not have
         teacher.resize_token_embeddings(ours)
     for model in (run.policy.model, teacher):
-        _number_real_tokens(model)
+        number_real_tokens(model)
     return run.trl(
         OnPolicyTrainer, DistillationConfig, method=method, teacher_model=teacher, shuffle_dataset=False,
         max_completion_length=method.max_completion_length, temperature=sampling.temperature, **own,
     )  # fmt: skip
-
-
-def _number_real_tokens(model: "PreTrainedModel") -> None:
-    """Numbers positions from the first token behind the padding, in a model with a table of them."""
-    if model.config.get_text_config().model_type not in LEARNED_POSITIONS:
-        return
-
-    def numbered(
-        backbone: torch.nn.Module, args: tuple[object, ...], kwargs: "dict[str, Tensor | None]"
-    ) -> "tuple[tuple[object, ...], dict[str, Tensor | None]]":
-        mask = kwargs.get("attention_mask")
-        if mask is None or mask.dim() != 2 or kwargs.get("position_ids") is not None:
-            return args, kwargs
-        return args, {**kwargs, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
-
-    model.base_model.register_forward_pre_hook(numbered, with_kwargs=True)
-
-
-def _plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
-    return model.get_base_model() if isinstance(model, PeftModel) else model

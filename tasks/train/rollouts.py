@@ -10,6 +10,7 @@ In a loop of its own:
 Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
 """
 
+import inspect
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftModel
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -27,6 +29,7 @@ from lineage.errors import PipelineError
 from tasks.evaluate.scoring import without_router_loss
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
+from tasks.train.models import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.train.rewards import sequence_scores
 
 if TYPE_CHECKING:
@@ -93,11 +96,13 @@ class Rollouts:
         found = {index: rows[index] for index in dict.fromkeys(indices)}
         return [found[index] for index in indices]
 
-    def generate(self, model: "PreTrainedModel", examples: "Sequence[Example]", step: int) -> list[list[int]]:
+    def generate(
+        self, model: "PreTrainedModel | PeftModel", examples: "Sequence[Example]", step: int
+    ) -> list[list[int]]:
         """Samples a completion of each example's prompt, up to its end token, with this policy.
 
         Args:
-            model: without the wrapper of a process group or of PEFT; with autocast where it is used.
+            model: without the wrapper of a process group; with autocast where it is used.
             step: of the generation, which makes its noise another than that of other steps.
         """
         first = self.ctx.rank * self.num_local
@@ -291,7 +296,7 @@ class Rollouts:
 
 
 def sample(
-    model: "PreTrainedModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
+    model: "PreTrainedModel | PeftModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int],
 ) -> list[list[int]]:  # fmt: skip
     """Samples a completion of each prompt, up to its first stop token, which is part of it.
@@ -300,6 +305,7 @@ def sample(
         model: its own settings of generation (``generation_config``) are not used.
         seeds: of each completion's noise.
     """
+    model = _plain(model)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=sampling.repetition_penalty,
         pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
@@ -323,6 +329,32 @@ def sample(
             text.output_router_logits = routes
         model.train(was_training)
     return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
+
+
+def _plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
+    """Numbers positions from the first token behind the padding, in a model with a table of them.
+
+    Trainers of TRL pad prompts on the left and pass no positions, so that such a model would read a prompt at other
+    positions than those it was sampled at.
+    """
+    backbone, architecture = _plain(model).base_model, model.config.get_text_config().model_type
+    derived = architecture not in LEARNED_POSITIONS or architecture in FIRST_POSITION_IS_BEHIND
+    if derived or "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return  # its positions are relative, or it derives them from the mask or the tokens
+
+    def numbered(
+        _backbone: torch.nn.Module, args: tuple[object, ...], kwargs: "dict[str, Tensor | None]"
+    ) -> "tuple[tuple[object, ...], dict[str, Tensor | None]]":
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.dim() != 2 or kwargs.get("position_ids") is not None:
+            return args, kwargs
+        return args, {**kwargs, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+
+    backbone.register_forward_pre_hook(numbered, with_kwargs=True)
 
 
 class _Draw(LogitsProcessor):

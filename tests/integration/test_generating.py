@@ -13,11 +13,11 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.grpo import VARIANTS
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
+from tasks.train.grpo_losses import VARIANTS
 from tasks.train.rollouts import Rollouts, sample
 from tasks.train.run import row_order
 from tests import tiny_models, training
@@ -465,6 +465,32 @@ def test_every_architecture_trains_and_agrees_with_its_reference(root: Path, tmp
         )  # fmt: skip
         assert all(math.isfinite(norm) and norm > 0 for norm in run.losses)
         assert not same(weights(run.output), weights(policy))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_padded_rows_have_the_log_probabilities_of_each_row_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """TRL pads prompts on the left; GPT-2, with its table of positions, must not count the padding."""
+    found, measure = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    def kept(self: GRPOTrainer, model: object, ids: torch.Tensor, mask: torch.Tensor, num: int, **own: object) -> tuple:
+        logps, *rest = measure(self, model, ids, mask, num, **own)
+        found.append((ids, mask, logps.detach()))
+        return logps, *rest
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", kept)
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    stage = training.method("grpo", beta=0.1, num_steps=1, num_generations=2)
+    training.train(stage, root, tmp_path / "output", policy=policy)
+    model = AutoModelForCausalLM.from_pretrained(policy).eval()
+    assert len(found) > 3 and not all(mask[:, 0].all() for _, mask, _ in found), "policy and reference, with padding"
+    for ids, mask, logps in found:
+        for row, real, row_logps in zip(ids, mask.bool(), logps, strict=True):
+            alone, ends = row[real].unsqueeze(0), int(real[-len(row_logps) :].sum())
+            with torch.no_grad():
+                expected = model(alone).logits[0, :-1].log_softmax(-1).gather(1, alone[0, 1:, None])[-ends:, 0]
+            assert row_logps[:ends].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def pad_as_eos(policy: Path) -> None:
