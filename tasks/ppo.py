@@ -30,64 +30,43 @@ class PPO(Generating):
 
     Each step samples ``global_batch_size`` completions, ``num_generations`` of each prompt, and updates both models
     ``num_ppo_epochs`` x ``num_minibatches`` times on them.
-
-    Args:
-        kl_coef: strength of the penalty for the log-ratio to the reference, which every token's reward contains.
-        kl_target: KL per completion, in nats, that an adaptive coefficient approaches; None: it stays ``kl_coef``.
-        kl_horizon: completions within which the coefficient follows; None: 10,000.
-        gamma, gae_lambda: of generalized advantage estimation.
-        clip_range: how far from 1 the ratio to the policy that sampled is followed.
-        value_clip_range: how far from its old value a value is followed; None: any way.
-        value_coef: of the value loss.
-        whiten_rewards: ``scale``: rewards of tokens get variance 1; ``shift``: and mean 0.
-        whiten_advantages: to mean 0 and variance 1.
-        center_advantages: subtracts the mean over all completions of a prompt before.
-        num_ppo_epochs: passes over the completions of a step.
-        num_minibatches: updates in each pass.
     """
 
     models: ClassVar = {**Generating.models, "value": VALUE_MODEL}
     applies: ClassVar = LOOP_FIELDS
 
     num_generations: Annotated[int, Gt(0)] = 1  # completions per prompt
-    kl_coef: Annotated[float, Ge(0)] = 0.05
-    kl_target: Annotated[float, Gt(0)] | None = None
-    kl_horizon: Annotated[int, Gt(0)] | None = None
-    gamma: Annotated[float, Ge(0), Le(1)] = 1.0
-    gae_lambda: Annotated[float, Ge(0), Le(1)] = 0.95
-    clip_range: Annotated[float, Gt(0)] = 0.2
-    value_clip_range: Annotated[float, Gt(0)] | None = 0.2
-    value_coef: Annotated[float, Gt(0)] = 0.1
-    whiten_rewards: Literal["scale", "shift"] | None = None
-    whiten_advantages: bool = True
-    center_advantages: bool = False
-    num_ppo_epochs: Annotated[int, Gt(0)] = 4
-    num_minibatches: Annotated[int, Gt(0)] = 1
+    kl_coef: Annotated[float, Ge(0)] = 0.05  # of the penalty in every token's reward: its log-ratio to the reference
+    kl_target: Annotated[float, Gt(0)] | None = None  # KL per completion, in nats, to adapt kl_coef to; None: it stays
+    kl_horizon: Annotated[int, Gt(0)] | None = None  # completions within which kl_coef follows; None: 10,000
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0  # of generalized advantage estimation
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 0.95  # of generalized advantage estimation
+    clip_range: Annotated[float, Gt(0)] = 0.2  # how far from 1 the ratio to the policy that sampled is followed
+    value_clip_range: Annotated[float, Gt(0)] | None = 0.2  # how far from its old value a value is; None: any way
+    value_coef: Annotated[float, Gt(0)] = 0.1  # of the value loss
+    whiten_rewards: Literal["scale", "shift"] | None = None  # of tokens, to variance 1; shift: and mean 0
+    whiten_advantages: bool = True  # to mean 0 and variance 1
+    center_advantages: bool = False  # subtract the mean over all completions of a prompt before
+    num_ppo_epochs: Annotated[int, Gt(0)] = 4  # passes over the completions of a step
+    num_minibatches: Annotated[int, Gt(0)] = 1  # updates in each pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kl_target is not None and not self.kl_coef:
-            raise ConfigError(
-                f"kl_target={self.kl_target:g} with kl_coef=0: the coefficient adapts by factors, so it would stay 0; "
-                "set kl_coef, such as 0.05, or kl_target=null"
-            )
-        if self.kl_horizon is not None and self.kl_target is None:
-            raise ConfigError(
-                f"kl_horizon={self.kl_horizon} without kl_target: the coefficient is fixed; set kl_target, such as 6, "
-                "or kl_horizon=null"
-            )
-        if self.vllm is not None:
-            raise ConfigError(f"vllm={self.vllm}: PPO generates with its own policy's weights; set vllm=null")
-        if self.center_advantages and self.num_generations == 1:
-            raise ConfigError(
-                "center_advantages=true with num_generations=1: it compares the completions of one prompt; set "
-                "num_generations, such as 4, or center_advantages=false"
-            )
-        if self.global_batch_size % self.num_minibatches:
-            raise ConfigError(
-                f"num_minibatches={self.num_minibatches} does not divide global_batch_size={self.global_batch_size}; "
-                "set one that does"
-            )
+        refused = {
+            f"kl_target={self.kl_target or 0:g} with kl_coef=0: the coefficient adapts by factors, so it would stay 0; "
+            "set kl_coef, such as 0.05, or kl_target=null": self.kl_target is not None and not self.kl_coef,
+            f"kl_horizon={self.kl_horizon} without kl_target: the coefficient is fixed; set kl_target, such as 6, or "
+            "kl_horizon=null": self.kl_horizon is not None and self.kl_target is None,
+            "center_advantages=true with num_generations=1: it compares the completions of one prompt; set "
+            "num_generations, such as 4, or center_advantages=false": (
+                self.center_advantages and self.num_generations == 1
+            ),
+            f"num_minibatches={self.num_minibatches} does not divide global_batch_size={self.global_batch_size}; set "
+            "one that does": self.global_batch_size % self.num_minibatches,
+        }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise ConfigError(message)
 
     def loop(self, run: "TrainingRun") -> Metrics:
         import torch
@@ -115,7 +94,7 @@ class PPO(Generating):
                 for share in actor_critic.shares(rows):
                     with optimization.autocast():
                         tokens = batch.tokens(share)
-                        logps_BC, _ = token_logps(policy, tokens, self.sampling.temperature)
+                        logps_BC = token_logps(policy, tokens, self.sampling.temperature)
                         values_BC = state_values(value, tokens)
                     losses = (
                         *policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),

@@ -29,3 +29,12 @@ def non_finite(completions: list[str], answer: list[object]) -> list[float]:
 def vowel(completions: list[str]) -> list[float]:
     """1 for a completion with a vowel."""
     return [float(any(letter in "aeiou" for letter in each)) for each in completions]
+
+
+ASKED: list[tuple[object, object]] = []  # prompts and their column ``answer``, as ``asked`` gets them
+
+
+def asked(prompts: list[object], completions: list[str], answer: list[object]) -> list[float]:
+    """A number that nearly every other completion changes."""
+    ASKED.extend(zip(prompts, answer, strict=True))
+    return spread(completions)

@@ -4,6 +4,7 @@ import filecmp
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -27,13 +28,13 @@ from tasks.evaluate.measured import (
     win,
 )
 from tasks.evaluate.report import POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import REWARD, RowScores, write_scores
-from tasks.evaluate.scoring import Answer, greedy_answers, logps, rewards
+from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
+from tasks.evaluate.scoring import Answer, Scored, greedy_answers, logps, rewards, sampled_tokens
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Evaluate(Method):
         seed: of the choice of rows.
         thinking: of the assistant; None: that of the stages that trained the models.
         rewards: name -> reward function: scores the answers to the slot ``prompts``, as ``reward/NAME``.
+        kl_samples: of each policy for each prompt, for ``kl``: nats per answer between the policy and the reference.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -92,6 +94,7 @@ class Evaluate(Method):
     seed: Annotated[int, Ge(0)] = 0
     thinking: Thinking | None = None
     rewards: Rewards | None = None
+    kl_samples: Annotated[int, Gt(0)] | None = None
 
     def __post_init__(self) -> None:
         check_rewards(self.rewards or {})
@@ -113,13 +116,14 @@ class Evaluate(Method):
             (("pairs",), "a reward model scores answers to the prompts of pairs", "reward_model" in filled),
             (("conversations",), f"answer_form={self.answer_form} is of answers to conversations", self.answer_form),
             (("prompts",), f"rewards.{next(iter(self.rewards or {}), '')} scores answers to prompts", self.rewards),
+            (("prompts", "pairs", "unpaired"), f"kl_samples={self.kl_samples} are of prompts", self.kl_samples),
         ):
             if is_needed and not filled.intersection(slots):
                 raise ConfigError(f"evaluate: {why}, and no input {' or '.join(slots)} is set; set one")
 
     def measured_metrics(self) -> tuple[str, ...]:
         """The metrics of a policy that a gate's rules may name."""
-        return (*self.metrics, *(f"{REWARD}{name}" for name in self.rewards or {}))
+        return (*self.metrics, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []))
 
     def lengths(self, max_length: int) -> held_out.Lengths:
         """The limits for rows.
@@ -169,6 +173,8 @@ class Evaluate(Method):
             read = partial(held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking)
             of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
             scores += of_rewards
+        if self.kl_samples:
+            scores.append(self._kl(policies, inputs["reference"], rows, tokenizer, ctx))
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
@@ -204,12 +210,7 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
-        from tasks.train.kernels import hold_in
-        from tasks.train.models import load_model
-
-        dtype = ctx.resources.frozen_dtype(None)
-        model = hold_in(load_model(policy, dtype), dtype).to(_device(ctx))
-        batch_size = ctx.resources.micro_batch_size
+        model, batch_size = _loaded(policy, ctx), ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
             answers=logps(model, rows.answers, batch_size),
@@ -234,12 +235,7 @@ class Evaluate(Method):
         Args:
             read: tokenizes prompts with their answers.
         """
-        from tasks.train.kernels import hold_in
-        from tasks.train.models import load_model
-
-        dtype = ctx.resources.frozen_dtype(None)
-        model = hold_in(load_model(reward_model, dtype), dtype).to(_device(ctx))
-        batch_size = ctx.resources.micro_batch_size
+        model, batch_size = _loaded(reward_model, ctx), ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:
             return rewards(model, read(rows.prompts, policy.greedy), batch_size)
@@ -257,6 +253,47 @@ class Evaluate(Method):
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
         return [over_pairs("accuracy", rows, {"reward_model": wins}), *reward_scores(rows, scored, against)], by_kind
+
+    def _kl(
+        self,
+        policies: Inputs,
+        reference: Input,
+        rows: held_out.Rows,
+        tokenizer: "PreTrainedTokenizerBase",
+        ctx: TrainContext,
+    ) -> RowScores:
+        """Log-probability of each policy's samples less that under the reference: its mean is the KL."""
+        from tasks.train.generating import Sampling
+
+        count, batch_size = self.kl_samples or 0, ctx.resources.micro_batch_size
+        prompts = [[*ids] for ids in rows.prompt_ids for _ in range(count)]
+        seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
+        samples, own = dict[str, list[Scored]](), dict[str, list[float]]()
+        for name, policy in policies.items():
+            model = _loaded(policy, ctx)
+            answers = sampled_tokens(
+                model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds
+            )  # fmt: skip
+            samples[name] = [
+                Scored(input_ids=[*prompt, *ids], mask=[0] * len(prompt) + [1] * len(ids))
+                for prompt, ids in zip(prompts, answers, strict=True)
+            ]
+            own[name] = logps(model, samples[name], batch_size)
+        base = _loaded(reference, ctx)
+        names = [prompt.name for prompt in rows.prompts for _ in range(count)]
+        ratios = {
+            name: list(map(float.__sub__, own[name], logps(base, each, batch_size))) for name, each in samples.items()
+        }
+        ids = [f"{name}/{index}" for index, name in enumerate(names)]
+        return RowScores(metric=KL, row_ids=ids, groups=names, weights=[1.0] * len(ids), scores=ratios)
+
+
+def _loaded(given: Input, ctx: TrainContext) -> "PreTrainedModel":
+    from tasks.train.kernels import hold_in
+    from tasks.train.models import load_model
+
+    dtype = ctx.resources.frozen_dtype(None)
+    return hold_in(load_model(given, dtype), dtype).to(_device(ctx))
 
 
 def trained_length(models: Sequence[Input]) -> int:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tasks.evaluate.row_scores import REWARD
+from tasks.evaluate.row_scores import KL, REWARD
 
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
@@ -26,8 +26,9 @@ _COLUMNS = {
     "unfinished_share": ("answers cut off ↓", 2),
     "one_sentence_share": ("answers of one sentence ↑", 2),
     "answer_tokens": ("tokens per answer ↓", 1),
+    KL: ("KL to the reference, nats per answer ↓", 2),
 }
-POLICY_METRICS = tuple(_COLUMNS)
+POLICY_METRICS = tuple(name for name in _COLUMNS if name != KL)  # which is measured where it is asked for
 
 
 def write_report(

@@ -12,6 +12,7 @@ from lineage.errors import ConfigError
 from tasks.reward_functions.built_in import BUILT_IN
 
 REWARD = "reward/"  # before the name of a reward function
+KL = "kl"  # nats per answer between a policy and the reference
 SCORES_FILE, POLICIES_FILE = "scores.jsonl", "policies.json"
 _MAX_ENTROPY = math.log(sys.float_info.max)  # in nats per token
 
@@ -52,9 +53,9 @@ def is_perplexity(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for perplexities, losses, the share of unfinished answers and tokens per answer; for no reward."""
+    """True for perplexities, losses, the share of unfinished answers, tokens per answer, and KL; for no reward."""
     endings = ("perplexity", "loss", "unfinished_share", "answer_tokens")
-    return metric.endswith(endings) and not metric.startswith(REWARD)
+    return metric == KL or (metric.endswith(endings) and not metric.startswith(REWARD))
 
 
 def is_bounded(metric: str) -> bool:

@@ -151,6 +151,36 @@ def sampled_answers(
     Args:
         seeds: of each answer's noise, which the other rows of its batch do not change.
     """
+    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
+    return _answers(generate, model, tokenizer, prompts, batch_size)
+
+
+def sampled_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> list[list[int]]:
+    """The tokens of sampled answers, with the stop token that ends them."""
+    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
+    found: dict[int, list[int]] = {}
+    for batch in _batches([len(prompt) for prompt in prompts], batch_size):
+        found.update(zip(batch, generate(batch), strict=True))
+    return [found[index] for index in range(len(prompts))]
+
+
+def _sampler(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> Callable[[Sequence[int]], list[list[int]]]:
+    """Samples the tokens that follow the prompts with some indices."""
     from tasks.train.rollouts import sample
 
     stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
@@ -161,7 +191,7 @@ def sampled_answers(
             max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
         )  # fmt: skip
 
-    return _answers(generate, model, tokenizer, prompts, batch_size)
+    return generate
 
 
 def _answers(

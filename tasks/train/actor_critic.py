@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from tasks.train.run import TrainingRun
 
-Ids = Sequence[Sequence[int]]  # tokens of rows
+Row = tuple[Sequence[int], Sequence[int]]  # the tokens of a prompt and its completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Rows of a prompt and its completion, padded on the right: causal attention needs no mask there.
+    """Rows, padded on the right: causal attention needs no mask there.
 
     Args:
         starts_B: where completions begin in their rows.
@@ -40,12 +40,11 @@ class Tokens:
     mask_BC: "Tensor"
 
     @staticmethod
-    def of(prompts: Ids, completions: Ids, num_columns: int, device: torch.device) -> "Tokens":
+    def of(rows: Sequence[Row], num_columns: int, device: torch.device) -> "Tokens":
         """Pads completions to so many columns."""
-        rows = [torch.tensor([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
-        starts_B, lengths_B = (torch.tensor([*map(len, each)], device=device) for each in (prompts, completions))
+        ids_BT = pad_sequence([torch.tensor([*chain(*row)]) for row in rows], batch_first=True).to(device)
+        starts_B, lengths_B = torch.tensor([[*map(len, row)] for row in rows], device=device).unbind(1)
         mask_BC = torch.arange(num_columns, device=device) < lengths_B.unsqueeze(1)
-        ids_BT = pad_sequence(rows, batch_first=True).to(device)
         return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
 
     def gather(self, values_BK: "Tensor", first: int) -> "Tensor":
@@ -54,20 +53,22 @@ class Tokens:
         return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
 
 
-def token_logps(model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float) -> "tuple[Tensor, Tensor]":
-    """Log-probability (B, C) of each token of the completions, and the entropy of its distribution without a gradient.
+def token_logps(
+    model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float, entropies: "list[Tensor] | None" = None
+) -> "Tensor":
+    """Log-probability (B, C) of each token of the completions.
 
     Args:
         temperature: that the completions were sampled at.
+        entropies: gets the entropies (B, C) of the distributions, which take longer than the log-probabilities.
     """
     first = int(tokens.starts_B.min()) - 1
     targets_BK = tokens.input_ids_BT[:, first + 1 :]
     outputs = model(input_ids=tokens.input_ids_BT, use_cache=False, logits_to_keep=targets_BK.shape[1] + 1)
     all_BKV = (outputs.logits[:, :-1].float() / temperature).log_softmax(-1)
-    logps_BK = all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2)
-    with torch.no_grad():
-        entropies_BK = -(all_BKV.exp() * all_BKV).sum(-1)
-    return tokens.gather(logps_BK, first), tokens.gather(entropies_BK, first)
+    if entropies is not None:
+        entropies.append(tokens.gather(-(all_BKV.exp() * all_BKV).sum(-1), first))
+    return tokens.gather(all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2), first)
 
 
 def state_values(model: "PreTrainedModel", tokens: Tokens) -> "Tensor":
@@ -85,8 +86,7 @@ class Batch:
         values_BC: of the state before each token.
     """
 
-    prompts: Ids
-    completions: Ids
+    rows: Sequence[Row]
     scores_B: "Tensor"
     mask_BC: "Tensor"
     logps_BC: "Tensor"
@@ -96,12 +96,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, chain(self.prompts, self.completions)))
+        return sum(len(ids) for row in self.rows for ids in row)
 
     def tokens(self, rows: Sequence[int]) -> Tokens:
         """Of some rows; columns are those of the batch."""
-        prompts, completions = ([each[row] for row in rows] for each in (self.prompts, self.completions))
-        return Tokens.of(prompts, completions, self.mask_BC.shape[1], self.mask_BC.device)
+        return Tokens.of([self.rows[row] for row in rows], self.mask_BC.shape[1], self.mask_BC.device)
 
 
 class ActorCritic:
@@ -126,62 +125,47 @@ class ActorCritic:
         """
         rollouts = self.run.rollouts
         examples = rollouts.examples(step)
-        prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
         with self.autocast():
             completions = rollouts.generate(self.policy, examples, step)
         rewards_BK = rollouts.score(examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
-        measured = self._measured(prompts, completions, temperature)
-        scores_B = rollouts.gathered(rollouts.total(rewards_BK))
-        batch = self._batch(*self._of_all_workers(prompts, completions, measured), scores_B, metrics)
+        prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
+        own = self._measured([*zip(prompts, completions, strict=True)], temperature)
+        parts = [own] * self.ctx.world_size  # by rank, which is the order of the batch
+        if self.ctx.world_size > 1:
+            torch.distributed.all_gather_object(parts, own)
+        rows, measured = zip(*chain(*parts), strict=True)
+        logps_BC, reference_BC, values_BC, entropies_BC = (
+            pad_sequence(measured, batch_first=True).to(self.run.device).unbind(2)
+        )
+        mask_BC = pad_sequence([torch.ones(len(each)) for each in measured], batch_first=True).to(self.run.device)
+        log_ratios_B = (logps_BC - reference_BC).sum(1)
         if step == 0:
-            self.proof((batch.logps_BC - batch.reference_BC).sum(1))
-        return batch
+            self.proof(log_ratios_B)
+        kl, entropy = float(log_ratios_B.mean()), float(masked_mean(entropies_BC, mask_BC))
+        return Batch(
+            rows=rows, scores_B=rollouts.gathered(rollouts.total(rewards_BK)), mask_BC=mask_BC, logps_BC=logps_BC,
+            reference_BC=reference_BC, values_BC=values_BC, metrics={**metrics, "kl": kl, "entropy": entropy},
+        )  # fmt: skip
 
     def shares(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         """This worker's rows of an update, in micro batches."""
         own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
         return (own[start : start + size] for start in range(0, len(own), size))
 
-    def _measured(self, prompts: Ids, completions: Ids, temperature: float) -> "list[Tensor]":
+    def _measured(self, rows: Sequence[Row], temperature: float) -> "list[tuple[Row, Tensor]]":
         """For each token log-probability, that of the reference, value and entropy: (tokens of a completion, 4)."""
-        found, size = list[torch.Tensor](), self.ctx.resources.micro_batch_size
+        found, size = list[tuple[Row, torch.Tensor]](), self.ctx.resources.micro_batch_size
         self.policy.eval()  # without the dropout of an adapter
         with torch.no_grad(), self.autocast():
-            for start in range(0, len(completions), size):
-                part = slice(start, start + size)
-                tokens = Tokens.of(prompts[part], completions[part], max(map(len, completions[part])), self.run.device)
-                logps_BC, entropies_BC = token_logps(self.policy, tokens, temperature)
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                tokens = Tokens.of(part, max(len(ids) for _, ids in part), self.run.device)
+                entropies = list[torch.Tensor]()
+                logps_BC = token_logps(self.policy, tokens, temperature, entropies)
                 with nullcontext() if self.reference else self.policy.disable_adapter():
-                    reference_BC, _ = token_logps(self.reference or self.policy, tokens, temperature)
-                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), entropies_BC], dim=2)
-                found += [row_C4[: len(ids)] for row_C4, ids in zip(each.cpu(), completions[part], strict=True)]
+                    reference_BC = token_logps(self.reference or self.policy, tokens, temperature)
+                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), *entropies], dim=2)
+                found += [(row, row_C4[: len(row[1])]) for row, row_C4 in zip(part, each.cpu(), strict=True)]
         self.policy.train()
         return found
-
-    def _of_all_workers(
-        self, prompts: Ids, completions: Ids, measured: "list[Tensor]"
-    ) -> "tuple[Ids, Ids, list[Tensor]]":
-        """By rank, which is the order of the batch."""
-        parts = [(prompts, completions, measured)] * self.ctx.world_size
-        if self.ctx.world_size > 1:
-            torch.distributed.all_gather_object(parts, (prompts, completions, measured))
-        return tuple([*chain(*each)] for each in zip(*parts, strict=True))  # type: ignore[return-value]
-
-    def _batch(
-        self,
-        prompts: Ids,
-        completions: Ids,
-        measured: "list[Tensor]",
-        scores_B: "Tensor",
-        metrics: dict[str, float],
-    ) -> Batch:
-        columns_BC4 = pad_sequence(measured, batch_first=True).to(self.run.device)
-        logps_BC, reference_BC, values_BC, entropies_BC = columns_BC4.unbind(2)
-        mask_BC = pad_sequence([torch.ones(len(each)) for each in completions], batch_first=True).to(self.run.device)
-        kl, entropy = (logps_BC - reference_BC).sum(1).mean(), masked_mean(entropies_BC, mask_BC)
-        return Batch(
-            prompts=prompts, completions=completions, scores_B=scores_B, mask_BC=mask_BC, logps_BC=logps_BC,
-            reference_BC=reference_BC, values_BC=values_BC,
-            metrics={**metrics, "kl": float(kl), "entropy": float(entropy)},
-        )  # fmt: skip

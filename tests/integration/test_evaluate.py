@@ -335,6 +335,35 @@ def test_reward_functions_score_greedy_answers_to_the_prompts(tmp_path: Path, in
     assert plain == {name: value for name, value in metrics.items() if "/reward/" not in name}
 
 
+def test_the_kl_is_that_of_the_distributions_which_answers_are_sampled_from(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    """Of answers of one token, the exact KL is a sum over the vocabulary."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    method = replace(SMALL, max_new_tokens=1, kl_samples=500)
+    metrics = evaluate(tmp_path, inputs, method)
+    scores = read_scores(tmp_path)["kl"]
+    asked = dict(zip(scores.groups, scores.row_ids, strict=True))
+    assert metrics["sft/kl"] == 0.0 and len(scores.row_ids) == 4 * 500 and len(asked) == 4
+    tokenizer = AutoTokenizer.from_pretrained(inputs["sft"].path)
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    exact = []
+    for prompt in prompts:
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in prompt]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            policy, reference = (
+                AutoModelForCausalLM.from_pretrained(inputs[name].path)(**ids).logits[0, -1].log_softmax(-1)
+                for name in ("dpo", "sft")
+            )
+        exact.append(float((policy.exp() * (policy - reference)).sum()))
+    own = torch.tensor(scores.scores["dpo"])
+    assert metrics["dpo/kl"] == pytest.approx(sum(exact) / 4, abs=4 * float(own.std()) / len(own) ** 0.5)
+    assert "KL to the reference" in (tmp_path / "table.md").read_text()
+
+
 def test_reward_functions_need_prompts_with_their_columns(tmp_path: Path, inputs: dict[str, Input]) -> None:
     method = replace(SMALL, rewards={"exact": RewardFunction()})
     with pytest.raises(ConfigError, match=r"rewards.exact scores answers to prompts, and no input prompts is set"):

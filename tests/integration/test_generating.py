@@ -453,6 +453,46 @@ def test_no_reference_is_loaded_without_a_kl(root: Path, tmp_path: Path, monkeyp
     assert len(loaded) == 1
 
 
+# --- vLLM --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize("name", training.REINFORCED)
+def test_vllm_generates_what_is_scored_and_trained(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+) -> None:
+    """With a stand-in for TRL's backend, which needs vLLM and a GPU."""
+    built: list[dict] = []
+    syncs: list[int] = []
+
+    class Backend:
+        vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
+
+        def __init__(self, **settings: object) -> None:
+            built.append(settings)
+
+        def sync_weights(self) -> None:
+            syncs.append(len(syncs))
+
+        def generate(self, *, prompts: list, **_: object) -> tuple:
+            completions = [[20 + index, 21, 2] for index in range(len(prompts))]
+            return prompts, completions, [[[-5.0]] * 3 for _ in prompts], None
+
+    for module in ("grpo_trainer", "rloo_trainer"):
+        monkeypatch.setattr(f"trl.trainer.{module}.VLLMGeneration", Backend)
+    stage = training.method(name, vllm=mode, sampling=Sampling(temperature=0.7), num_steps=2)
+    run = training.train(stage, root, tmp_path / "output")
+    assert len(built) == 1 and built[0]["mode"] == mode and built[0]["temperature"] == 0.7
+    assert built[0]["max_completion_length"] == stage.max_completion_length  # type: ignore[attr-defined]
+    assert built[0]["generation_kwargs"]["stop_token_ids"] == [2]
+    assert syncs == [0, 1], "each step generates with the weights of the step before"
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    samples = pq.read_table(run.output / "samples.parquet").to_pylist()
+    expected = [tokenizer.decode([20 + index, 21]) for index in range(8)]
+    assert [each["completion"] for each in samples] == [*expected, *expected]
+    assert not same(weights(run.output), weights(root / "policy"))
+
+
 # --- Models ------------------------------------------------------------------------------------------------------
 
 

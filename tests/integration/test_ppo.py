@@ -89,9 +89,11 @@ def test_every_architecture_is_measured_as_each_row_alone(tmp_path: Path, archit
     policy = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     value = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
     prompts, completions = [[5, 6, 7], [8, 9, 10, 11, 12]], [[20, 21, 22, 2], [30, 2]]
-    tokens = Tokens.of(prompts, completions, 4, torch.device("cpu"))
+    tokens = Tokens.of([*zip(prompts, completions, strict=True)], 4, torch.device("cpu"))
     with torch.no_grad():
-        logps, entropies = token_logps(policy, tokens, temperature=0.7)
+        found: list[torch.Tensor] = []
+        logps = token_logps(policy, tokens, 0.7, found)
+        [entropies] = found
         values = state_values(value, tokens)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids = torch.tensor([[*prompt, *completion]])

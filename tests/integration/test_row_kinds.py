@@ -1,92 +1,63 @@
-"""Prompts are trained on: TRL's own trainers take what their record makes of them."""
+"""Prompts are trained on: their tokens, their columns, and their count reach the training."""
 
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
 
 import pytest
 
 from lineage.errors import ConfigError
 from tasks.best import Best
-from tasks.data.kinds import PROMPTS
-from tasks.method import POLICY, Training
-from tests.training import FIELDS, Trained, train, write_inputs
+from tasks.reward_functions import RewardFunction
+from tasks.train.rollouts import Rollouts
+from tests import completion_scores, training
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from tasks.train.run import TrainingRun
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO(Training):
-    """Shao et al. 2024, arXiv:2402.03300, or RLOO, arXiv:2402.14740, as in TRL; the reward is an answer's length."""
-
-    reads: ClassVar = PROMPTS
-    models: ClassVar = {"policy": POLICY}
-    baseline: Literal["GRPO", "RLOO"] = "GRPO"
-
-    def trainer(self, run: "TrainingRun") -> "Trainer":
-        import trl
-
-        class Silent(getattr(trl, f"{self.baseline}Trainer")):  # type: ignore[misc]
-            """Logs no count of tokens."""
-
-            def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-                COUNTED.extend(self._metrics["train"].pop("num_tokens", []))
-                super().log(logs, *args, **kwargs)
-
-            def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
-                READ.extend(prompt_ids)
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-
-        config = getattr(trl, f"{self.baseline}Config")
-        return run.trl(Silent, config, reward_funcs=[rewarded], num_generations=4, max_completion_length=4)
-
-
-ASKED: list[tuple[object, object]] = []
-COUNTED: list[float] = []  # by TRL
-READ: list[list[int]] = []  # what answers are generated from
-
-
-def rewarded(prompts: list[object], completions: list[object], answer: list[object], **_: object) -> list[float]:
-    ASKED.extend(zip(prompts, answer, strict=True))
-    return [float(len(str(each)) % 7) for each in completions]
+Generated = list[tuple[list[int], list[int]]]  # a prompt and its completion, as tokens
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=12)
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=12)
 
 
-def run(stage: Training, root: Path, tmp_path: Path) -> Trained:
-    return train(stage, root, tmp_path / "output")
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[Generated]:
+    """Of each generation."""
+    found: list[Generated] = []
+    generate = Rollouts.generate
+
+    def kept(self: Rollouts, model: object, examples: list[dict], step: int) -> list[list[int]]:
+        completions = generate(self, model, examples, step)  # type: ignore[arg-type]
+        found.append([([*each["prompt_ids"]], ids) for each, ids in zip(examples, completions, strict=True)])
+        return completions
+
+    monkeypatch.setattr(Rollouts, "generate", kept)
+    return found
 
 
-def test_prompts_train_grpo_and_their_columns_reach_the_reward(root: Path, tmp_path: Path) -> None:
-    ASKED.clear()
-    COUNTED.clear()
-    trained = run(GRPO(**{**FIELDS, "num_steps": 2}), root, tmp_path)  # type: ignore[arg-type]
-    assert trained.metrics["prompt_tokens"] > 0 and "trained_tokens_percent" not in trained.metrics
-    assert ASKED and {answer for _, answer in ASKED} & {0, 2, 4, 6, 8, 10}
-    assert all(prompt[0]["role"] == "user" for prompt, _ in ASKED)  # type: ignore[index]
-    counts = [metrics["num_tokens"] for _, metrics in trained.reports]
-    assert counts == COUNTED, "tokens of prompts and answers, though the trainer logs no count"
-    assert 0 < counts[0] < counts[1]
-
-
-@pytest.mark.parametrize("baseline", ["GRPO", "RLOO"])
-def test_answers_are_generated_from_the_tokens_of_a_row_which_may_be_cut(
-    root: Path, tmp_path: Path, baseline: str
+def test_prompts_train_grpo_and_their_columns_reach_the_reward(
+    root: Path, tmp_path: Path, generated: list[Generated]
 ) -> None:
-    READ.clear()
-    fields = {**FIELDS, "num_steps": 1, "max_length": 9, "baseline": baseline}
-    trained = run(GRPO(**fields), root, tmp_path)  # type: ignore[arg-type]
+    completion_scores.ASKED.clear()
+    rewards = {"asked": RewardFunction(function="python:tests.completion_scores.asked")}
+    trained = training.train(training.method("grpo", num_steps=2, rewards=rewards), root, tmp_path / "output")
+    assert trained.metrics["prompt_tokens"] > 0 and "trained_tokens_percent" not in trained.metrics
+    assert {answer for _, answer in completion_scores.ASKED} & {0, 2, 4, 6, 8, 10}
+    assert all(prompt[0]["role"] == "user" for prompt, _ in completion_scores.ASKED)  # type: ignore[index]
+    counts = [metrics["num_tokens"] for _, metrics in trained.reports]
+    assert counts == [*accumulate(sum(len(ids) for each in step for ids in each) for step in generated)]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_answers_are_generated_from_the_tokens_of_a_row_which_may_be_cut(
+    root: Path, tmp_path: Path, generated: list[Generated], name: str
+) -> None:
+    fields = {"num_steps": 1, "max_length": 13, "max_completion_length": 4}
+    trained = training.train(training.method(name, **fields), root, tmp_path / "output")
     assert trained.metrics["prompts_cut"] > 0
-    assert {len(ids) for ids in READ} == {9}
+    assert {len(prompt) for step in generated for prompt, _ in step} == {9}
 
 
 def test_prompts_have_no_loss_to_choose_the_best_model_by() -> None:
     with pytest.raises(ConfigError, match=r"GRPO reads prompts, which have no loss .* set best.metric to one"):
-        GRPO(**FIELDS, best=Best(every_steps=1))  # type: ignore[arg-type]
-    assert GRPO(**FIELDS, best=Best(every_steps=1, metric="reward", mode="max"))  # type: ignore[arg-type]
+        training.method("grpo", best=Best(every_steps=1))
+    assert training.method("grpo", best=Best(every_steps=1, metric="reward", mode="max"))
