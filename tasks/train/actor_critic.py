@@ -136,7 +136,7 @@ class ActorCritic:
             torch.distributed.all_gather_object(parts, own)
         rows, measured = zip(*chain(*parts), strict=True)
         logps_BC, reference_BC, values_BC, entropies_BC = (
-            pad_sequence(measured, batch_first=True).to(self.run.device).unbind(2)
+            pad_sequence([*measured], batch_first=True).to(self.run.device).unbind(2)
         )
         mask_BC = pad_sequence([torch.ones(len(each)) for each in measured], batch_first=True).to(self.run.device)
         log_ratios_B = (logps_BC - reference_BC).sum(1)
