@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from tasks.data.formats.format import CanonicalRow
+from tasks.data.formats.values import CanonicalRow
 
 
 def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:

@@ -10,12 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lineage.artifact import Kind
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.detected import Detected
-from tasks.data.formats.format import CanonicalRow, Fields
+from tasks.data.formats.detect import Detected
 from tasks.data.formats.prompting import with_prompt, with_system
 from tasks.data.formats.remarks import remarks
-from tasks.data.formats.row_checks import check_group
+from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.columns import record_batch
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
@@ -38,8 +36,8 @@ KEYS = pa.schema(
     ]
 )
 _NOT_DETECTED = BadRowError(
-    "its format is not known, since no row before it can be read", "rows of one format", "mend the first rows",
-    reason="format not known",
+    "its format is not known, since no row before it can be read", "format not known", "rows of one format",
+    "correct the first rows",
 )  # fmt: skip
 
 
@@ -111,7 +109,7 @@ class ConvertRows:
                 continue
             try:
                 fields = templated(entry.fields, self.prompt_template)
-                group = check_group({GROUP: fields.get(self._group_column)})
+                group = optional_name(fields.get(self._group_column), "group")
                 row = self._row(fields)
                 share = key_share(group or key_of(row), self.seed)
             except BadRowError as error:

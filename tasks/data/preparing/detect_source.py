@@ -5,10 +5,8 @@ from itertools import chain
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.detect import detect
-from tasks.data.formats.detected import Detected
-from tasks.data.formats.format import Fields
+from tasks.data.formats.detect import Detected, detect
+from tasks.data.formats.values import BadRowError, Fields
 from tasks.data.preparing.convert_rows import templated
 from tasks.data.reading.chunk import Chunk, Row
 from tasks.data.reading.read import read_chunks

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lineage.artifact import Source
-from tasks.data.formats.detected import Detected
+from tasks.data.formats.detect import Detected
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.preparing.convert_rows import KEYS, MAX_PLACES, Converted, ConvertRows
