@@ -20,7 +20,7 @@ from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.text_files import TextChunk
+from tasks.data.reading.lines import TextChunk
 from tasks.data.schema import texts_of
 
 GROUP = "group"

@@ -19,5 +19,6 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
     assert len(rejects) == 3001
     assert (rejects[-1].where, rejects[-1].reason) == (f"{path}:3001", "format not known")
     assert rejects[-1].problem == (
-        "its format is not known, since no row before it can be read; accepted: rows of one format; correct the first rows"
+        "its format is not known, since no row before it can be read; accepted: rows of one format; "
+        "correct the first rows"
     )
