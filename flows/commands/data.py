@@ -137,7 +137,7 @@ def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> 
         kept: where all of it is.
     """
     from flows.reports.data import data_text
-    from tasks.data.preparing.report_page import render
+    from tasks.data.preparing.report import render
 
     report, refused = found.report, "\n".join(map(str, found.refusals))
     if kept is None:
@@ -158,7 +158,7 @@ def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> 
 
 def _refusal(found: "Examined", kept: Path | None) -> str:
     """Why the rows are refused, with the file of the bad ones where it is now, not where it was made."""
-    from tasks.data.preparing.rejects import REJECTS
+    from tasks.data.preparing.report import REJECTS
 
     place = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
     return "\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), place)

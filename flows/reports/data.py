@@ -7,10 +7,7 @@ from rich.text import Text
 
 from flows.reports.tables import empty_table, plain_text
 from flows.wording import counted, printable
-from tasks.data.preparing.leakage import LEAKAGE
-from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
-from tasks.data.preparing.rejects import REJECTS
-from tasks.data.preparing.report import DataReport, Labels, SourceReport
+from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, REJECTS, DataReport, Labels, SourceReport
 
 Row = tuple[str, str]
 

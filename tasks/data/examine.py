@@ -12,8 +12,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError, PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
-from tasks.data.preparing.rejects import REJECTS
-from tasks.data.preparing.report import NUM_LISTED, REPORT, DataReport
+from tasks.data.preparing.report import NUM_LISTED, REJECTS, REPORT, DataReport
 from tasks.prepare_data import (
     PrepareConversations,
     PreparePreferences,
@@ -24,7 +23,7 @@ from tasks.prepare_data import (
 from tasks.recipe import Input
 
 if TYPE_CHECKING:
-    from tasks.data.preparing.detect_source import Opened
+    from tasks.data.preparing.convert_rows import Opened
 
 _METHODS = (PrepareText, PrepareConversations, PreparePreferences, PrepareUnpaired, PreparePrompts)
 
@@ -93,7 +92,7 @@ def open_rows(source: Source, prompt_template: str | None = None) -> OpenedRows:
     Raises:
         DataError: there are none, no format fits them, or several do.
     """
-    from tasks.data.preparing.detect_source import detect_source
+    from tasks.data.preparing.convert_rows import detect_source
 
     return OpenedRows(source=source, opened=detect_source(source, prompt_template))
 
@@ -151,9 +150,7 @@ def finished(name: str, kind: Kind, output: Path) -> Examined:
 
 def keep(found: Examined, directory: Path) -> None:
     """Writes the reports and all that they name to a directory; what an earlier call left there goes."""
-    from tasks.data.preparing.leakage import LEAKAGE
-    from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
-    from tasks.data.preparing.report_page import write_reports
+    from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, write_reports
 
     write_reports(found.report, directory)
     for name in (REJECTS, NEAR_DUPLICATES, LEAKAGE):

@@ -38,7 +38,8 @@ def add_overlaps(found: Examined, against: Sequence[Examined], directory: Path) 
     import duckdb
 
     from tasks.data.preparing.database import open_database
-    from tasks.data.preparing.leakage import LEAKAGE, NamedSet, find
+    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.report import LEAKAGE
 
     sets = [
         NamedSet(name=each.name, file=_all_rows(each, directory / f"all-{number}.parquet"))

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from lineage.artifact import Kind, Source
-from tasks.data.preparing.convert_rows import ConvertRows
-from tasks.data.preparing.detect_source import detect_source
+from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 
 
 def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
