@@ -1,8 +1,8 @@
 """A store written in November 2026, with its MLflow database, sweep and promotion, is read by the code of today.
 
-``tests/fixtures/store.tar.xz`` holds the default pipeline in miniature on rows of a user's own: trained, promoted, swept
-over two values of ``beta``, and killed once at a checkpoint. ``args`` and ``plan.json`` in it are the overrides and the
-plan of then. ``recipes.json`` holds the fingerprints of the methods' recipes of then. Neither file may change.
+``tests/fixtures/store.tar.xz`` holds the default pipeline in miniature on rows of a user's own: trained, promoted,
+swept over two values of ``beta``, and killed once at a checkpoint. ``args`` and ``plan.json`` in it are the overrides
+and the plan of then. ``recipes.json`` holds the fingerprints of the methods' recipes of then. Neither file may change.
 """
 
 import csv
