@@ -16,7 +16,6 @@ from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.board import Board
 from flows.progress.observer import Observers
-from flows.progress.report_file import ReportFile
 from flows.rehearsal import WEIGHTS, delete_others, scratch, scratch_plan
 from flows.stages.admission import require_gpus
 from flows.stages.execute import execute
@@ -29,6 +28,7 @@ from lineage.attempts import attempts, last_words
 from lineage.certificate import Certificate, Comparison, Tolerance, basis, key_of, write_certificate
 from lineage.errors import ConfigError, LostError, StageError
 from lineage.manifest import Manifest
+from lineage.metrics_file import ReportFile, read_reports
 from lineage.store import CACHE, Entry
 from tasks.context import Launcher, Resources
 from tasks.method import Training
@@ -310,7 +310,7 @@ def compare(unbroken: Entry, other: Entry, moved: float, tolerance: Tolerance | 
 
 def _step_difference(unbroken: Path, other: Path) -> Difference:
     """The first step at which anything that was reported differs, the loss before all else."""
-    one, two = ReportFile(unbroken).read(), ReportFile(other).read()
+    one, two = read_reports(unbroken), read_reports(other)
     whole, parts = Counter(report.step for report in one), Counter(report.step for report in two)
     for step in sorted(whole.keys() | parts.keys()):
         if whole[step] != parts[step]:

@@ -18,7 +18,6 @@ from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
 from flows.progress.board import Board
 from flows.progress.observer import Observer, Observers
-from flows.progress.report_file import ReportFile
 from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
 from flows.stops import stoppable
@@ -28,6 +27,7 @@ from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.lease import Lease, living_holder
 from lineage.manifest import Manifest
+from lineage.metrics_file import read_reports
 from lineage.store import REHEARSALS, Entry, create_store
 from tasks.context import Launcher
 from tasks.method import Training
@@ -168,7 +168,7 @@ def row_of(
         verdict = f"works: {judged.verdict.result}, of models of two steps" if judged else "works"
         exercised = (_EXERCISES.get(method.produces, "make"), *output)
         return Row(stage=planned.name, exercised=exercised, seconds=seconds, real_seconds=seconds, verdict=verdict)
-    reports = [report.metrics for report in ReportFile(entry.metrics).read()]
+    reports = [report.metrics for report in read_reports(entry.metrics)]
     resumed = bool(manifest.provenance.resumed_at)
     pace = step_seconds(reports)
     return Row(

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lineage.artifact import MODELS
 from lineage.errors import ArtifactError
+from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json, short
 from lineage.kind import kind_of
 from lineage.manifest import InputRecord, Manifest, Provenance
@@ -154,10 +155,7 @@ def write_certificate(store: Path, certificate: Certificate) -> Path:
     """Writes it under its own digest, so that one that a manifest names is never replaced."""
     text = json.dumps(asdict(certificate), indent=2, ensure_ascii=False) + "\n"
     path = certificate_path(store, hashlib.sha256(text.encode()).hexdigest())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    atomic_write(path, text)
     return path
 
 

@@ -1,7 +1,6 @@
 """Garbage collection of a store: what no root refers to, how much space it takes, and its deletion."""
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -15,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from lineage.digest import file_names
 from lineage.errors import TakenOverError
+from lineage.files import append_jsonl, read_jsonl
 from lineage.graph.places import node_key
 from lineage.lease import LOCK, Lease, living_holder
 from lineage.manifest import Manifest
@@ -153,13 +153,7 @@ def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) 
 
 def deleted(store: Path) -> set[tuple[str, str]]:
     """Stage and fingerprint of the finished outputs that were ever deleted."""
-    found = set()
-    with contextlib.suppress(FileNotFoundError):
-        for line in (store / DELETED).read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut by a kill
-                record = json.loads(line)
-                found.add((record["stage"], record["fingerprint"]))
-    return found
+    return set(read_jsonl(store / DELETED, lambda stage, fingerprint, **_: (stage, fingerprint)))
 
 
 def _set_aside(store: Path, garbage: Garbage, lease: Lease, roots: Callable[[], Collection[str]]) -> Path | None:
@@ -177,19 +171,12 @@ def _set_aside(store: Path, garbage: Garbage, lease: Lease, roots: Callable[[], 
             below = [path for path in entry.path.iterdir() if path.name != LOCK and path != trash]
             paths = tuple(sorted(below, key=lambda path: path.name != MANIFEST))
         if manifest and garbage.key:
-            _record(store, manifest)
+            record = {"time": time.time(), "stage": manifest.stage, "fingerprint": manifest.fingerprint}
+            append_jsonl(store / DELETED, record)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 path.replace(trash / path.name)
     return trash
-
-
-def _record(store: Path, manifest: Manifest) -> None:
-    with (store / DELETED).open("a") as file:
-        record = {"time": time.time(), "stage": manifest.stage, "fingerprint": manifest.fingerprint}
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _outputs(store: Path, roots: Collection[str]) -> list[Garbage]:
