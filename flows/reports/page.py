@@ -18,6 +18,8 @@ from string import Template
 from typing import cast
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from lineage.html import html_page
+
 _HERE = Path(__file__)
 
 WIDTH = 176  # of a box, pixels
@@ -68,26 +70,22 @@ def render(graph: Mapping[str, object]) -> str:
         for edge in cast("Sequence[dict[str, str]]", graph["edges"])
     ]
     style, script = (_HERE.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
-    return Template(_HERE.with_suffix(".html").read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "base-uri 'none'; form-action 'none'",
-        ref=_ascii(html.escape(str(graph["ref"]))),
+    body = Template(_HERE.with_suffix(".html").read_text(encoding="utf-8")).substitute(
+        ref=html.escape(str(graph["ref"])),
         summary=_summary(nodes.values()),
         legend="".join(_legend(nodes.values())),
         drawing=_ascii_tree(draw(nodes, edges, str(graph["root"]))),
         data=_script_json(graph),
-        style=style,
         script=script,
     )
+    return html_page(
+        title=f"lineage of {html.escape(str(graph['ref']))}", style=style, body=body.rstrip(),
+        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+    )  # fmt: skip
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _ascii(text: str) -> str:
-    """Character references for the rest: a lone surrogate, from a file name that is not UTF-8, can then be written."""
-    return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _ascii_tree(element: Element) -> str:
