@@ -3,9 +3,6 @@
 from collections.abc import Iterator
 from datetime import datetime
 
-from rich.text import Text
-
-from flows.reports.tables import empty_table, plain_text
 from flows.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.below import MODELS
@@ -14,7 +11,6 @@ from lineage.graph.index_queries import Indexed
 from lineage.graph.retraining import Retraining
 
 _MOST_ARTIFACTS = 20
-_UNLIMITED = 10_000  # a path is not folded
 _MOST_ROWS = 10
 _MOST_PIPELINES = 5
 
@@ -64,11 +60,10 @@ def _artifact(found: Impact, each: Indexed) -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
-    table = empty_table(*(rows[0] if rows else ()))
-    table.show_header = False
+    # Without rich, whose import takes longer than the answer.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    yield from (f"  {line}" for line in plain_text(table, _UNLIMITED).splitlines())
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _aliases(found: Impact) -> Iterator[str]:

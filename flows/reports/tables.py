@@ -16,8 +16,8 @@ def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def plain_text(table: Table, width: int = _WIDTH) -> str:
-    """As wide as it needs, up to a width."""
+def plain_text(table: Table) -> str:
+    """As wide as it needs."""
     stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(table)
+    Console(file=stream, width=_WIDTH, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
