@@ -16,7 +16,6 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.prompting import with_prompt, with_system
-from tasks.data.formats.remarks import remarks
 from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
@@ -43,6 +42,15 @@ _NOT_DETECTED = BadRowError(
     "its format is not known, since no row before it can be read", "format not known", "rows of one format",
     "correct the first rows",
 )  # fmt: skip
+_CONTROL = "control characters"
+# Sought one by one: a search for a single character is so fast that all of them take a third of a regex.
+_OF_ASCII = "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))
+_BEYOND = {
+    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly text of Windows that was read as Latin-1
+    "bidirectional controls": "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+    "byte order marks U+FEFF": "\ufeff",
+    "replacement characters U+FFFD": "\ufffd",  # a decoder could not read: the text was broken before it came here
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +190,30 @@ def stream_of(batch: pa.RecordBatch) -> pa.Buffer:
 def _reject(place: int, row: Row, error: BadRowError) -> Reject:
     raw = json.dumps(dict(row.fields), default=str)[:_MAX_RAW]
     return Reject(place=place, where=row.where, reason=error.reason, problem=str(error), raw=raw)
+
+
+def remarks(row: CanonicalRow) -> tuple[str, ...]:
+    """What is odd in a row's texts, in words to count by: mostly nothing."""
+    said = "\n".join(_texts(row))
+    found = ["NUL characters"] if "\0" in said else []
+    if any(map(said.__contains__, _OF_ASCII)):
+        found.append(_CONTROL)
+    if not said.isascii():
+        found += [words for words, odd in _BEYOND.items() if any(map(said.__contains__, odd))]
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages[-1]["role"] != "assistant":
+        found.append("no answer to the last turn")
+    return tuple(dict.fromkeys(found))
+
+
+def _texts(row: CanonicalRow) -> list[str]:
+    texts: list[str] = []
+    for value in row.values():
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            texts += [message["content"] for message in value]
+    return texts
 
 
 def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
