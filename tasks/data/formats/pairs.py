@@ -101,7 +101,7 @@ def transcript_preference(fields: Fields) -> CanonicalRow:
 
 
 def recognize_transcripts(fields: Fields) -> tuple[str, ...]:
-    """The columns that make a row one of transcripts: by what they say, since their names are those of other formats."""
+    """The columns that make a row a transcript: what they say decides, since other formats have their names too."""
     names = [name for name in ("prompt", "chosen", "rejected") if _is_transcript(fields.get(name))]
     if not {"chosen", "rejected"} <= fields.keys() or names not in (
         ["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"],
