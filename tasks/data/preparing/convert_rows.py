@@ -225,11 +225,44 @@ def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
 
 
 SAMPLE = 1000  # rows that are looked at
-Opened = tuple[Detected | None, Iterator[Chunk]]  # how the rows of a source are read, and all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A source whose format was looked for: its rows are read once, from where that ended.
+
+    Args:
+        detected: how its rows are read; None: not one of the first can be.
+        chunks: all rows.
+    """
+
+    source: Source
+    detected: Detected | None
+    chunks: Iterator[Chunk]
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the rows become."""
+        return self.detected.format.kind if self.detected else None
+
+    def refusal(self, accepted: Kind, remedy: str) -> DataError:
+        """That they are of another kind than ``accepted``; the remedy says where that is set, and what else to do."""
+        assert self.detected
+        return DataError(
+            f"{self.source.path}: detected {self.detected.name} ({self.detected.evidence}), which gives {self.kind}; "
+            f"{accepted} is accepted {remedy}, or say with format=NAME how else it is read"
+        )
+
+    def require_kind(self, kind: Kind) -> None:
+        """Refuses rows that another stage reads."""
+        if self.kind not in (kind, None):
+            splits = (self.kind, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
+            after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
+            raise self.refusal(kind, f"by this stage; use conf/stage/{self.kind}.yaml for it{after}")
 
 
 def detect_source(source: Source, template: str | None = None) -> Opened:
-    """How the rows of a source are read, and all of them; None: not one of the first rows can be.
+    """Looks for the format of a source in its first rows.
 
     Args:
         template: of prompts; it makes columns that the format reads.
@@ -251,19 +284,7 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
     if not count:
         raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
     detected = detect(sample, source.path, columns=source.columns, stated=source.format) if sample else None
-    return detected, chain(looked_at, chunks)
-
-
-def require_kind(detected: Detected, source: Source, kind: Kind) -> None:
-    """Refuses rows that another stage reads."""
-    found = detected.format.kind
-    if found != kind:
-        splits = (found, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
-        after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
-        raise DataError(
-            f"{source.path}: detected {detected.name} ({detected.evidence}), which gives {found}; this stage makes "
-            f"{kind}; use conf/stage/{found}.yaml for it{after}, or say with format=NAME how else it is read"
-        )
+    return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 
 def _templated(fields: Fields, template: str | None) -> list[Fields]:
