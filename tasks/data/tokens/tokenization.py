@@ -6,7 +6,7 @@ from typing import Literal
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.chat_template import check_name
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]
