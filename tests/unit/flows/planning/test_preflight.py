@@ -5,9 +5,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.open_run import check_machine
+from flows.planning.model_checks import check_models
 from flows.planning.needs import needs
 from flows.planning.plan import make_plan
-from flows.planning.preflight import check_models
 from flows.stages.admission import require_gpus
 from lineage.errors import ConfigError
 
