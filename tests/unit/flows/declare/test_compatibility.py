@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from flows.declare.config import load_pipeline
-from flows.declare.typed import typed
+from flows.declare.config import load_pipeline, typed
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.cpt import ContinuedPretraining
