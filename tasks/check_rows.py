@@ -46,8 +46,7 @@ def check_rows(
         DataError: rows cannot be rendered, nothing would be trained, or less than half of what was the last time.
         ConfigError: the chat template cannot be used.
     """
-    from tasks.data.tokens.load_or_make import load_or_make
-    from tasks.data.tokens.tokenized_rows import show
+    from tasks.data.tokens.cache import load_or_make, show
 
     rows = inputs[rows_slot(method)]
     stated = method.tokenization()
@@ -90,7 +89,8 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
     from tasks.data.preparing.database import open_database
-    from tasks.data.preparing.leakage import LEAKAGE, NamedSet, find
+    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.report import LEAKAGE
 
     others = [NamedSet(name=other, file=file) for other, file in sets.items()]
     with TemporaryDirectory(dir=found.parent) as scratch:

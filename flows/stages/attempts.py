@@ -10,8 +10,8 @@ from flows.stages.job import Job
 from lineage.attempts import attempts, last_words, note_attempt
 from lineage.checkpoints import Checkpoint
 from lineage.errors import AskedError, LostError, StageError
-from lineage.hardware import hardware
 from lineage.kind import kind_here
+from lineage.manifest import hardware
 from lineage.metrics_file import last_step
 from lineage.store import Entry
 from tasks.context import Metrics

@@ -10,7 +10,7 @@ from flows.stages.given import input_records, job_inputs, require_unchanged_sour
 from flows.stages.job import Job
 from flows.stages.run import Run
 from lineage.attempts import attempts, changed_at, earlier_codes, resumed_at
-from lineage.certificates.files import certified
+from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.errors import StageError

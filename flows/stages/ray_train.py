@@ -21,7 +21,7 @@ from flows.stages.ray_cluster import join
 from flows.stages.ray_endings import ending, lost_its_peer
 from flows.stages.worker import run_worker
 from lineage.errors import ConfigError
-from lineage.private_folder import private_folder
+from lineage.remote_files import private_folder
 from tasks.context import Metrics
 
 _PEER_SECONDS = 5.0

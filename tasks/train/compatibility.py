@@ -202,6 +202,15 @@ def _keep_best_unmeasured(case: Case) -> bool:
     return kept is not None and kept.metric == HELD_OUT_LOSS and not case.method.measures_held_out
 
 
+def _ends_before_its_patience(case: Case) -> bool:
+    """Whether no measurement can end the training: that after the last step, which it also takes, ends nothing."""
+    patience, every = case.get("method.validation.patience"), case.get("method.validation.every_steps")
+    steps = case.method.num_steps
+    if not (isinstance(patience, int) and isinstance(every, int) and steps):
+        return False
+    return patience > (steps - 1) // every
+
+
 def _compares_in_steps(case: Case) -> bool:
     return isinstance(case.method, DPO) and any(LOSSES[name].of_step for name in weights_of(case.method))
 
@@ -869,6 +878,14 @@ RULES: tuple[Rule, ...] = (
             "method.schedule.name": "constant",
             "method.optimizer.name": "schedule_free_adamw",
         },
+    ),
+    Rule(
+        id="validation-patience",
+        fields=("method.validation.patience", "method.validation.every_steps", "method.num_steps"),
+        refuses=_ends_before_its_patience,
+        reason="the training takes its last step before it has measured so often, so the patience never ends it",
+        nearest={"method.validation.patience": None},
+        example={"method.validation.patience": 2, "method.validation.every_steps": 2, "method.num_steps": 4},
     ),
     Rule(
         id="plateau-validation",

@@ -1,6 +1,8 @@
 """Servers and databases that several files start from: each is made once per worker."""
 
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,16 @@ from filelock import FileLock
 
 from flows.prefect_server import EmbeddedServer, send_events
 from tests.command import TOY, Command
+
+# Prefect's client leaves a function for the end of the process that fails in a process forked from it, whose exit code
+# is then 1: a data loader's, for one. The processes of stages have no client of Prefect's.
+os.register_at_fork(after_in_child=threading._threading_atexits.clear)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_client_of_prefect() -> None:
+    """Ends the client that an earlier file left: its websocket draws from ``random``, which a resume is checked by."""
+    send_events()
 
 
 @pytest.fixture(scope="session")

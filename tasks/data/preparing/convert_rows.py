@@ -1,28 +1,29 @@
-"""What a process does with a piece of a source: every row is brought into one form, checked, named and measured."""
+"""How a source is read, and what a process does with a piece of it: every row is brought into one form, checked, named
+and measured.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lineage.artifact import Kind
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.detected import Detected
-from tasks.data.formats.format import CanonicalRow, Fields
+from lineage.artifact import Kind, Source
+from lineage.errors import DataError
+from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.prompting import with_prompt, with_system
-from tasks.data.formats.remarks import remarks
-from tasks.data.formats.row_checks import check_group
+from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing.columns import record_batch
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.text_files import TextChunk
+from tasks.data.reading.lines import TextChunk
+from tasks.data.reading.read import read_chunks
 from tasks.data.schema import texts_of
 
 GROUP = "group"
@@ -38,9 +39,18 @@ KEYS = pa.schema(
     ]
 )
 _NOT_DETECTED = BadRowError(
-    "its format is not known, since no row before it can be read", "rows of one format", "mend the first rows",
-    reason="format not known",
+    "its format is not known, since no row before it can be read", "format not known", "rows of one format",
+    "correct the first rows",
 )  # fmt: skip
+_CONTROL = "control characters"
+# Sought one by one: a search for a single character is so fast that all of them take a third of a regex.
+_OF_ASCII = "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))
+_BEYOND = {
+    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly text of Windows that was read as Latin-1
+    "bidirectional controls": "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+    "byte order marks U+FEFF": "\ufeff",
+    "replacement characters U+FFFD": "\ufffd",  # a decoder could not read: the text was broken before it came here
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +121,7 @@ class ConvertRows:
                 continue
             try:
                 fields = templated(entry.fields, self.prompt_template)
-                group = check_group({GROUP: fields.get(self._group_column)})
+                group = optional_name(fields.get(self._group_column), "group")
                 row = self._row(fields)
                 share = key_share(group or key_of(row), self.seed)
             except BadRowError as error:
@@ -182,9 +192,134 @@ def _reject(place: int, row: Row, error: BadRowError) -> Reject:
     return Reject(place=place, where=row.where, reason=error.reason, problem=str(error), raw=raw)
 
 
+def remarks(row: CanonicalRow) -> tuple[str, ...]:
+    """What is odd in a row's texts, in words to count by: mostly nothing."""
+    said = "\n".join(_texts(row))
+    found = ["NUL characters"] if "\0" in said else []
+    if any(map(said.__contains__, _OF_ASCII)):
+        found.append(_CONTROL)
+    if not said.isascii():
+        found += [words for words, odd in _BEYOND.items() if any(map(said.__contains__, odd))]
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages[-1]["role"] != "assistant":
+        found.append("no answer to the last turn")
+    return tuple(dict.fromkeys(found))
+
+
+def _texts(row: CanonicalRow) -> list[str]:
+    texts: list[str] = []
+    for value in row.values():
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            texts += [message["content"] for message in value]
+    return texts
+
+
 def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
     for words in remarks(row):
         remark = noted.setdefault(words, Remark())
         remark.count += 1
         if len(remark.places) < MAX_PLACES:
             remark.places.append(where)
+
+
+SAMPLE = 1000  # rows that are looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A source whose format was looked for: its rows are read once, from where that ended.
+
+    Args:
+        detected: how its rows are read; None: not one of the first can be.
+        chunks: all rows.
+    """
+
+    source: Source
+    detected: Detected | None
+    chunks: Iterator[Chunk]
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the rows become."""
+        return self.detected.format.kind if self.detected else None
+
+    def refusal(self, accepted: Kind, remedy: str) -> DataError:
+        """That they are of another kind than ``accepted``; the remedy says where that is set, and what else to do."""
+        assert self.detected
+        return DataError(
+            f"{self.source.path}: detected {self.detected.name} ({self.detected.evidence}), which gives {self.kind}; "
+            f"{accepted} is accepted {remedy}, or say with format=NAME how else it is read"
+        )
+
+    def require_kind(self, kind: Kind) -> None:
+        """Refuses rows that another stage reads."""
+        if self.kind not in (kind, None):
+            splits = (self.kind, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
+            after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
+            raise self.refusal(kind, f"by this stage; use conf/stage/{self.kind}.yaml for it{after}")
+
+
+def detect_source(source: Source, template: str | None = None) -> Opened:
+    """Looks for the format of a source in its first rows.
+
+    Args:
+        template: of prompts; it makes columns that the format reads.
+    Raises:
+        DataError: there are no rows, no format fits them, or several do.
+    """
+    chunks = read_chunks(source)
+    looked_at: list[Chunk] = []
+    count = 0
+    sample: list[Fields] = []
+    for chunk in chunks:
+        looked_at.append(chunk)
+        for entry in chunk.rows():
+            count += 1
+            if isinstance(entry, Row) and len(sample) < SAMPLE:
+                sample += _templated(entry.fields, template)
+        if count >= SAMPLE:
+            break
+    if not count:
+        raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
+    detected = detect(sample, source.path, columns=source.columns, stated=source.format) if sample else None
+    return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
+
+
+def _templated(fields: Fields, template: str | None) -> list[Fields]:
+    try:
+        return [templated(fields, template)]
+    except BadRowError:  # named when all rows are read
+        return []
+
+
+def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of one kind; what a row leaves out is null. Column by column is six times as fast as row by row."""
+    return pa.record_batch([_array([row.get(field.name) for row in rows], field.type) for field in schema], schema)
+
+
+def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
+    """A column of texts, truth values or lists of messages; messages are never null."""
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    conversations = [messages for messages in values if isinstance(messages, list)]
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([len(messages) for messages in conversations], out=offsets[1:])
+    flat = [message for messages in conversations for message in messages]
+    fields = list(kind.value_type)
+    parts = [pa.array([message.get(field.name) for message in flat], field.type) for field in fields]
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(parts, fields=fields), type=kind)
+
+
+def conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Prepared rows in the schema of now: data of an earlier version had fewer columns."""
+    if batch.schema.equals(schema):
+        return batch
+    return pa.record_batch([_conformed(batch, field) for field in schema], schema)
+
+
+def _conformed(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field.name not in batch.schema.names:
+        return pa.nulls(len(batch), field.type)
+    return batch.column(field.name).cast(field.type)

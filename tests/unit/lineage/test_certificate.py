@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from lineage.certificates.basis import basis, key_of
-from lineage.certificates.certificate import Certificate, Comparison, Tolerance
-from lineage.certificates.files import certified, read_certificate, write_certificate
+from lineage.certificate import (
+    Certificate,
+    Comparison,
+    Tolerance,
+    basis,
+    certified,
+    key_of,
+    read_certificate,
+    write_certificate,
+)
 from lineage.errors import ArtifactError
-from lineage.hardware import hardware
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord, hardware
 from lineage.store import Store
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}

@@ -5,9 +5,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.open_run import check_machine
+from flows.planning.model_checks import check_models
 from flows.planning.needs import needs
 from flows.planning.plan import make_plan
-from flows.planning.preflight import check_models
 from flows.stages.admission import require_gpus
 from lineage.errors import ConfigError
 
@@ -42,6 +42,19 @@ def test_a_missing_chat_template_is_refused_by_the_plan(tmp_path):
     with pytest.raises(ConfigError, match=r"stages.sft.inputs.policy=cpt: .*stages.sft.method.chat_template=chatml"):
         check_models(load_pipeline([f"model={model}"]))
     check_models(load_pipeline([f"model={model}", "stages.sft.method.chat_template=chatml"]))
+
+
+def test_the_field_that_gives_a_chat_template_is_named(tmp_path):
+    orpo = ["pipeline=orpo", f"model={write_model(tmp_path / 'model')}"]
+    fields = r"set sources.base.chat_template=chatml or stages.orpo.method.chat_template=chatml, or start"
+    with pytest.raises(ConfigError, match=rf"stages.orpo.inputs.policy=cpt: .*{fields}"):
+        check_models(load_pipeline(orpo))
+    # Of the base, which is measured too, no stage sets one.
+    with pytest.raises(
+        ConfigError, match=r"evaluate.inputs.reference=cpt: .*set sources.base.chat_template=chatml, or"
+    ):
+        check_models(load_pipeline([*orpo, "stages.orpo.method.chat_template=chatml"]))
+    check_models(load_pipeline([*orpo, "sources.base.chat_template=chatml"]))
 
 
 def test_a_template_in_the_tokenizer_config_or_beside_it_is_one(tmp_path):

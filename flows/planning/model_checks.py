@@ -1,0 +1,304 @@
+"""Checks of the models of a pipeline: files, chat templates, adapters, quantization and merges, without torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from flows.declare.pipeline import Pipeline, nearest
+from flows.planning.aliases import Champion
+from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
+from lineage.errors import ConfigError
+from lineage.model_files import quantization_format, read_json
+from lineage.model_source import has_tokenizer, vocabulary_of
+from lineage.peft_adapter import base_source, is_peft
+from lineage.sources import local_paths
+from lineage.store import CACHE, Entry
+from tasks.chat_template import template_text
+from tasks.fetch_model import CONFIG, checked_config, fetched_model, model_json
+from tasks.merge import Merge
+from tasks.method import Training
+from tasks.quickstart import ROWS as QUICKSTART_ROWS
+from tasks.train.adapters import STACKED
+from tasks.train.compatibility import check_compatible
+from tasks.train.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
+from tasks.train.quantization import require_available, why_not_on_quantized
+
+POLICY = "policy"
+
+
+def root_of(pipeline: Pipeline, reference: str) -> str:
+    """The source, as ``source:NAME``, or the stage that a model's config and tokenizer come from."""
+    while not pipeline.is_source(reference) and POLICY in pipeline.stages[reference].inputs:
+        reference = pipeline.stages[reference].inputs[POLICY]
+    return pipeline.key(reference)
+
+
+def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
+    """Where the model of ``root_of`` lies; None: a stage makes it, or it is not on this machine yet."""
+    root = root_of(pipeline, reference)
+    if not pipeline.is_source(root):
+        return None
+    return fetched_model(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE)
+
+
+def root_config(pipeline: Pipeline, reference: str) -> Mapping[str, object]:
+    """Its ``config.json``; empty where that is not known, or cannot be read: the stage that loads it reports that."""
+    found = root_json(pipeline, reference, CONFIG)
+    return found if isinstance(found, dict) else {}
+
+
+def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
+    """A JSON file of the model of ``root_of``; None where it is not known, or cannot be read."""
+    root = root_of(pipeline, reference)
+    if not pipeline.is_source(root):
+        return None
+    return model_json(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE, name)
+
+
+_SPLIT = ("held_out", "seed")  # what decides the side of a row
+
+
+def check_models(pipeline: Pipeline) -> None:
+    """Follows each model through the graph: is it one, will it have a chat template where one is needed, and does each
+    training work on it?
+
+    Raises:
+        ConfigError: names the source or stage, and what to do.
+    """
+    has_template = {}
+    for name in pipeline.used_sources():
+        source = pipeline.sources[name]
+        if source.kind == Kind.CHECKPOINT:
+            has_template[SOURCE + name] = _source_has_template(name, source, pipeline.store / CACHE)
+        elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
+            names = [QUICKSTART + each for each in QUICKSTART_ROWS]
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: no such rows; accepted: {', '.join(names)}"
+                f"{nearest(source.path, names)}"
+            )
+    for name in pipeline.order():
+        stage = pipeline.stages[name]
+        recipe = stage.method.recipe()
+        config = _policy_config(pipeline, name)
+        if config:
+            check_compatible(f"stages.{name}", stage.method, stage.resources, config)
+        _check_quantization(name, pipeline, config)
+        _check_adapter_in(name, pipeline)
+        slot = stage.method.chat_slot
+        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
+            source = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
+            fields = [source, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
+            raise ConfigError(
+                f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
+                f"set {' or '.join(f'{field}.chat_template=chatml' for field in fields)}, "
+                "or start from a model that has one"
+            )
+        policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
+        has_template[name] = policy_has or bool(recipe.get("chat_template"))
+
+
+def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
+    """Config of the model that a stage starts from; empty where it is not known.
+
+    A model that was quantized before is so for the first stage alone: what that one saves is dequantized.
+    """
+    config = root_config(pipeline, name)
+    policy = pipeline.stages[name].inputs.get(POLICY)
+    if policy is None or pipeline.is_source(policy):
+        return config
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
+    """That a stage which keeps the adapter of the stage before it gets one."""
+    method = pipeline.stages[name].method
+    kept = method.adapter_in if isinstance(method, Training) else None
+    if kept not in ("continue", "stack") or pipeline.is_source(given := pipeline.stages[name].inputs[POLICY]):
+        return
+    before = pipeline.stages[given].method
+    if isinstance(before, Training) and before.adapter is None:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in={kept}: stages.{given} trains every weight, so that its output has no "
+            f"adapter that could be kept; set stages.{name}.method.adapter_in=merge, or "
+            f"stages.{given}.method.adapter.type=lora"
+        )
+    if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.type not in STACKED:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in=stack: stages.{given} trains an adapter of type {before.adapter.type}, "
+            f"and only a LoRA can stay under another one; set stages.{name}.method.adapter_in=merge"
+        )
+    if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.trainable_token_indices:
+        raise ConfigError(
+            f"stages.{name}.method.adapter_in=stack: stages.{given} trains rows of the embedding "
+            "(adapter.trainable_token_indices), which PEFT keeps for the adapter in training alone; set "
+            f"stages.{name}.method.adapter_in=merge"
+        )
+
+
+def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:
+    """That the packages for a base in few bits are installed, and that its format is a known one."""
+    method, resources = pipeline.stages[name].method, pipeline.stages[name].resources
+    if not isinstance(method, Training):
+        return
+    on_gpu = resources.gpus_per_worker > 0
+    if method.quantization:
+        require_available(method.quantization, on_gpu=on_gpu)
+    found = quantization_format(config)
+    reason = found and why_not_on_quantized(
+        found, adapter=method.adapter is not None, quantization=method.quantization,
+        saves_adapter=method.save == "adapter", on_gpu=on_gpu,
+    )  # fmt: skip
+    if reason:
+        raise ConfigError(f"stages.{name}: its model is quantized ({found}): {reason}")
+
+
+def check_replay(pipeline: Pipeline) -> None:
+    """That old rows are given where a share of them is stated, and the other way round.
+
+    Raises:
+        ConfigError: names the field or the slot that is lacking.
+    """
+    for name, stage in pipeline.stages.items():
+        if "replay" not in stage.method.consumes:
+            continue
+        share, given = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
+        if share is not None and given is None:
+            raise ConfigError(
+                f"stages.{name}.method.replay_share={share}: there are no old rows to replay; state "
+                f"stages.{name}.inputs.replay=<a source with path alias:NAME/{name}>, or replay_share=null"
+            )
+        if given is not None and share is None:
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; state "
+                f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
+            )
+
+
+def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> None:
+    """That old rows were split as the new ones would be: else rows of one prompt or group could lie on both sides.
+
+    Args:
+        pipeline: with only such aliases as name something.
+
+    Raises:
+        ConfigError: they were not, or nothing says how.
+    """
+    for name, stage in pipeline.stages.items():
+        given = stage.inputs.get("replay")
+        if given is None:
+            continue
+        old, new = _recipe_behind(name, given, pipeline, champions), stage.method.recipe()
+        if any(old.get(field) != new.get(field) for field in _SPLIT):
+            before, now = (" and ".join(f"{field}={recipe.get(field)}" for field in _SPLIT) for recipe in (old, new))
+            raise ConfigError(
+                f"stages.{name}.inputs.replay={given}: the old rows were split with {before}, the new ones would be "
+                f"with {now}: rows of one prompt or group could be trained on and measured; state the old values as "
+                f"stages.{name}.method.{_SPLIT[0]} and {_SPLIT[1]}, or start from base with the whole data"
+            )
+
+
+def _recipe_behind(
+    name: str, given: str, pipeline: Pipeline, champions: Mapping[str, Champion]
+) -> Mapping[str, object]:
+    """What made the old rows that fill a stage's slot."""
+    if not pipeline.is_source(given):
+        return pipeline.stages[given].method.recipe()
+    source = given.removeprefix(SOURCE)
+    path = pipeline.sources[source].path
+    entry = champions[source].entry if source in champions else Entry(Path(path).expanduser().parent)
+    manifest = entry.manifest()
+    if manifest is None:
+        raise ConfigError(
+            f"stages.{name}.inputs.replay={given}: nothing says how the rows in {path} were split; "
+            f"give alias:NAME/{name}, or the output/ of a data stage in its place in a store"
+        )
+    return manifest.recipe
+
+
+def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:
+    return has_template[pipeline.key(inputs[slot])]
+
+
+def _source_has_template(name: str, source: Source, cache: Path) -> bool:
+    """Of a hub id nothing is known before it is fetched; its stage checks again."""
+    if source.model_kwargs:
+        config = model_json(replace(source, model_kwargs={}), cache, CONFIG)
+        if isinstance(config, dict):
+            checked_config(name, config, source.model_kwargs)
+    paths = local_paths(source.path)
+    if paths and not is_peft(paths[0]):
+        for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
+            if not any(paths[0].glob(pattern)):
+                raise ConfigError(
+                    f"sources.{name}.path={source.path}: {what} in it; "
+                    "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
+                    "or an adapter as PEFT saves it"
+                )
+    if source.chat_template is not None:
+        return True
+    if source.tokenizer is not None:
+        paths = local_paths(source.tokenizer)
+    elif paths and is_peft(paths[0]) and not has_tokenizer(paths[0]):
+        return _source_has_template(name, base_source(name, source, paths[0]), cache)
+    return not paths or _has_template(paths[0])
+
+
+def _has_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").exists():
+        return True
+    config = read_json(directory, "tokenizer_config.json")
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def check_merges(pipeline: Pipeline) -> None:
+    """That each merge has the models that it combines, and that they are models of one kind, where that is known.
+
+    Raises:
+        ConfigError: a slot, a weight or a base is lacking, or a model has another architecture, vocabulary or template.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Merge):
+            try:
+                stage.method.check_inputs(stage.inputs)
+                _check_alike(pipeline, name)
+            except ConfigError as error:
+                raise ConfigError(f"stages.{name}: {error}") from error
+
+
+def _check_alike(pipeline: Pipeline, name: str) -> None:
+    inputs = pipeline.stages[name].inputs
+    policy = inputs[POLICY]
+    known = vocabulary_of(root_json(pipeline, policy, "tokenizer.json"))
+    for slot, other in inputs.items():
+        if slot == POLICY:
+            continue
+        if root_of(pipeline, other) != root_of(pipeline, policy):
+            require_same_config(policy, other, _config(pipeline, policy), _config(pipeline, other))
+            vocabulary = vocabulary_of(root_json(pipeline, other, "tokenizer.json"))
+            if known and vocabulary:
+                require_same_vocabulary(policy, other, known, vocabulary)
+        templates = [_template(pipeline, each) for each in (policy, other)]
+        if slot != BASE and None not in templates:
+            require_same_template(policy, other, *templates)
+
+
+def _config(pipeline: Pipeline, reference: str) -> dict[str, object]:
+    """Of a model that was quantized before, a training saves it dequantized."""
+    config = dict(root_config(pipeline, reference))
+    if not pipeline.is_source(reference):
+        config.pop("quantization_config", None)
+    return config
+
+
+def _template(pipeline: Pipeline, reference: str) -> str | None:
+    """The chat template of a model: the last that a stage installs, or that of its first model; None: not known."""
+    while not pipeline.is_source(reference):
+        stage = pipeline.stages[reference]
+        installed = stage.method.recipe().get("chat_template")
+        if isinstance(installed, str):
+            return template_text(installed)
+        if POLICY not in stage.inputs:
+            return None
+        reference = stage.inputs[POLICY]
+    directory = root_directory(pipeline, reference)
+    return template_of(directory) if directory else None
