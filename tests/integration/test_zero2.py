@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lineage.checkpoints import RECORD, Checkpoints, read_record, write_record
+from lineage.checkpoint_record import read_record, write_record
+from lineage.checkpoints import RECORD, Checkpoints
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError, ConfigError
 from tasks.best import Best
@@ -64,7 +65,9 @@ def zero_workers() -> Iterator[WorkerGroup]:
         ("reward", {}, 1e-5),
         ("dpo", {}, 1e-5),
         ("distill", {}, 1e-5),
+        ("on_policy_distill", {}, 1e-5),
         ("sft", {"precision": "bf16"}, 1e-3),
+        ("distill", {"precision": "bf16"}, 1e-3),
         ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3),
         ("dpo", {"adapter": LORA, "quantization": Quantization(format="nf4")}, 1e-5),
     ],
