@@ -9,6 +9,7 @@ from flows.planning.champion import Champion
 from flows.planning.root_model import POLICY, root_config
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.lock import not_locking
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import has_tokenizer
 from lineage.peft_adapter import base_source, is_peft
@@ -22,6 +23,20 @@ from tasks.train.compatibility import check_compatible
 from tasks.train.quantization import require_available, why_not_on_quantized
 
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
+
+
+def check_store(pipeline: Pipeline) -> None:
+    """Two hosts must not write one output at once.
+
+    Raises:
+        ConfigError: hosts that share the store do not see each other's locks.
+    """
+    why = not_locking(pipeline.store)
+    if why:
+        raise ConfigError(
+            f"store={pipeline.store}: hosts that share it do not see each other's locks ({why}); put it on NFSv4 "
+            "without that option, on Lustre or CephFS, or on a local disk"
+        )
 
 
 def check_models(pipeline: Pipeline) -> None:

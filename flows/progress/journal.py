@@ -15,7 +15,7 @@ from flows.progress.flow_run_link import with_flow_run
 from flows.progress.run_notes import Links, Outcome, RunNote, StageState, SweepNote, end_of, new_id, note_path
 from flows.progress.stage_notes import blank, expected
 from lineage.errors import PipelineError
-from lineage.lease import HEARTBEAT_SECONDS, Holder
+from lineage.holder import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.tracker import Tracker
 from tasks.context import Metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.errors import StoppedError
-from lineage.lease import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.progress.flow_run_link import with_flow_run
 from flows.progress.run_notes import Links, RunNote, end_of, new_id, note_path
-from lineage.lease import HEARTBEAT_SECONDS, Holder
+from lineage.holder import HEARTBEAT_SECONDS, Holder
 
 
 class WaitingNote:

@@ -13,7 +13,7 @@ from flows.progress.stage_progress import Progress
 from flows.progress.waits import waits_for
 from flows.sweep.folder import Ledger
 from lineage.attempts import Attempt, attempts
-from lineage.lease import HEARTBEAT_SECONDS
+from lineage.holder import HEARTBEAT_SECONDS
 from lineage.secrets import redacted
 
 _LAST = 5

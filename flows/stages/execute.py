@@ -19,7 +19,7 @@ from flows.stages.session import end_left_session
 from flows.wording import counted
 from lineage.disk import full_disk_named
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
-from lineage.lease import Lease, acquire_or
+from lineage.lock import Lock, acquire_or, owner
 from lineage.manifest import Manifest
 from lineage.store import Entry
 from lineage.tracker import StageStart
@@ -58,25 +58,31 @@ def execute(run: Run, planned: PlannedStage) -> Result:
 
 def _execute(run: Run, planned: PlannedStage) -> Result:
     entry = run.plan.entry(planned)
-    lease = Lease(entry.path)
+    lock = Lock(entry.path)
     finished = partial(planned.is_finished, entry)
-    if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
+    if not acquire_or(lock, finished, partial(_waiting_for_owner, run, planned, entry)):
         return _reused(run, planned, entry)
-    with lease.holding(lambda why: run.processes.end(entry.path, why)), _named_if_lost(lease):
+    with lock.holding():
         end_left_session(entry.work)
         entry.fence()
-        if finished():  # by a run that ended between the look and the lock
+        if finished():  # by a run that ended between the poll and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
-        return _tracked(run, planned, entry, start, lease)
+        return _tracked(run, planned, entry, start, lock)
+
+
+def _waiting_for_owner(run: Run, planned: PlannedStage, entry: Entry) -> None:
+    busy = owner(entry.path)
+    who = f" (process {busy.pid} on {busy.host})" if busy else ""
+    _waiting(run, planned, f"another run that makes it{who}")
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
     run.processes.raise_if_stopped()
-    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its lease was lost, or its trial was pruned
+    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its trial was pruned
     run.observer.waiting(run.title(planned), reason)
 
 
@@ -109,38 +115,22 @@ def _notes(metrics: Metrics) -> Iterator[str]:
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
 
 
-def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lease: Lease) -> Result:
+def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lock: Lock) -> Result:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
         require_unchanged(run.plan, planned)  # the wait may have been long
         checkpoint = None if planned.restart else last_intact(planned, entry)
-        begin(planned, entry, checkpoint, lease.require, ended_before(run.plan.home, entry))
+        begin(planned, entry, checkpoint, lock.require, ended_before(run.plan.home, entry))
         tracked = run.tracker.stage(start)
         with saving_first(planned.stage, entry.work / STOP_FILE):
             try:
-                with _named_if_lost(lease):
-                    manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)
-                    entry.commit(manifest, lease, kept_checkpoints(planned, entry))
+                manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lock.token)
+                entry.commit(manifest, lock, kept_checkpoints(planned, entry))
             except BaseException as error:
                 tracked.failed(error)
                 raise
             tracked.finished(manifest)
             return _told(run, planned, manifest)
-
-
-@contextlib.contextmanager
-def _named_if_lost(lease: Lease) -> Iterator[None]:
-    """Whatever fails once another run has the lease fails of that: its files were taken away under it.
-
-    Raises:
-        TakenOverError: instead of what was raised.
-    """
-    try:
-        yield
-    except Exception:
-        with contextlib.suppress(OSError):  # the store is away
-            lease.require()
-        raise
 
 
 @contextlib.contextmanager

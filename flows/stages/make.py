@@ -47,7 +47,7 @@ def make(
     Args:
         checkpoint: that it goes on from; None: from the beginning.
         visible_gpus: that it was admitted to.
-        token: of the lease under which it is made.
+        token: of the lock under which it is made.
 
     Raises:
         PipelineError: it failed, made nothing, or a source changed meanwhile.

@@ -6,7 +6,7 @@ import pytest
 
 from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote
 from flows.progress.waits import is_to_begin, waits_for
-from lineage.lease import Holder
+from lineage.holder import Holder
 
 SWEEP = SweepNote(folder="s", own=["left"], trials=3)
 
