@@ -1,91 +1,77 @@
-"""Finds the worker of a training that stands still, or never begins, by the marks that all of them make."""
+"""Finds the worker of a training that makes no progress, by the heartbeats of all workers."""
 
 import contextlib
 import os
+import re
 import time
 
 from flows.stages.endings import lost
 from flows.stages.job import CheckJob, Job
 from lineage.errors import LostError
 from tasks.context import Launcher
-from tasks.heartbeat import UNWATCHED, Doing, Mark, innermost_frame, marks, stack
+from tasks.heartbeat import UNWATCHED, Doing, Mark, marks, stacks
 
-_LOOKS = 10  # in the time after which a worker is taken for hung
-_LONGEST_SECONDS = 10.0  # from one look to the next
+_LONGEST_SECONDS = 10.0  # from one poll to the next
 _START_SECONDS = 120.0  # in which a process may start, however short a step is
-# Where a worker is that only waits for the one that hangs: in a collective, or in the backward pass that holds some.
-_WAITING = ("/torch/distributed/", "/torch/autograd/")
+# The innermost frame of a thread that waits for other workers: in a collective, or in a backward pass that holds some.
+_WAITING = re.compile(r'recent call first\):\n  File ".*/torch/(distributed|autograd)/')
 
 
 class HangWatch:
-    """Looks at the marks of one attempt at a training, from its driver.
+    """Polls the heartbeats of one attempt, from its driver.
 
-    Hosts have clocks of their own: what counts is how long a mark has not changed, seen from here.
+    Hosts have clocks of their own: what counts is how long a heartbeat has not changed, by the driver's clock.
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self._work = job, job.directory / "work"
         minutes = job.resources.hang_minutes
-        # In the foreground a debugger may stand still as long as it likes, and there nobody looks.
-        trains = job.method.trains and not isinstance(job, CheckJob)
-        watched = trains and job.resources.launcher != Launcher.FOREGROUND and minutes is not None
-        self._limit = 60 * minutes if watched and minutes is not None else None
-        self._seen: dict[int, tuple[Mark, float]] = {}  # rank -> its last mark, and when it was first seen here
-        # Since when each is expected: a cluster that we join may have room for the first only after hours.
-        joins = job.resources.on_cluster and os.environ.get("RAY_ADDRESS")
-        self._began = None if joins else time.monotonic()
+        # In the foreground a debugger may stop a stage for as long as it likes.
+        watched = job.method.trains and not isinstance(job, CheckJob) and job.resources.launcher != Launcher.FOREGROUND
+        self._limit = 60 * minutes if watched and minutes else None
+        self._seen: dict[int, tuple[Mark | None, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        # A cluster that is joined may have capacity for the first worker only after hours.
+        self._queues = bool(job.resources.on_cluster and os.environ.get("RAY_ADDRESS"))
 
     @property
     def pause_seconds(self) -> float | None:
-        """From one look to the next; None: nobody needs to look."""
-        return None if self._limit is None else min(self._limit / _LOOKS, _LONGEST_SECONDS)
+        """From one poll to the next; None: nothing is watched."""
+        return None if self._limit is None else min(self._limit / 10, _LONGEST_SECONDS)
 
     def hung(self) -> LostError | None:
-        """What to end the stage for: the worker that the others wait for; its stack goes to the stage's log."""
+        """The loss of the worker that the others wait for; the stacks of all that hang go to the stage's log."""
         if self._limit is None:
             return None
         now = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):  # the next attempt clears them away, or a store is away
-            for mark in marks(self._job.directory / "work"):
+        with contextlib.suppress(OSError, ValueError):  # the store is away
+            for mark in marks(self._work):
                 if self._seen.get(mark.rank, (None, now))[0] != mark:
                     self._seen[mark.rank] = mark, now
-        if self._seen and self._began is None:
-            self._began = now
-        return self._absent(now, self._limit) or self._still(now, self._limit)
-
-    def _absent(self, now: float, limit: float) -> LostError | None:
-        """A worker that has made no mark yet: its process does not start, or does not meet the others."""
-        absent = sorted(set(range(self._job.resources.num_workers)) - self._seen.keys())
-        seconds = 0.0 if self._began is None else now - self._began
-        if not absent or seconds < max(limit, _START_SECONDS):
+        if self._seen or not self._queues:
+            for rank in range(self._job.resources.num_workers):
+                self._seen.setdefault(rank, (None, now))
+        hanging = [rank for rank, (mark, since) in sorted(self._seen.items()) if self._hangs(mark, now - since)]
+        if not hanging:
             return None
-        return lost(self._job, absent, "hangs", f", starting: nothing was heard of it for {seconds:.3g} s")
+        found = {rank: stacks(self._work, rank) for rank in hanging}
+        with self._job.log.open("a") as log:
+            log.writelines(f"rank={rank} state=hung\n{text or 'no stack'}\n" for rank, text in found.items())
+        rank = min(hanging, key=lambda rank: self._order(rank, found[rank]))
+        mark, since = self._seen[rank]
+        phase = mark.doing if mark else "starting"
+        return lost(self._job, [rank], "hangs", f", {phase}: no progress for {now - since:.3g} s")
 
-    def _still(self, now: float, limit: float) -> LostError | None:
-        seen = self._seen.values()
-        still = [mark for mark, since in seen if mark.doing not in UNWATCHED and now - since >= limit]
-        if any(mark.doing == Doing.FETCHING for mark, _ in seen):  # who is done with that waits for who is not
-            still = [mark for mark in still if mark.step is not None]
-        if not still:
-            return None
-        stacks = {mark.rank: stack(self._job.directory / "work", mark.rank) for mark in still}
-        _log(self._job, still, stacks)
-        behind = min(still, key=lambda mark: _behind(mark, stacks[mark.rank]))
-        frame = innermost_frame(stacks[behind.rank], behind.thread)
-        where = f", {behind.doing}{f' ({frame})' if frame else ''}"
-        seconds = now - self._seen[behind.rank][1]
-        return lost(self._job, [behind.rank], "hangs", f"{where}: nothing came of it for {seconds:.3g} s")
+    def _hangs(self, mark: Mark | None, seconds: float) -> bool:
+        assert self._limit is not None
+        if mark is None:
+            return seconds >= max(self._limit, _START_SECONDS)
+        # Workers that have their inputs wait for those that fetch them.
+        fetches = any(other and other.doing == Doing.FETCHING for other, _ in self._seen.values())
+        return seconds >= self._limit and mark.doing not in UNWATCHED and not (fetches and mark.step is None)
 
-
-def _behind(mark: Mark, stack: str) -> tuple[int, bool, bool, float]:
-    """The order in which workers are suspected: who has done least, who does not wait for others, who stood first."""
-    waits = any(word in innermost_frame(stack, mark.thread) for word in _WAITING)
-    step = -1 if mark.step is None else mark.step
-    return step, mark.doing == Doing.STEPPING, waits, mark.time
-
-
-def _log(job: Job, still: list[Mark], stacks: dict[int, str]) -> None:
-    with job.log.open("a") as log:
-        for mark in still:
-            log.write(f"rank={mark.rank} host={mark.host} pid={mark.pid} step={mark.step} state=hung\n")
-            log.write(stacks[mark.rank] or "it could not say where it is\n")
+    def _order(self, rank: int, text: str) -> tuple[int, bool, bool, float]:
+        """By steps done, then those that do not wait for others in the step, then the oldest heartbeat."""
+        mark, since = self._seen[rank]
+        if mark is None:
+            return -2, False, False, since
+        return -1 if mark.step is None else mark.step, mark.doing == Doing.STEPPING, bool(_WAITING.search(text)), since
