@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.progress.run_notes import RunNote, latest
-from flows.progress.waits import is_to_begin, waits_for
+from flows.progress.run_notes import RunNote, is_to_begin, latest, waits_for
 from lineage.errors import ArtifactError, ConfigError
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
+from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path, waits_for
 from flows.progress.stage_progress import Progress
-from flows.progress.waits import waits_for
 from flows.sweep.folder import Ledger
 from lineage.attempts import Attempt, attempts
 from lineage.holder import HEARTBEAT_SECONDS

@@ -9,10 +9,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages import attempts as attempts_module
+from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
-from flows.stages.attempts import begin, workers_hardware
-from flows.stages.execute import execute
+from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages import hang
-from flows.stages.hang import HangWatch
+from flows.stages import launch
 from flows.stages.job import CheckJob, Job
+from flows.stages.launch import HangWatch
 from tasks.context import Launcher, Resources
 from tasks.heartbeat import Alive, Doing
 from tests.command import wait_until
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(hang, "time", found)
+    monkeypatch.setattr(launch, "time", found)
     return found
 
 
