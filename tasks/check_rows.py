@@ -90,7 +90,8 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
     from tasks.data.preparing.database import open_database
-    from tasks.data.preparing.leakage import LEAKAGE, NamedSet, find
+    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.report import LEAKAGE
 
     others = [NamedSet(name=other, file=file) for other, file in sets.items()]
     with TemporaryDirectory(dir=found.parent) as scratch:

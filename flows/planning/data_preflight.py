@@ -2,7 +2,7 @@
 
 from flows.declare.pipeline import Pipeline, nearest
 from lineage.errors import ConfigError
-from tasks.data.formats.renames import check_direction
+from tasks.data.formats.detect import check_direction
 from tasks.data.preparing.options import Prepare
 from tasks.method import Training
 

@@ -3,17 +3,32 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind, Source
-from lineage.errors import DataError, PipelineError
+from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
+from lineage.model_source import has_tokenizer
+from lineage.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
+from tasks.data.batches import row_batches
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
-from tasks.data.preparing.rejects import REJECTS
-from tasks.data.preparing.report import NUM_LISTED, REPORT, DataReport
+from tasks.data.preparing.report import (
+    LEAKAGE,
+    NEAR_DUPLICATES,
+    NUM_LISTED,
+    REJECTS,
+    REPORT,
+    DataReport,
+    Labels,
+    write_reports,
+)
+from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.tokens.thinking import Thinking
 from tasks.prepare_data import (
     PrepareConversations,
     PreparePreferences,
@@ -24,8 +39,10 @@ from tasks.prepare_data import (
 from tasks.recipe import Input
 
 if TYPE_CHECKING:
-    from tasks.data.preparing.detect_source import Opened
+    from tasks.data.preparing.convert_rows import Opened
 
+_AGAINST = "against"  # the slot of other sets in the report
+_ROWS_PER_GROUP = 10_000  # of Parquet
 _METHODS = (PrepareText, PrepareConversations, PreparePreferences, PrepareUnpaired, PreparePrompts)
 
 
@@ -93,7 +110,7 @@ def open_rows(source: Source, prompt_template: str | None = None) -> OpenedRows:
     Raises:
         DataError: there are none, no format fits them, or several do.
     """
-    from tasks.data.preparing.detect_source import detect_source
+    from tasks.data.preparing.convert_rows import detect_source
 
     return OpenedRows(source=source, opened=detect_source(source, prompt_template))
 
@@ -151,10 +168,6 @@ def finished(name: str, kind: Kind, output: Path) -> Examined:
 
 def keep(found: Examined, directory: Path) -> None:
     """Writes the reports and all that they name to a directory; what an earlier call left there goes."""
-    from tasks.data.preparing.leakage import LEAKAGE
-    from tasks.data.preparing.near_duplicates import NEAR_DUPLICATES
-    from tasks.data.preparing.report_page import write_reports
-
     write_reports(found.report, directory)
     for name in (REJECTS, NEAR_DUPLICATES, LEAKAGE):
         (directory / name).unlink(missing_ok=True)
@@ -164,3 +177,117 @@ def keep(found: Examined, directory: Path) -> None:
 
 def _input(source: Source) -> Input:
     return Input(name=source.path, kind=Kind.ROWS, fingerprint="", path=Path(source.path), source=source)
+
+
+def fetch_tokenizer(model: str) -> Path:
+    """The directory of a model's tokenizer; of a hub id it is fetched, without the weights.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if os.path.isdir(model):
+        directory = Path(model)
+        require_own_files(directory)
+        require_sound(directory)
+        if is_peft(directory) and not has_tokenizer(directory):
+            return fetch_tokenizer(base_source("base", Source(path=model, kind=Kind.CHECKPOINT), directory).path)
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))
+    except Exception as error:  # the hub's errors and its HTTP library's have no common base
+        raise ConfigError(
+            f"model={model}: no such directory, and the hub gave none ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
+        ) from error
+
+
+def with_labels(
+    found: Examined,
+    tokenizer: Path,
+    max_length: int | None,
+    chat_template: str | None,
+    thinking: Thinking | None = None,
+) -> Examined:
+    """The same with what of the training rows would be trained, refused where nothing would or it cannot be told.
+
+    Args:
+        max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
+    """
+    from tasks.data.tokens.load_or_make import load_or_make
+    from tasks.data.tokens.tokenization import Tokenization
+    from tasks.data.tokens.tokenized_rows import show
+
+    lengths = found.report.lengths
+    length = max_length or (lengths.suggested_max_length if lengths else None)
+    if not found.num_trained or length is None:
+        return found
+    rows = Input(name=found.name, kind=found.kind, fingerprint="", path=found.output)
+    tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
+    try:
+        tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
+        account = tokens.account
+        labels = Labels(
+            max_length=length, trained_tokens_percent=account.trained_percent if account.gets_loss else None,
+            num_tokens=account.num_tokens, rows_cut=account.cut.count, prompts_cut=account.prompts_cut.count,
+            rows_dropped=sum(named.count for named in account.dropped.values()), labels=account.labels,
+            samples=account.samples,
+        )  # fmt: skip
+        found = replace(found, report=replace(found.report, labels=labels))
+        show(tokens, rows, length)
+    except (ConfigError, DataError) as error:
+        return found.refused(error)
+    return found
+
+
+def examine_all(source: Source, directory: Path) -> Examined:
+    """Prepares all rows of a set that can be read: its bad ones are counted, and cannot be compared.
+
+    Raises:
+        DataError: there are none, or their format is not known.
+    """
+    rows = open_rows(source)
+    found = examine(method_of(rows.kind or Kind.TEXT)(max_bad_rows=sys.maxsize), [rows], directory)
+    if not found.report.counts["rows"]:
+        raise DataError(f"not one of its rows can be used, such as {found.bad_rows[0]}")
+    return found
+
+
+def add_overlaps(found: Examined, against: Sequence[Examined], directory: Path) -> None:
+    """Adds to the report how other sets were read, and which of their rows the examined ones repeat.
+
+    Args:
+        directory: for what is made on the way.
+    """
+    import duckdb
+
+    from tasks.data.preparing.database import open_database
+    from tasks.data.preparing.leakage import NamedSet, find
+
+    sets = [
+        NamedSet(name=each.name, file=_all_rows(each, directory / f"all-{number}.parquet"))
+        for number, each in enumerate((found, *against))
+    ]
+    with open_database(directory, os.cpu_count() or 1) as connection:
+        count, overlaps = find(sets[:1], sets[1:], connection, directory)
+    own = (found.output / LEAKAGE).rename(directory / "own.parquet")
+    duckdb.read_parquet([str(directory / LEAKAGE), str(own)]).write_parquet(str(found.output / LEAKAGE))
+    report = found.report
+    report.counts["leaked_rows"] += count
+    report.leakage = [*overlaps, *report.leakage][:NUM_LISTED]
+    for number, each in enumerate(against, start=1):
+        (source,) = each.report.sources.values()
+        report.sources[_AGAINST if number == 1 else f"{_AGAINST}_{number}"] = source
+
+
+def _all_rows(found: Examined, file: Path) -> Path:
+    """The rows of both sides in one Parquet file."""
+    import pyarrow.parquet as pq
+
+    sides = [found.output / side for side in (TRAIN, HELD_OUT)]
+    with pq.ParquetWriter(file, pq.read_schema(sides[0])) as all_rows:
+        for side in sides:
+            for batch in row_batches(side, _ROWS_PER_GROUP):
+                all_rows.write_batch(batch)
+    return file

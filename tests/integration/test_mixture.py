@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.preparing.mixture import mixed_counts
+from tasks.data.preparing.decide import mixed_counts
 from tasks.prepare_data import PrepareText
 from tests.prepared import numbered, prepare_slots, report, side
 

@@ -54,9 +54,7 @@ def test_as_many_bad_rows_as_are_allowed_are_left_out_and_counted(tmp_path: Path
 
 
 def test_a_group_that_is_no_text_makes_a_bad_row(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:2: group is .*; accepted: a string or null; rows of one group are"
-    ):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: group is .*; accepted: a string or null; write a string"):
         prepare(tmp_path, PrepareText(), [{"text": "a"}, {"text": "b", "group": 1}])
 
 

@@ -1,17 +1,89 @@
-"""Tells the format of a source from its first rows, says why, and refuses where two would do."""
+"""Tells the format of a source from its first rows, says why, and refuses where two would do; renames its columns."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import combinations
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.detected import Detected
-from tasks.data.formats.fit import Fit, Sample
-from tasks.data.formats.format import Fields, Format
-from tasks.data.formats.known import BY_NAME, FORMATS
-from tasks.data.formats.renames import check_renames, rename
+from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
+from tasks.data.formats.turns import images_are_not_read
+from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, is_nothing
 
-_NEAR = 3  # formats of which it is said why they do not fit
+_NEAR = 3  # formats of which the message says why they do not fit
+_MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
+# What formats read, and what says which rows are held out together.
+_KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
+_OTHER_WAY = "columns maps our name to the rows' column"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detected:
+    """How the rows of one source are read. Can be pickled: the format is looked up by name where it is used.
+
+    Args:
+        evidence: why, and how many of the first rows say so, for the report.
+        columns: the format's names -> the user's.
+        seen: the format's columns that the source has.
+        stated: the user sets the format, and with it that what it does not read may be lost.
+    """
+
+    name: str
+    evidence: str
+    columns: Mapping[str, str]
+    seen: frozenset[str]
+    stated: bool
+
+    @cached_property
+    def format(self) -> Format:
+        return BY_NAME[self.name]
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """The user's columns -> what they become, for the report."""
+        used = [name for name in self.format.mapping if name in self.seen or name == REST]
+        return {self.columns.get(name, name): self.format.mapping[name] for name in used}
+
+    def read_columns(self, fields: Fields) -> set[str]:
+        """The columns of a row that are read: what else it has is ignored."""
+        return set(fields) if REST in self.format.mapping else fields.keys() & self._read
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        kept = self.format.mapping.keys() - set(self.columns.values())
+        return frozenset(kept | {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping})
+
+    def convert(self, fields: Fields) -> CanonicalRow:
+        """A row in the form of its kind.
+
+        Raises:
+            BadRowError: what is wrong with it.
+        """
+        if self.columns:
+            fields = _renamed(fields, self.columns)
+        if not _MEDIA.isdisjoint(fields) and self.name != "text":
+            for name in sorted(_MEDIA & fields.keys()):
+                if not is_nothing(fields[name]):
+                    raise images_are_not_read(f"the row has {name}")
+        for name in () if self.stated else self.format.lost(fields):
+            if fields[name] is not None:
+                raise BadRowError(
+                    f"the row has {name}, which {self.name} does not read", "unread answer or label",
+                    f"rows of {self.name}", f"remove the row, or leave {name} unread with format={self.name}",
+                )  # fmt: skip
+        return self.format.convert(fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """The rows of a sample that are of a format, by their index, and the columns that make them so."""
+
+    format: Format
+    rows: frozenset[int]
+    columns: frozenset[str]
+    words: str
 
 
 def detect(
@@ -23,41 +95,47 @@ def detect(
         sample: its first rows.
         place: its path, for messages.
         columns: our names -> the columns of the user that hold them.
-        stated: the name of the format, where the user says it.
+        stated: the name of the format, where the user sets it.
 
     Raises:
-        ConfigError: there is no format of the stated name.
+        ConfigError: there is no format of that name.
         DataError: no format fits, or several do that explain the columns as well; both name the candidates. Or a rename
             does not fit the columns.
     """
-    known = [_stated(stated)] if stated else FORMATS
+    if stated and stated not in BY_NAME:
+        nearest = get_close_matches(stated, BY_NAME, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"format={stated}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {nearest}?")
     if not sample:
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
-    check_renames(sample, place, columns or {})
-    seen = Sample.of([rename(fields, columns or {}) for fields in sample])
-    fits = [Fit.of(each, seen, stated=stated is not None) for each in known]
-    needed = 1 if stated else len(sample) / 2  # bad rows among good ones do not hide the format
-    fitting = _best(fits, needed)
-    if not fitting:
-        raise DataError(f"{place}: {_misfit(fits, seen)}")
-    if len(fitting) > 1:
-        raise DataError(f"{place}: {_undecided(fitting)}")
+    _check_renames(sample, place, columns or {})
+    rows = [_renamed(fields, columns or {}) for fields in sample]
+    # Tables have columns that are null throughout: these say nothing.
+    present = frozenset(name for fields in rows for name, value in fields.items() if value is not None)
+    known = [BY_NAME[stated]] if stated else FORMATS
+    fits = [_fit(each, rows, present, stated=stated is not None) for each in known]
+    fitting = _best(fits, 1 if stated else len(rows) / 2)  # bad rows among good ones do not hide the format
+    if len(fitting) != 1:
+        raise DataError(f"{place}: {_undecided(fitting) if fitting else _misfit(fits, rows, present)}")
     best = fitting[0]
     return Detected(
         name=best.format.name, columns=columns or {}, stated=stated is not None,
-        seen=best.columns | (best.format.mapping.keys() & seen.columns),
-        evidence=f"{best.words}: {len(best.rows)} of {len(sample)} rows looked at",
+        seen=best.columns | (best.format.mapping.keys() & present),
+        evidence=f"{best.words}: {len(best.rows)} of {len(rows)} rows looked at",
     )  # fmt: skip
 
 
-def _stated(name: str) -> Format:
-    if name not in BY_NAME:
-        nearest = get_close_matches(name, BY_NAME, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"format={name}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {nearest}?")
-    return BY_NAME[name]
+def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, stated: bool) -> _Fit:
+    found = {}
+    for index, fields in enumerate(rows):
+        said = {name: value for name, value in fields.items() if name in present}
+        if (stated or not format.lost(fields)) and (names := format.recognize(said)):
+            found[index] = names
+    most = Counter(found.values()).most_common(1)
+    words = f"has {' and '.join(most[0][0])}" if most else ""
+    return _Fit(format=format, rows=frozenset(found), columns=frozenset().union(*found.values()), words=words)
 
 
-def _best(fits: Sequence[Fit], needed: float) -> list[Fit]:
+def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
     """Of the formats that fit enough rows, those that no other explains better: by the same columns and more.
 
     One that explains only a few rows better stands beside them: they say something that would be lost.
@@ -68,7 +146,7 @@ def _best(fits: Sequence[Fit], needed: float) -> list[Fit]:
     return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _undecided(fits: Sequence[Fit]) -> str:
+def _undecided(fits: Sequence[_Fit]) -> str:
     which = "format=NAME (sources.NAME.format=...)"
     number = "two" if len(fits) == 2 else str(len(fits))
     if any(one.rows.isdisjoint(other.rows) for one, other in combinations(fits, 2)):
@@ -84,14 +162,18 @@ def _undecided(fits: Sequence[Fit]) -> str:
     return f"{number} formats fit: {listed}; say which with {which}"
 
 
-def _misfit(fits: Sequence[Fit], sample: Sample) -> str:
+def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str]) -> str:
     """Why none of some formats fits: what those that come nearest miss in the first row that is not of them."""
-    columns = list(dict.fromkeys(str(name) for fields in sample.rows for name in fields))
+    columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
     listed = ", ".join(columns) or "none"
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
-    problems = "; ".join(f"{each.format.name}: {each.problem(sample)}" for each in near[:_NEAR])
-    way = _way(sample, columns)
+    problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:_NEAR])
+    way = "name columns, such as columns={prompt: question}"
+    if not present and columns:
+        way = "fill them: they are null in all rows looked at"
+    elif len(columns) == 1 and any(isinstance(fields[columns[0]], str) for fields in rows if fields):
+        way = f"name it: columns={{text: {columns[0]}}}"
     if len(fits) == 1:
         return f"not of format={fits[0].format.name} ({problems}); columns found: {listed}; give its columns, or {way}"
     return (
@@ -100,9 +182,67 @@ def _misfit(fits: Sequence[Fit], sample: Sample) -> str:
     )
 
 
-def _way(sample: Sample, columns: Sequence[str]) -> str:
-    if not sample.columns and columns:
-        return "fill them: they are null in all rows looked at"
-    if len(columns) == 1 and any(isinstance(fields[columns[0]], str) for fields in sample.rows if fields):
-        return f"name it: columns={{text: {columns[0]}}}"
-    return "name columns, such as columns={prompt: question}"
+def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
+    other = next(fields for index, fields in enumerate(rows) if index not in fit.rows)
+    if lost := fit.format.lost(other):
+        return f"it does not read {', '.join(lost)}"
+    try:
+        fit.format.convert(other)
+    except BadRowError as error:
+        return error.found
+    return "it is null in all rows looked at"
+
+
+def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
+    """A row under the names that formats know."""
+    ours = {theirs: name for name, theirs in columns.items()}
+    renamed = {ours.get(name, name): value for name, value in fields.items()}
+    if len(renamed) < len(fields):
+        twice = next(name for name, count in Counter(ours.get(name, name) for name in fields).items() if count > 1)
+        found = f"columns makes two columns {twice!r} of this row"
+        raise BadRowError(found, accepted="one column of a name", remedy="rename or remove one of them")
+    return renamed
+
+
+def check_direction(field: str, columns: Mapping[str, str], format: str | None) -> None:
+    """That a source maps our names to the rows' columns and not the other way round, as far as names tell.
+
+    Args:
+        field: the one that sets it, such as ``sources.rows.columns``.
+        format: of the source, where it is set.
+
+    Raises:
+        ConfigError: shows the mapping the other way round.
+    """
+    for ours, theirs in columns.items():
+        # Prompts keep all columns for reward functions, which may have any name.
+        if ours not in _KNOWN_NAMES and theirs in _KNOWN_NAMES and format != "prompts":
+            raise ConfigError(
+                f"{field}.{ours}={theirs}: {ours!r} is no name that a format knows; {_OTHER_WAY}; "
+                f"state {_assigned(field, theirs, ours)} (or format=prompts, where the rows' column {theirs!r} is for "
+                f"a reward function that calls it {ours!r})"
+            )
+
+
+def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, str]) -> None:
+    """Refuses a rename of a column that the source lacks, or one that would put two columns in one place."""
+    present = list(dict.fromkeys(str(name) for fields in sample for name in fields))
+    for ours, theirs in columns.items():
+        turned = f"{_OTHER_WAY}: state {_assigned('columns', theirs, ours)}" if ours in present else ""
+        if theirs not in present:
+            found = f"{theirs!r} is no column; there are: {', '.join(present)}; {turned or 'name one of these'}"
+        elif list(columns.values()).count(theirs) > 1:
+            found = f"the column {theirs!r} is named twice; one name for a column is accepted; remove the other"
+        elif ours in present and ours not in columns.values():
+            found = f"there is a column {ours!r} already; one column of a name is accepted; give the other one another "
+            found += "name as well"
+            if theirs in _KNOWN_NAMES and ours not in _KNOWN_NAMES:
+                found += f"; or, if it was meant so, {turned}"
+        else:
+            continue
+        raise DataError(f"{place}: columns.{ours}={theirs}: {found}")
+
+
+def _assigned(field: str, ours: str, theirs: str) -> str:
+    text = f"{field}.{ours}={theirs}"
+    return f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text

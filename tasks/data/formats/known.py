@@ -1,30 +1,551 @@
-"""All formats, in the order in which they are listed to users."""
+"""All formats in one table: how the rows of each are recognized, and how one becomes a row of its kind.
 
-from tasks.data.formats.alpaca import ALPACA
-from tasks.data.formats.format import Format
-from tasks.data.formats.function_calling import FUNCTION_CALLING
-from tasks.data.formats.implicit_preference import IMPLICIT_PREFERENCE
-from tasks.data.formats.messages import MESSAGES
-from tasks.data.formats.messages_label import MESSAGES_LABEL
-from tasks.data.formats.openai_preference import OPENAI_PREFERENCE
-from tasks.data.formats.oumi_preference import OUMI_PREFERENCE
-from tasks.data.formats.prompt_completion import PROMPT_COMPLETION
-from tasks.data.formats.prompts import PROMPTS
-from tasks.data.formats.raw_text import RAW_TEXT
-from tasks.data.formats.reasoning import REASONING
-from tasks.data.formats.sharegpt import SHAREGPT
-from tasks.data.formats.sharegpt_ranking import SHAREGPT_RANKING
-from tasks.data.formats.transcript_preference import TRANSCRIPT_PREFERENCE
-from tasks.data.formats.trl_preference import TRL_PREFERENCE
-from tasks.data.formats.unpaired import UNPAIRED
+Sources: alpaca is Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca, with ``system`` and ``history`` of
+LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518; transcript_preference is Bai et al. 2022,
+arXiv:2204.05862, github.com/anthropics/hh-rlhf; implicit_preference is TRL's ``extract_prompt``.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from lineage.artifact import Kind
+from tasks.data.formats.tools import add_tools, calls_json
+from tasks.data.formats.turns import (
+    FROM_VALUE,
+    OPENAI,
+    Message,
+    Spelling,
+    answer,
+    conversation,
+    listed,
+    prompt,
+    prompt_turns,
+    system_turn,
+)
+from tasks.data.formats.values import (
+    BadRowError,
+    CanonicalRow,
+    Fields,
+    as_json,
+    is_nothing,
+    named,
+    one_of,
+    optional_name,
+    require_nothing_else,
+    required,
+    text,
+    whole_characters,
+)
+from tasks.data.kinds import RESERVED_COLUMNS
+
+REST = "*"  # in a mapping: every column that it does not name
+
+_COMPLETION = ("completion", "response")
+_JUDGED = frozenset({"label", "chosen", "rejected"})  # what says which answers are wanted
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # of a transcript
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
+_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
+
+
+def _text(fields: Fields) -> CanonicalRow:
+    return {"text": text(required(fields, "text"), "text", "no text")}
+
+
+def _messages(fields: Fields) -> CanonicalRow:
+    messages = conversation(listed(required(fields, "messages"), "messages"), "messages")
+    return add_tools({"messages": messages}, fields, one_of(fields, ("tools", "functions")))
+
+
+def _prompt_completion(fields: Fields) -> CanonicalRow:
+    asked, answered = _asked_and_answered(fields)
+    return add_tools({"messages": asked + answered}, fields)
+
+
+def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
+    name = one_of(fields, _COMPLETION)
+    asked = prompt(required(fields, "prompt", "empty prompt"), "prompt")
+    return asked, answer(required(fields, name, "no answer"), name)
+
+
+def _alpaca(fields: Fields) -> CanonicalRow:
+    messages = system_turn(fields) + _history(fields.get("history"))
+    instruction, more = required(fields, "instruction", "empty prompt"), fields.get("input")
+    if is_nothing(more) or (isinstance(more, str) and more.isspace()):
+        asked = text(instruction, "instruction", "empty prompt")
+    else:
+        asked = text(more, "input", "empty prompt")
+        if instruction != "":  # some sets have all they ask in ``input``
+            asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
+    output = text(required(fields, "output", "no answer"), "output", "no answer")
+    return add_tools({"messages": [*messages, {"role": "user", "content": asked}, *answer(output, "output")]}, fields)
+
+
+def _history(value: object) -> list[Message]:
+    accepted = '[["question", "answer"], ...]'
+    if is_nothing(value):
+        return []
+    if not isinstance(value, list):
+        raise BadRowError(f"history is {named(value)}", accepted=accepted)
+    messages: list[Message] = []
+    for index, pair in enumerate(value):
+        where = f"history[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            found = f"a list of {len(pair)}" if isinstance(pair, list) else named(pair)
+            raise BadRowError(f"{where} is {found}", accepted=accepted)
+        messages.append({"role": "user", "content": text(pair[0], f"{where}[0]", "empty prompt")})
+        messages += answer(text(pair[1], f"{where}[1]", "no answer"), f"{where}[1]")
+    return messages
+
+
+def _sharegpt(fields: Fields) -> CanonicalRow:
+    turns = _sharegpt_turns(fields)
+    return add_tools({"messages": conversation(turns, "conversations", _spelling(turns))}, fields)
+
+
+def _sharegpt_turns(fields: Fields) -> object:
+    """The turns, after what the column ``system`` says."""
+    turns, system = listed(required(fields, "conversations"), "conversations"), fields.get("system")
+    if is_nothing(system) or not isinstance(turns, list):
+        return turns
+    spelling = _spelling(turns)
+    return [{spelling.role: "system", spelling.content: system}, *turns]
+
+
+def _spelling(turns: object) -> Spelling:
+    """How these turns are written, judged by the first: some sets have OpenAI's keys in ShareGPT's columns."""
+    first = turns[0] if isinstance(turns, list) and turns else turns
+    return OPENAI if isinstance(first, dict) and "role" in first and "from" not in first else FROM_VALUE
+
+
+def _reasoning(fields: Fields) -> CanonicalRow:
+    problem = _either(fields, ("problem", "question"), "empty prompt")
+    thinking = _either(fields, ("thinking", "reasoning"), "no thinking")
+    solution = _either(fields, ("solution", "answer"), "no answer")
+    if "</think>" in thinking or "<think>" in solution:
+        raise BadRowError("the thinking or the solution has a <think> of its own", accepted="plain text")
+    answered = answer(f"<think>\n{thinking}\n</think>\n\n{solution}", "solution")
+    return {"messages": [*system_turn(fields), {"role": "user", "content": problem}, *answered]}
+
+
+def _either(fields: Fields, names: tuple[str, str], empty: str) -> str:
+    name = one_of(fields, names)
+    return text(required(fields, name, empty), name, empty)
+
+
+def _function_calling(fields: Fields) -> CanonicalRow:
+    query = text(required(fields, "query", "empty prompt"), "query", "empty prompt")
+    calls = calls_json(required(fields, "answers", "no answer"), "answers")
+    required(fields, "tools")
+    messages = [{"role": "user", "content": query}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return add_tools({"messages": messages}, fields)
+
+
+def _paired(prompt: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
+    """A row of preferences; ``kind`` names what is wrong with the rejected answer, ``tools`` what it may call."""
+    if chosen == rejected:
+        raise BadRowError("chosen and rejected are the same", "nothing to prefer")
+    kind = optional_name(fields.get("kind"), "kind")
+    row: CanonicalRow = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind}
+    if kind:
+        whole_characters(kind, "kind")
+    return add_tools(row, fields)
+
+
+def _answers(fields: Fields) -> tuple[object, object]:
+    return required(fields, "chosen", "no answer"), required(fields, "rejected", "no answer")
+
+
+def _preference(fields: Fields) -> CanonicalRow:
+    """The answers may be whole conversations that begin with the prompt."""
+    asked = required(fields, "prompt", "empty prompt")
+    chosen, rejected = _answers(fields)
+    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
+        end = common_beginning(chosen, rejected)
+        if end and _says(chosen[:end], asked):
+            asked, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    return _paired(prompt(asked, "prompt"), answer(chosen, "chosen"), answer(rejected, "rejected"), fields)
+
+
+def _says(common: Sequence[object], asked: object) -> bool:
+    """Whether a prompt says the same as the beginning of the answers."""
+    if isinstance(asked, str):
+        last = common[-1]
+        return isinstance(last, dict) and last.get("role") == "user" and last.get("content") == asked
+    return common == asked
+
+
+def _implicit_preference(fields: Fields) -> CanonicalRow:
+    """What both answers begin with is the prompt."""
+    chosen, rejected = _answers(fields)
+    for name, value, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
+        if not isinstance(value, str | list) or (isinstance(other, list) and not isinstance(value, list)):
+            reason = "no answer" if value is None else "not of the format"
+            raise BadRowError(f"{name} is {named(value)}", reason, remedy="write both alike")
+    assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
+    end = common_beginning(chosen, rejected)
+    if not end:
+        found = "chosen and rejected have no common beginning, and there is no prompt"
+        raise BadRowError(found, "empty prompt", remedy="add the prompt, or correct what both answer")
+    asked = prompt(chosen[:end], "the common beginning")
+    return _paired(asked, answer(chosen[end:], "chosen"), answer(rejected[end:], "rejected"), fields)
+
+
+def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """How many turns, or characters, two answers begin with alike.
+
+    Of an answer something is left, and a space before it is part of it.
+    """
+    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
+    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end
+
+
+def _transcript_preference(fields: Fields) -> CanonicalRow:
+    """Both transcripts are whole and differ in their last answer; or the prompt is one, and the answers are not."""
+    chosen, rejected = (_transcript(fields, name) for name in ("chosen", "rejected"))
+    if _is_transcript(fields.get("prompt")) and not (_is_transcript(chosen) or _is_transcript(rejected)):
+        asked, pair = _prompt_of(str(fields["prompt"])), [_single(chosen, "chosen"), _single(rejected, "rejected")]
+    else:
+        (asked, good), (others, bad) = (_whole(chosen, "chosen"), _whole(rejected, "rejected"))
+        _require_same_beginning(asked, others)
+        _require_prompt(fields, asked)
+        pair = [good, bad]
+    left, right = (answer([turn], name) for turn, name in zip(pair, ("chosen", "rejected"), strict=True))
+    return _paired(prompt_turns(asked, "the transcript"), left, right, fields)
+
+
+def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
+    names = [name for name in ("prompt", "chosen", "rejected") if _is_transcript(fields.get(name))]
+    if not {"chosen", "rejected"} <= fields.keys() or names not in (
+        ["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"],
+    ):  # fmt: skip
+        return ()
+    return (*(name for name in ("prompt", "chosen", "rejected") if name in fields), "turns of Human and Assistant")
+
+
+def _is_transcript(value: object) -> bool:
+    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
+
+
+def _transcript(fields: Fields, name: str) -> str:
+    value = required(fields, name, "no answer")
+    if not isinstance(value, str):
+        raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
+    return value
+
+
+def _turns_of(transcript: str, what: str) -> list[Message]:
+    """The turns of a transcript, without the white space around each."""
+    parts = _TURN.split(transcript)
+    if parts[0].strip() or len(parts) == 1:
+        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": _ROLES[role], "content": said.strip()} for role, said in pairs]
+
+
+def _whole(transcript: str, what: str) -> tuple[list[Message], Message]:
+    """The turns before the last answer, and that one."""
+    *before, last = _turns_of(transcript, what)
+    if last["role"] != "assistant":
+        raise BadRowError(f"{what} ends with a turn of the {last['role']}", "wrong role order")
+    return before, last
+
+
+def _prompt_of(transcript: str) -> list[Message]:
+    """The turns of a prompt; its ``Assistant:`` at the end says where the answer begins."""
+    turns = _turns_of(transcript, "prompt")
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _single(said: str, what: str) -> Message:
+    """An answer that stands alone, with or without ``Assistant:`` before it."""
+    turns = _turns_of(said if re.match(r"\s*Assistant:", said) else f"\n\nAssistant:{said}", what)
+    if len(turns) > 1:
+        raise BadRowError(f"{what} is followed by a turn of the {turns[1]['role']}", "wrong role order", "one answer")
+    return turns[0]
+
+
+def _require_same_beginning(chosen: list[Message], rejected: list[Message]) -> None:
+    if chosen != rejected:
+        pairs = zip(chosen, rejected, strict=False)
+        place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
+        raise BadRowError(
+            f"chosen and rejected differ from turn {place + 1} on, before their last answers (chosen has "
+            f"{len(chosen) + 1} turns, rejected {len(rejected) + 1})",
+            "another beginning",
+        )
+
+
+def _require_prompt(fields: Fields, asked: list[Message]) -> None:
+    """That a prompt beside whole transcripts says what they begin with."""
+    given = fields.get("prompt")
+    if given is None:
+        return
+    users = [turn["content"] for turn in asked if turn["role"] == "user"]
+    is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
+    if not (isinstance(given, str) and (given.strip() in users or (is_begun and _prompt_of(given) == asked))):
+        found = "prompt is not what chosen and rejected begin with"
+        raise BadRowError(found, "another beginning", remedy="remove the column or correct it")
+
+
+def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
+    turns = _sharegpt_turns(fields)
+    asked = prompt_turns(turns, "conversations", _spelling(turns))
+    chosen, rejected = _answers(fields)
+    left, right = answer(chosen, "chosen", _spelling(chosen)), answer(rejected, "rejected", _spelling(rejected))
+    return _paired(asked, left, right, fields)
+
+
+def _openai_preference(fields: Fields) -> CanonicalRow:
+    given = required(fields, "input", "empty prompt")
+    if not isinstance(given, Mapping):
+        raise BadRowError(f"input is {named(given)}")
+    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last says nothing here
+    asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
+    chosen, rejected = (
+        answer(required(fields, name, "no answer"), name) for name in ("preferred_output", "non_preferred_output")
+    )
+    return _paired(asked, chosen, rejected, {**fields, "tools": given.get("tools")})
+
+
+def _oumi_preference(fields: Fields) -> CanonicalRow:
+    asked = prompt_turns(listed(required(fields, "messages", "empty prompt"), "messages"), "messages")
+    return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
+
+
+def _oumi_answer(fields: Fields, name: str) -> list[Message]:
+    """An answer as Oumi has it, or bare: a string, a turn, or a list of this one turn."""
+    given = required(fields, name, "no answer")
+    if not isinstance(given, Mapping) or "role" in given:
+        return answer(given, name)
+    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two name an answer
+    return answer(required(given, "messages", "no answer"), f"{name}.messages")
+
+
+def _unpaired(fields: Fields) -> CanonicalRow:
+    asked, answered = _asked_and_answered(fields)
+    label = _label(required(fields, "label", "no label"), "prompt_completion")
+    return add_tools({"prompt": asked, "completion": answered, "label": label}, fields)
+
+
+def _label(value: object, unjudged: str) -> bool:
+    """Whether an answer is wanted; ``unjudged`` is the format of such rows without a label, for the message."""
+    known = _LABELS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
+    if known is None:
+        remedy = f"write one of these; if it is no judgement of the answer, set format={unjudged}"
+        raise BadRowError(f"label is {named(value)}", "no label", "true or false, 1 or 0", remedy)
+    return known
+
+
+def _messages_label(fields: Fields) -> CanonicalRow:
+    messages, judged = listed(required(fields, "messages"), "messages"), fields.get("label")
+    if judged is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        *before, last = messages
+        judged = last.get("label")
+        messages = [*before, {name: value for name, value in last.items() if name != "label"}]
+    turns = conversation(messages, "messages")
+    if turns[-1]["role"] != "assistant":
+        found = f"messages ends with the role {turns[-1]['role']!r}"
+        raise BadRowError(found, "no answer", "an answer at the end, which the label judges")
+    row: CanonicalRow = {"prompt": turns[:-1], "completion": turns[-1:], "label": _label(judged, "messages")}
+    return add_tools(row, fields)
+
+
+def _recognize_judged(fields: Fields) -> tuple[str, ...]:
+    messages = fields.get("messages")
+    within = isinstance(messages, list) and messages and isinstance(messages[-1], dict) and "label" in messages[-1]
+    return ("messages", "label") if within or {"messages", "label"} <= fields.keys() else ()
+
+
+def _prompts(fields: Fields) -> CanonicalRow:
+    row: CanonicalRow = {"prompt": prompt(required(fields, "prompt", "empty prompt"), "prompt")}
+    others = {name: value for name, value in sorted(fields.items()) if name not in ("prompt", "tools", "group")}
+    reserved = sorted(RESERVED_COLUMNS & others.keys())
+    if reserved:
+        accepted = "columns of other names, which reward functions get as arguments"
+        raise BadRowError(f"the column {reserved[0]} is reserved", "reserved column", accepted)
+    if others:
+        row["columns"] = as_json(others, f"one of {', '.join(others)}")
+    return add_tools(row, fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One shape in which users bring rows.
+
+    Args:
+        name: what ``format=`` is set to.
+        kind: what its rows become.
+        accepted: a row of it, for messages.
+        mapping: column -> what it becomes, as the report shows it; all columns that the format reads.
+        needs: the columns that make a row one of this format, one with several names under any of them. Names alone
+            decide: a bad value is a bad row, and no reason to take the row for one of another format.
+        read: brings a row into the form of ``kind``; raises ``BadRowError``.
+        by_value: recognizes rows instead of ``needs``, by what they say: the columns, or nothing.
+        losing: columns that it does not read and that change what a row teaches: a row that has one is of this format
+            only where the user says so.
+    """
+
+    name: str
+    kind: Kind
+    accepted: str
+    mapping: Mapping[str, str]
+    needs: tuple[str | tuple[str, ...], ...] = ()
+    read: Callable[[Fields], CanonicalRow]
+    by_value: Callable[[Fields], tuple[str, ...]] | None = None
+    losing: frozenset[str] = frozenset()
+
+    def recognize(self, fields: Fields) -> tuple[str, ...]:
+        """The columns that make a row one of this format; none: it is not."""
+        if self.by_value:
+            return self.by_value(fields)
+        either = [(names,) if isinstance(names, str) else names for names in self.needs]
+        found = [next((name for name in names if name in fields), None) for names in either]
+        return tuple(name for name in found if name is not None) if None not in found else ()
+
+    def convert(self, fields: Fields) -> CanonicalRow:
+        """A row in the form of ``kind``.
+
+        Raises:
+            BadRowError: what is wrong with it.
+        """
+        try:
+            return self.read(fields)
+        except BadRowError as error:
+            if error.accepted:
+                raise
+            raise BadRowError(error.found, error.reason, self.accepted, error.remedy) from error
+
+    def lost(self, fields: Fields) -> list[str]:
+        """The columns of a row that would be lost."""
+        return [] if self.losing.isdisjoint(fields) else sorted(self.losing & fields.keys())
+
+
+_CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+_ANSWER = '{"role": "assistant", "content": "..."}'
+_PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", "tools": "tools"}
 
 FORMATS: tuple[Format, ...] = (
-    RAW_TEXT,
-    MESSAGES, PROMPT_COMPLETION, ALPACA, SHAREGPT, REASONING, FUNCTION_CALLING,
-    TRL_PREFERENCE, IMPLICIT_PREFERENCE, TRANSCRIPT_PREFERENCE, SHAREGPT_RANKING,
-    OPENAI_PREFERENCE, OUMI_PREFERENCE,
-    UNPAIRED, MESSAGES_LABEL,
-    PROMPTS,
+    Format(
+        name="text", kind=Kind.TEXT, needs=("text",), read=_text, mapping={"text": "the document"},
+        accepted='{"text": "..."}',
+    ),
+    Format(
+        name="messages", kind=Kind.CONVERSATIONS, needs=("messages",), read=_messages, losing=_JUDGED,
+        accepted=f"{{{_CHAT}}}",
+        mapping={"messages": "the conversation", "tools": "tools", "functions": "tools, as they were called before"},
+    ),
+    Format(
+        name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
+        accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
+        mapping={
+            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"),
+            "tools": "tools",
+        },
+        losing=frozenset({"label"}),
+    ),
+    Format(
+        name="alpaca", kind=Kind.CONVERSATIONS, needs=("instruction", "output"), read=_alpaca,
+        accepted='{"instruction": "...", "input": "...", "output": "..."}',
+        mapping={
+            "instruction": "the user's turn", "input": "the user's turn, below the instruction",
+            "output": "the assistant's turn", "system": "the system's turn", "history": "earlier turns",
+            "tools": "tools",
+        },
+    ),
+    Format(
+        name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
+        accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
+        mapping={"conversations": "the conversation", "system": "its first turn", "tools": "tools"},
+    ),
+    Format(
+        name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
+        needs=(("problem", "question"), ("thinking", "reasoning"), ("solution", "answer")),
+        accepted='{"problem": "...", "thinking": "...", "solution": "..."}',
+        mapping={
+            **dict.fromkeys(("problem", "question"), "the user's turn"),
+            **dict.fromkeys(("thinking", "reasoning"), "the assistant's turn, within <think>"),
+            **dict.fromkeys(("solution", "answer"), "the assistant's turn, below its thinking"),
+            "system": "the system's turn",
+        },
+    ),
+    Format(
+        name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
+        accepted='{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}',
+        mapping={"query": "the user's turn", "tools": "tools", "answers": "the assistant's tool calls"},
+    ),
+    Format(
+        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
+        accepted='{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages',
+        mapping={"prompt": "prompt", **_PAIR},
+    ),
+    Format(
+        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=_implicit_preference,
+        accepted='{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike',
+        mapping={**_PAIR, "chosen": "prompt and chosen", "rejected": "prompt and rejected"},
+        # Two texts mostly begin alike somehow: where a column may hold the prompt, it is to be named so.
+        losing=frozenset(
+            {"prompt", "question", "instruction", "query", "problem", "input", "messages", "conversations"}
+        ),
+    ),
+    Format(
+        name="transcript_preference", kind=Kind.PREFERENCES, by_value=_recognize_transcripts,
+        read=_transcript_preference,
+        accepted=r'{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "\n\nHuman: ...\n\nAssistant: ..."} with '
+        "one beginning and two last answers",
+        mapping={
+            "prompt": "the turns before the answers", **_PAIR, "chosen": "prompt and chosen",
+            "rejected": "prompt and rejected",
+        },
+    ),
+    Format(
+        name="sharegpt_ranking", kind=Kind.PREFERENCES, needs=("conversations", "chosen", "rejected"),
+        read=_sharegpt_ranking,
+        accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
+        '"rejected": {"from": "gpt", "value": "..."}}',
+        mapping={
+            "conversations": "prompt", "chosen": "chosen", "rejected": "rejected", "system": "the prompt's first turn",
+            "kind": "kind", "tools": "tools",
+        },
+    ),
+    Format(
+        name="openai_preference", kind=Kind.PREFERENCES, needs=("input", "preferred_output", "non_preferred_output"),
+        read=_openai_preference,
+        accepted=f'{{"input": {{"messages": [...]}}, "preferred_output": [{_ANSWER}], '
+        f'"non_preferred_output": [{_ANSWER}]}}',
+        mapping={
+            "input": "prompt and tools", "preferred_output": "chosen", "non_preferred_output": "rejected",
+            "kind": "kind",
+        },
+    ),
+    Format(
+        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=_oumi_preference,
+        accepted='{"messages": [{"role": "user", "content": "..."}], '
+        f'"chosen": {{"messages": [{_ANSWER}]}}, "rejected": {{"messages": [{_ANSWER}]}}}}',
+        mapping={"messages": "prompt", **_PAIR},
+    ),
+    Format(
+        name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
+        accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
+        mapping={
+            "prompt": "prompt", "completion": "completion", "response": "completion", "label": "label",
+            "tools": "tools",
+        },
+    ),
+    Format(
+        name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,
+        accepted=f'{{{_CHAT}, "label": true}}', losing=_JUDGED - {"label"},
+        mapping={"messages": "prompt, and the last turn as completion", "label": "label", "tools": "tools"},
+    ),
+    Format(
+        name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,
+        accepted='{"prompt": "..."}, a string or a list of messages',
+        mapping={"prompt": "prompt", "tools": "tools", REST: "columns, for a reward function"},
+        losing=frozenset({*_COMPLETION, "chosen", "rejected"}),
+    ),
 )  # fmt: skip
 
 BY_NAME = {each.name: each for each in FORMATS}

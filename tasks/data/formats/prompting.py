@@ -4,9 +4,7 @@ import string
 from functools import lru_cache
 
 from lineage.errors import ConfigError
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.format import CanonicalRow, Fields
-from tasks.data.formats.values import named
+from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, named
 
 _ACCEPTED = "text with named placeholders, such as '{context}\\n\\n{question}'"
 
@@ -38,22 +36,19 @@ def with_prompt(fields: Fields, template: str) -> Fields:
     """
     names = placeholders(template)
     for name in sorted(names):
-        if not isinstance(fields.get(name), str | int | float) or isinstance(fields[name], bool):
-            found = (
-                f"{name} is {named(fields[name])}" if name in fields else f"no field {name!r} (fields: {_all(fields)})"
-            )
-            raise BadRowError(found, "the columns of prompt_template, as text", f"add {name!r} or change the template")
+        value = fields.get(name)
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            listed = ", ".join(sorted(map(str, fields))) or "none"
+            found = f"{name} is {named(value)}" if name in fields else f"no field {name!r} (fields: {listed})"
+            accepted, remedy = "the columns of prompt_template, as text", f"add {name!r} or change the template"
+            raise BadRowError(found, accepted=accepted, remedy=remedy)
     if "prompt" in fields and "prompt" not in names:
         raise BadRowError(
-            "prompt is there already", "rows without prompt, where prompt_template makes it",
-            "put {prompt} into the template, or leave the template away",
+            "prompt is there already", accepted="rows without prompt, where prompt_template makes it",
+            remedy="put {prompt} into the template, or leave the template away",
         )  # fmt: skip
     made = template.format_map({name: fields[name] for name in names})
     return {**{name: value for name, value in fields.items() if name not in names}, "prompt": made}
-
-
-def _all(fields: Fields) -> str:
-    return ", ".join(sorted(map(str, fields))) or "none"
 
 
 def with_system(row: CanonicalRow, text: str) -> CanonicalRow:

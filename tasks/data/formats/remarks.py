@@ -1,6 +1,6 @@
 """What is odd in a row that is used all the same."""
 
-from tasks.data.formats.format import CanonicalRow
+from tasks.data.formats.values import CanonicalRow
 
 _CONTROL = "control characters"
 # Sought one by one: a search for a single character is so fast that all of them take a third of a regex.

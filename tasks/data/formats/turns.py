@@ -1,17 +1,38 @@
-"""One turn of a conversation, from the ways in which users write turns into the one that chat templates take."""
+"""Turns in the one form that chat templates take: a message, a conversation, a prompt, an answer."""
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.tool_schemas import calls_json
-from tasks.data.formats.values import is_nothing, named, parsed_json, quoted, text, whole_characters
+from tasks.data.formats.tools import calls_json
+from tasks.data.formats.values import (
+    BadRowError,
+    Fields,
+    is_blank,
+    is_nothing,
+    named,
+    parsed_json,
+    require_nothing_else,
+    text,
+    whole_characters,
+)
 
 Message = dict[str, object]
 """``role`` and ``content``; where it has them ``name``, ``tool_call_id``, and ``tool_calls`` as JSON text."""
 
-CALL = "function_call"  # a role of ShareGPT: the content is the JSON text of the calls
+
+class Spelling(NamedTuple):
+    """The keys under which a format has a turn's role and content."""
+
+    role: str
+    content: str
+
+
+OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
+
+_CALL = "function_call"  # a role of ShareGPT: the content is the JSON text of the calls
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 _CALLS = ("tool_calls", "function_call")  # the second as OpenAI had it before
@@ -21,95 +42,167 @@ _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"), CALL: CALL,
+    **dict.fromkeys(("observation", "function_response"), "tool"), _CALL: _CALL,
 }  # fmt: skip
+_START, _CALLED = "start", "calls"
+_NEXT = {  # what a turn was -> what may follow
+    _START: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    _CALLED: ("tool",),
+    "tool": ("tool", "assistant", "user"),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spelling:
-    """The keys under which a format has a turn's role and content."""
-
-    role: str
-    content: str
-
-
-OPENAI = Spelling(role="role", content="content")
-FROM_VALUE = Spelling(role="from", content="value")
+def listed(value: object, what: str) -> object:
+    """Turns as a table of texts has them: as JSON text of a list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return parsed_json(value, what, "no messages")
+    return value
 
 
-def message(value: object, what: str, accepted: str, spelling: Spelling = OPENAI) -> Message:
-    """A turn in our form.
+def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+    """A conversation with at least one answer to learn from."""
+    messages = _turns(value, what, spelling, "no answer")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRowError(f"{what} has no assistant turn", "no answer")
+    return messages
 
-    Raises:
-        BadRowError: it says nothing, or something that would be lost.
-    """
+
+def prompt(value: object, what: str) -> list[Message]:
+    """What an assistant answers: a string is what a user says."""
+    if not isinstance(value, list):
+        return [{"role": "user", "content": text(value, what, "empty prompt")}]
+    return prompt_turns(value, what)
+
+
+def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+    """Turns that end where an assistant answers."""
+    messages = _turns(value, what, spelling, "empty prompt")
+    if messages[-1]["role"] not in ("user", "tool"):
+        found = f"{what} ends with the role {messages[-1]['role']!r}"
+        raise BadRowError(found, "wrong role order", "a prompt that ends with a user message")
+    return messages
+
+
+def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+    """One turn of the assistant: as a string, as a turn, or as a list of this one turn."""
+    if not isinstance(value, list | Mapping):
+        return [{"role": "assistant", "content": _answer_text(value, what)}]
+    whole = isinstance(value, Mapping)
+    messages = [_message(value, what, spelling)] if whole else _each(value, what, spelling, "no answer")
+    if [message["role"] for message in messages] != ["assistant"]:
+        found = f"{what} has messages of {', '.join(str(message['role']) for message in messages)}"
+        raise BadRowError(found, "wrong role order", "one assistant message", "move what precedes it to prompt")
+    return messages
+
+
+def system_turn(fields: Fields) -> list[Message]:
+    """What the column ``system`` says, where it says something."""
+    system = fields.get("system")
+    return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
+
+
+def _turns(value: object, what: str, spelling: Spelling, empty: str) -> list[Message]:
+    """Turns in our form and in order; a row without them is counted as ``empty``."""
+    if spelling is OPENAI and _is_plain(value):
+        assert isinstance(value, list)
+        return value
+    messages = _each(value, what, spelling, empty)
+    _check_order(messages, what)
+    return messages
+
+
+def _is_plain(value: object) -> bool:
+    """Whether turns are in our form and in order as they stand: most are, and need no check one by one."""
+    if type(value) is not list or not value:
+        return False
+    expected = "user"
+    contents: list[str] = []
+    for turn in value:
+        if type(turn) is not dict or len(turn) != 2:
+            return False
+        role, content = turn.get("role"), turn.get("content")
+        if type(content) is not str or is_blank(content):
+            return False
+        if role == expected:
+            expected = "assistant" if role == "user" else "user"
+        elif role != "system" or contents:
+            return False
+        contents.append(content)
+    said = "".join(contents)
+    try:
+        return "tool_call>" not in said and (said.isascii() or bool(said.encode()))
+    except UnicodeEncodeError:
+        return False
+
+
+def _each(value: object, what: str, spelling: Spelling, empty: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        found = "is empty" if value == [] else f"is {named(value)}"
+        raise BadRowError(f"{what} {found}", empty if value in (None, []) else "no messages")
+    return [_message(turn, f"{what}[{index}]", spelling) for index, turn in enumerate(value)]
+
+
+def _message(value: object, what: str, spelling: Spelling) -> Message:
+    """A turn in our form; refused where it says nothing, or something that would be lost."""
     if not isinstance(value, Mapping):
-        mend = f'write {{"{spelling.role}": ..., "{spelling.content}": ...}}'
-        raise BadRowError(f"{what} is {named(value)}", accepted, mend)
-    role = _role(value, what, accepted, spelling)
+        raise BadRowError(f"{what} is {named(value)}")
+    role = _role(value, what, spelling)
     content, where = value.get(spelling.content), f"{what} {spelling.content}"
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
-    if role == CALL:
+    if role == _CALL:
         made: Message = {"role": "assistant", "content": "", "tool_calls": calls_json(content, where)}
     elif calls:
-        said = "" if is_nothing(content) else _content(content, where, accepted, role)
+        said = "" if is_nothing(content) else _content(content, where, role)
         made = {"role": role, "content": said, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
     elif spelling.content not in value:
-        raise _without(value, spelling.content, what, accepted, reason=_EMPTY.get(role, "missing field"))
+        raise _without(value, spelling.content, what, _EMPTY[role])
     else:
-        made = {"role": role, "content": _content(content, where, accepted, role)}
+        made = {"role": role, "content": _content(content, where, role)}
     if len(value) > 2:
         _add_rest(made, value, what, {spelling.role, spelling.content, calls})
     return made
 
 
-def _role(value: Mapping[str, object], what: str, accepted: str, spelling: Spelling) -> str:
+def _role(value: Mapping[str, object], what: str, spelling: Spelling) -> str:
     if spelling.role not in value:
-        raise _without(value, spelling.role, what, accepted, reason="unknown role")
-    given = value[spelling.role]
-    role = _ROLES.get(given.lower()) if isinstance(given, str) else None
+        raise _without(value, spelling.role, what, "unknown role")
+    said = value[spelling.role]
+    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         raise BadRowError(
-            f"{what} has the role {quoted(given) if isinstance(given, str) else named(given)}",
-            ", ".join(_ROLES), "rename the role or remove the row", reason="unknown role",
-        )  # fmt: skip
+            f"{what} has the role {named(said).removeprefix('the text ')}", "unknown role", ", ".join(_ROLES)
+        )
     return role
 
 
-def _without(value: Mapping[str, object], name: str, what: str, accepted: str, *, reason: str) -> BadRowError:
-    has = ", ".join(sorted(map(str, value)))
-    return BadRowError(f"{what} has no {name!r} (it has: {has})", accepted, f"add {name!r}", reason=reason)
+def _without(value: Mapping[str, object], name: str, what: str, reason: str) -> BadRowError:
+    found = f"{what} has no {name!r} (it has: {', '.join(sorted(map(str, value)))})"
+    return BadRowError(found, reason, remedy=f"add {name!r}")
 
 
-def _content(value: object, what: str, accepted: str, role: str) -> str:
+def _content(value: object, what: str, role: str) -> str:
     if isinstance(value, list) and value:
         value = "".join(_part(part, f"{what}[{index}]") for index, part in enumerate(value))
     if role == "tool" and value == "":
         return ""  # a tool may have nothing to say
-    if role == "assistant":
-        return answer_text(value, what, accepted)
-    return text(value, what, accepted, empty=_EMPTY[role])
+    return _answer_text(value, what) if role == "assistant" else text(value, what, _EMPTY[role])
 
 
-def answer_text(value: object, what: str, accepted: str) -> str:
+def _answer_text(value: object, what: str) -> str:
     """What an assistant says; calls that it writes out as text have to begin and end."""
-    content = text(value, what, accepted, empty="no answer")
+    content = text(value, what, "no answer")
     if _CLOSE in content or _OPEN in content:
-        _check_written_calls(content, what)
+        for call in _WRITTEN.findall(content):
+            if call.lstrip()[:1] in ("{", "["):  # some models write calls in other ways than JSON
+                parsed_json(call, f"{what} {_OPEN}", _UNCLOSED)
+        left = _WRITTEN.sub("", content)
+        for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
+            if mark in left:
+                raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED, "calls that begin and end")
     return content
-
-
-def _check_written_calls(content: str, what: str) -> None:
-    for call in _WRITTEN.findall(content):
-        if call.lstrip()[:1] in ("{", "["):  # some models write calls in other ways than JSON
-            parsed_json(call, f"{what} {_OPEN}", reason=_UNCLOSED)
-    left = _WRITTEN.sub("", content)
-    for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
-        if mark in left:
-            raise BadRowError(
-                f"{what} has {mark} without {missing}", "calls that begin and end",
-                "close the call or remove the row", reason=_UNCLOSED,
-            )  # fmt: skip
 
 
 def _part(value: object, what: str) -> str:
@@ -119,36 +212,63 @@ def _part(value: object, what: str) -> str:
         raise images_are_not_read(f"{what} is of type {kind!r}")
     written = value.get("text") if isinstance(value, Mapping) else None
     if kind != "text" or not isinstance(written, str):
-        found = named(value) if kind is None else f"of type {quoted(str(kind))}" if kind != "text" else "without text"
-        raise BadRowError(
-            f"{what} is {found}", 'a string, or a list of {"type": "text", "text": "..."}', "write text",
-            reason="not text",
-        )  # fmt: skip
+        of_type = named(str(kind)).removeprefix("the text ")
+        found = named(value) if kind is None else "without text" if kind == "text" else f"of type {of_type}"
+        raise BadRowError(f"{what} is {found}", "not text", 'a string, or a list of {"type": "text", "text": "..."}')
     return written
 
 
 def images_are_not_read(found: str) -> BadRowError:
     """The refusal of a row that is more than text."""
-    return BadRowError(
-        found, "text: images, audio and video are not read", "remove the row, or train it elsewhere",
-        reason="images are not read",
-    )  # fmt: skip
+    return BadRowError(found, "images are not read", "text: images, audio and video are not read")
 
 
 def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[str | None]) -> None:
     """Adds a turn's name and the id of the call that it answers; refuses what else it says: it would be lost."""
-    extra = []
-    for key, item in value.items():
-        if key in read or is_nothing(item):
-            continue
-        if key == "name" or (key == "tool_call_id" and made["role"] == "tool"):
-            if not isinstance(item, str):
-                raise BadRowError(f"{what} {key} is {named(item)}", "a string", "write a string", reason="not text")
-            made[key] = whole_characters(item, f"{what} {key}")
-        elif not (key == "weight" and item == 1):  # OpenAI's word for: this turn is trained, as all are
-            extra.append(str(key))
-    if extra:
-        raise BadRowError(
-            f"{what} has {', '.join(sorted(extra))}", "a role, a content, tool calls and names alone",
-            "remove it or the row", reason="unknown field",
-        )  # fmt: skip
+    rest = {key: item for key, item in value.items() if key not in read and not is_nothing(item)}
+    if rest.get("weight") == 1:  # OpenAI's word for: this turn is trained, as all are
+        del rest["weight"]
+    for key in [key for key in rest if key == "name" or (key == "tool_call_id" and made["role"] == "tool")]:
+        item = rest.pop(key)
+        if not isinstance(item, str):
+            raise BadRowError(f"{what} {key} is {named(item)}", "not text", "a string")
+        made[key] = whole_characters(item, f"{what} {key}")
+    require_nothing_else(rest, (), what)
+
+
+def _check_order(messages: Sequence[Message], what: str) -> None:
+    before = _START
+    for index, turn in enumerate(messages):
+        role = str(turn["role"])
+        if role not in _NEXT[before]:
+            raise _misplaced(f"{what}[{index}] has the role {role!r}", before)
+        before = _CALLED if "tool_calls" in turn else role
+        if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
+            _check_answered(messages[: index + 1], what)
+
+
+def _misplaced(found: str, before: str) -> BadRowError:
+    expected = f"{' or '.join(_NEXT[before])} there"
+    if before == _CALLED:
+        return BadRowError(f"{found} after a tool call that no tool answered", _UNCLOSED, expected)
+    return BadRowError(
+        f"{found} {'at the beginning' if before == _START else f'after {before!r}'}", "wrong role order", expected
+    )
+
+
+def _check_answered(messages: Sequence[Message], what: str) -> None:
+    """Whether the last turns, of tools, answer the calls before them: each by its id, where all have one."""
+    answered = [turn.get("tool_call_id") for turn in takewhile(lambda turn: turn["role"] == "tool", messages[::-1])]
+    index = len(messages) - len(answered) - 1
+    calls = [call.get("id") for call in json.loads(str(messages[index]["tool_calls"]))]
+    unknown = [each for each in reversed(answered) if each is not None and each not in calls]
+    missing = [each for each in calls if each not in answered]
+    problem = None
+    if None not in calls and unknown:
+        problem = f"calls {', '.join(map(repr, calls))}, and a tool answers {unknown[0]!r}"
+    elif missing and None not in (*calls, *answered):
+        problem = f"calls {missing[0]!r}, which no tool answered"
+    elif len(answered) < len(calls):
+        problem = f"calls {len(calls)} functions, of which {len(answered)} answered"
+    if problem:
+        raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED, "a tool turn for each call")

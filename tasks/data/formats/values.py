@@ -1,15 +1,47 @@
-"""Single values of a row: text and JSON, and how messages call what is neither."""
+"""Single values of a row: text and JSON, how messages name them, and the refusal of a row."""
 
 import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
-from tasks.data.formats.bad_row import BadRowError
-from tasks.data.formats.format import Fields
+Fields = Mapping[str, object]
+CanonicalRow = dict[str, object]  # the columns of its kind, without ``row_id`` and without nulls
 
 _SHOWN = 40  # characters of a text in a message
 _SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
+_FILL, _RENAME = "fill it, or remove the row", "rename or remove it"
+_REMEDIES = {  # by the reason of a refusal
+    **dict.fromkeys(("no text", "empty prompt", "no answer", "no thinking", "no tool result"), _FILL),
+    **dict.fromkeys(("unknown field", "reserved column"), _RENAME),
+    "not text": "write a string",
+    "half a surrogate pair": "write the whole character",
+    "unknown role": "rename the role, or remove the row",
+    "wrong role order": "put the turns in order, or remove the row",
+    "unclosed tool call": "complete the call and its answer, or remove the row",
+    "nothing to prefer": "remove the row",
+    "another beginning": "cut both after the first answer in which they differ, or remove the row",
+    "images are not read": "remove the row, or train it elsewhere",
+}
+
+
+class BadRowError(Exception):
+    """The refusal of one row.
+
+    Args:
+        found: what is wrong, such as ``output is the number 42``.
+        reason: a few words to count by, such as ``no answer``; the remedy follows from it unless one is passed.
+        accepted: what would be read; empty: the format's own shape, which ``Format.convert`` fills in.
+    """
+
+    def __init__(self, found: str, reason: str = "not of the format", accepted: str = "", remedy: str = "") -> None:
+        found = found.encode(errors="backslashreplace").decode()  # it may quote what cannot be written
+        super().__init__(found, reason, accepted, remedy)
+        self.found, self.reason, self.accepted = found, reason, accepted
+        self.remedy = remedy or _REMEDIES.get(reason, "correct or remove the row")
+
+    def __str__(self) -> str:
+        return f"{self.found}; accepted: {self.accepted}; {self.remedy}"
 
 
 def named(value: object) -> str:
@@ -24,7 +56,7 @@ def named(value: object) -> str:
         case int() | float():
             return f"the number {value}"
         case str():
-            return f"the text {quoted(value)}"
+            return f"the text {value if len(value) <= _SHOWN else value[:_SHOWN] + '...'!r}"
         case list() | tuple():
             return "a list"
         case Mapping():
@@ -32,36 +64,9 @@ def named(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def quoted(text: str) -> str:
-    """The beginning of a text, for a message."""
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-
-
 def is_nothing(value: object) -> bool:
     """Whether an optional field says nothing: tables have null or an empty value where a row lacks it."""
     return value is None or value == "" or value == [] or value == {}
-
-
-def required(fields: Fields, name: str, accepted: str, *, missing: str = "missing field") -> object:
-    """A field that has to be there.
-
-    Args:
-        missing: what a row without it is counted as.
-    """
-    if name not in fields:
-        raise BadRowError(
-            f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})", accepted,
-            f"add {name!r} or rename the field that holds it", reason=missing,
-        )  # fmt: skip
-    return fields[name]
-
-
-def one_of(fields: Fields, names: Sequence[str], accepted: str) -> str:
-    """Which of several names of one column a row uses."""
-    used = [name for name in names if not is_nothing(fields.get(name))]
-    if len(used) > 1:
-        raise BadRowError(f"{' and '.join(used)} are both there", accepted, "rename or remove one")
-    return (used or [name for name in names if name in fields] or list(names))[0]
 
 
 def is_blank(text: str) -> bool:
@@ -69,27 +74,43 @@ def is_blank(text: str) -> bool:
     return not text.strip(_UNSEEN)
 
 
-def require_nothing_else(value: Mapping[str, object], known: Container[str], what: str, accepted: str) -> None:
+def required(fields: Fields, name: str, missing: str = "missing field") -> object:
+    """A field that has to be there; a row without it is counted as ``missing``."""
+    if name not in fields:
+        found = f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})"
+        raise BadRowError(found, missing, remedy=f"add {name!r} or rename the field that holds it")
+    return fields[name]
+
+
+def one_of(fields: Fields, names: Sequence[str]) -> str:
+    """Which of several names of one column a row uses."""
+    used = [name for name in names if not is_nothing(fields.get(name))]
+    if len(used) > 1:
+        raise BadRowError(f"{' and '.join(used)} are both there", remedy=_RENAME)
+    return (used or [name for name in names if name in fields] or list(names))[0]
+
+
+def require_nothing_else(value: Mapping[str, object], known: Container[str | None], what: str) -> None:
     """Refuses what would be lost, such as arguments of another name."""
     extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
     if extra:
-        raise BadRowError(
-            f"{what} has {', '.join(extra)}", accepted, "rename or remove it", reason="unknown field"
-        )  # fmt: skip
+        raise BadRowError(f"{what} has {', '.join(extra)}", "unknown field")
 
 
-def text(value: object, what: str, accepted: str, *, empty: str) -> str:
-    """A text that says something.
-
-    Args:
-        empty: what a row without it is counted as.
-    """
+def text(value: object, what: str, empty: str) -> str:
+    """A text that says something; a row without it is counted as ``empty``."""
     if not isinstance(value, str):
-        reason = empty if value is None else "not text"
-        raise BadRowError(f"{what} is {named(value)}", accepted, "write a string", reason=reason)
+        raise BadRowError(f"{what} is {named(value)}", empty if value is None else "not text")
     if is_blank(value):
-        raise BadRowError(f"{what} is empty", accepted, "fill it or remove the row", reason=empty)
+        raise BadRowError(f"{what} is empty", empty)
     return whole_characters(value, what)
+
+
+def optional_name(value: object, what: str, reason: str = "not text") -> str | None:
+    """A short text that may be null or empty, such as the cell of a table."""
+    if not (value is None or isinstance(value, str)):
+        raise BadRowError(f"{what} is {named(value)}", reason, "a string or null", "write a string")
+    return value or None
 
 
 def whole_characters(value: str, what: str) -> str:
@@ -97,19 +118,17 @@ def whole_characters(value: str, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadRowError(
-            f"{what} has half a surrogate pair at character {error.start}", "text", "write the whole character",
-            reason="half a surrogate pair",
-        ) from error  # fmt: skip
+        found = f"{what} has half a surrogate pair at character {error.start}"
+        raise BadRowError(found, "half a surrogate pair", "text") from error
     return value
 
 
-def parsed_json(value: str, what: str, *, reason: str) -> object:
+def parsed_json(value: str, what: str, reason: str) -> object:
     """What a column holds as JSON text."""
     try:
-        return json.loads(value, parse_constant=_no_number, object_pairs_hook=_object)
+        return json.loads(value, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{what} is not JSON: {error}", "JSON", "mend or remove the row", reason=reason) from error
+        raise BadRowError(f"{what} is not JSON: {error}", reason, "JSON") from error
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -120,7 +139,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -130,4 +149,6 @@ def as_json(value: object, what: str) -> str:
         return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
     except (TypeError, ValueError, RecursionError) as error:
         cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
-        raise BadRowError(f"{what} is no JSON value: {cause}", "JSON values", "write it as a string") from error
+        raise BadRowError(
+            f"{what} is no JSON value: {cause}", accepted="JSON", remedy="write it as a string"
+        ) from error

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tasks.data.batches import row_batches
+from tasks.data.kinds import kind_of_columns
 from tasks.data.preparing.database import number
-from tasks.data.preparing.prompt_texts import prompts_of
-from tasks.data.preparing.report import NUM_LISTED, Overlap
+from tasks.data.preparing.report import LEAKAGE, NUM_LISTED, Overlap
 from tasks.data.preparing.shingles import shingles, whole_hashes
 from tasks.data.schema import texts_of
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 SHARE = 0.5  # of a row's n-grams: below it rows of one subject and one template are met by chance, above it few are
-LEAKAGE = "leakage.parquet"
 
 _NUM_WORDS = 13
 _TEMPLATE_ROWS = 10  # n-grams of more held-out rows are their template, such as a system prompt: GPT-3 has 10 too
@@ -177,3 +176,24 @@ JOIN read_parquet($held_out_file, file_row_number = true) held_out ON held_out.f
 JOIN read_parquet($train_file, file_row_number = true) trained ON trained.file_row_number = best.first
 ORDER BY best.row
 """
+
+
+def prompts_of(rows: pa.RecordBatch) -> pa.Array:
+    """The prompt of each row: its turns up to the user's last, a line each, without the system's; of raw text all."""
+    kind = kind_of_columns(rows.schema.names)
+    turns = rows.column(kind.asked)
+    if not kind.chat:
+        return turns
+    offsets = np.asarray(turns.offsets) - turns.offsets[0].as_py()  # a part of a longer array begins within it
+    messages = turns.flatten()
+    role, place = messages.field("role"), np.arange(len(messages))
+    last_user = np.concatenate([[-1], np.maximum.accumulate(np.where(_is(role, "user"), place, -1))])
+    is_asked = place <= np.repeat(last_user[offsets[1:]], np.diff(offsets))
+    is_asked &= ~_is(role, "system")
+    asked = np.concatenate([[0], np.cumsum(is_asked)])[offsets]
+    lines = messages.field("content").filter(pa.array(is_asked))
+    return pc.binary_join(pa.ListArray.from_arrays(pa.array(asked, pa.int32()), lines), "\n")
+
+
+def _is(roles: pa.Array, role: str) -> np.ndarray:
+    return np.asarray(pc.equal(roles, role))

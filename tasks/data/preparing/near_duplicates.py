@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rensa import RMinHash
 
-from tasks.data.preparing.report import NUM_LISTED, Likeness
+from tasks.data.preparing.report import NEAR_DUPLICATES, NUM_LISTED, Likeness
 from tasks.data.preparing.shingles import Hashes, Texts, shingles, whole_hashes
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 NUM_BANDS = 16
 BANDS = tuple(f"band_{band}" for band in range(NUM_BANDS))  # the columns that hold them
 THRESHOLD = 0.8  # of the estimated Jaccard index
-NEAR_DUPLICATES = "near_duplicates.parquet"
 
 _NUM_MINIMA = NUM_BANDS * 8  # a byte each
 _NUM_WORDS = 5

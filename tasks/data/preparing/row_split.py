@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from tasks.data.formats.format import CanonicalRow
+from tasks.data.formats.values import CanonicalRow
 
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
 RESTING = "resting.parquet"  # rows that models were trained on before, and that wait for another turn

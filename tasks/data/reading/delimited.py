@@ -40,32 +40,27 @@ class CellsChunk:
             yield broken or Row(fields=dict(named), where=where)
 
     def _broken(self, where: str, number: int, cells: Sequence[str] | str) -> Broken | None:
+        fault = self._fault(number, cells)
+        if fault is None:
+            return None
+        raw = "" if isinstance(cells, str) else ",".join(cells)[:_SHOWN].encode(errors="replace").decode()
+        return Broken(where=where, reason=fault[0], found=fault[1], raw=raw)
+
+    def _fault(self, number: int, cells: Sequence[str] | str) -> tuple[str, str] | None:
+        """The reason, and what was found."""
         if isinstance(cells, str):
-            return Broken(where=where, reason="quotes", problem=f"{cells}; {_QUOTES}; mend or remove the row", raw="")
-        raw = ",".join(cells)[:_SHOWN].encode(errors="replace").decode()
+            return "quotes", cells
         if len(cells) != len(self.columns):
-            problem = (
-                f"{len(cells)} cells, and the header has {len(self.columns)}; one cell per column is accepted; "
-                "put a cell that holds the separator or a line break in quotes, or mend the row"
-            )
-            return Broken(where=where, reason="number of cells", problem=problem, raw=raw)
+            return "number of cells", f"{len(cells)} cells, and the header has {len(self.columns)}"
         for place, cell in enumerate(cells):
             if "\n" in cell and self._holds_rows(cell, place):
                 first = number + sum(each.count("\n") for each in cells[:place])
-                problem = (
-                    f"a cell holds line breaks and separators as if rows were in it: lines {first} to "
-                    f"{first + cell.count(chr(10))}; one row per line, or text in quotes, is accepted; close the quote "
-                    f"that opens on line {first}, or double those that belong to the text"
-                )
-                return Broken(where=where, reason="rows in a cell", problem=problem, raw=raw)
+                last = first + cell.count("\n")
+                found = f"a cell holds line breaks and separators as if rows were in it: lines {first} to {last}"
+                return "rows in a cell", found
         for column, cell in zip(self.columns, cells, strict=True):
-            byte = _stray_byte(cell)
-            if byte:
-                problem = (
-                    f"byte {byte:#04x} in column {column!r} is not UTF-8; UTF-8 is accepted; "
-                    "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the row"
-                )
-                return Broken(where=where, reason="not UTF-8", problem=problem, raw=raw)
+            if byte := _stray_byte(cell):
+                return "not UTF-8", f"byte {byte:#04x} in column {column!r} is not UTF-8"
         return None
 
     def _holds_rows(self, cell: str, place: int) -> bool:

@@ -1,16 +1,20 @@
-"""Text in which each line is a row: read in blocks of lines, which other processes take apart."""
+"""Text: a row per line, read in blocks of lines, which other processes take apart; or a document per line, per
+paragraph, or per file, which is what Markdown is by itself."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
+from pathlib import Path
 
 from lineage.errors import DataError
+from lineage.text_split import BLANK_LINE, SplitBy, detected_split
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
-from tasks.data.reading.opened import no_rows
+from tasks.data.reading.opened import no_rows, opened
 
 BLOCK_BYTES = 2**20
 MAX_ROW_BYTES = 64 * 2**20  # some ten million tokens; more is a file whose lines do not end
 _SHOWN_BYTES = 200
+_ENDLESS = f"a line of more than {MAX_ROW_BYTES // 2**20} MB"
 
 Parse = Callable[[bytes, str], Row | Broken]
 """Makes a row of a line; its second argument is the place. A function of a module, so that it can be pickled."""
@@ -40,11 +44,13 @@ def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chu
     """The rows of a text with one row per line; blank lines are skipped.
 
     Raises:
-        DataError: as ``blocks``.
+        DataError: as ``_filled``.
     """
-    for first, data in blocks(stream, name):
+    for first, data in _filled(stream, name):
         if data is None:
-            yield ParsedChunk(entries=(_endless(f"{name}:{first}"),))
+            yield ParsedChunk(
+                entries=(Broken(where=f"{name}:{first}", found=_ENDLESS, reason="line too long", raw=""),)
+            )
         elif not data.isspace():
             yield LinesChunk(name=name, first=first, data=data, parse=parse)
 
@@ -56,14 +62,11 @@ def shown(raw: bytes) -> str:
 
 def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
     """Of a line that does not decode."""
-    return Broken(
-        where=where, reason="not UTF-8", raw=shown(raw),
-        problem=f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8; UTF-8 is accepted; "
-        "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the line",
-    )  # fmt: skip
+    found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
+    return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found)
 
 
-def blocks(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
+def _filled(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
     """Number of the first line, and whole lines; None in place of a line that is too long.
 
     Raises:
@@ -110,9 +113,93 @@ def _after_line(stream: BufferedReader) -> bytes:
     return b""
 
 
-def _endless(where: str) -> Broken:
-    return Broken(
-        where=where, reason="line too long", raw="",
-        problem=f"a line of more than {MAX_ROW_BYTES // 2**20} MB; one row per line is accepted; "
-        "end the lines with a line feed, or split the row",
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class TextChunk:
+    """Documents, and what of the file each of them is."""
+
+    chunk: Chunk
+    split_by: SplitBy
+
+    def rows(self) -> Iterator[Row | Broken]:
+        yield from self.chunk.rows()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParagraphsChunk:
+    """Whole paragraphs, as they stand in the file.
+
+    Args:
+        name: of the file, for messages.
+        first: number of the first line.
+    """
+
+    name: str
+    first: int
+    data: bytes
+
+    def rows(self) -> Iterator[Row | Broken]:
+        lines, begin = list[bytes](), 0
+        for number, line in enumerate([*self.data.split(b"\n"), b""], start=self.first):
+            if line and not line.isspace():
+                begin = begin if lines else number
+                lines.append(line.removesuffix(b"\r"))
+            elif lines:
+                yield _text_row(b"\n".join(lines), f"{self.name}:{begin}")
+                lines.clear()
+
+
+def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+    """Rows ``{"text": ...}``: paragraphs where there are blank lines, else lines, unless it is stated."""
+    split: SplitBy = split_by or detected_split(path)
+    if split == "document":
+        yield from _document(path, name)
+        return
+    with opened(path, name) as stream:
+        chunks = line_chunks(stream, name, _text_row) if split == "line" else _paragraph_chunks(stream, name)
+        for chunk in chunks:
+            yield TextChunk(chunk=chunk, split_by=split)
+
+
+def read_markdown(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+    """One row ``{"text": ...}``: the file, unless another split is stated."""
+    return read_text(path, name, split_by or "document")
+
+
+def _document(path: Path, name: str) -> Iterator[Chunk]:
+    with opened(path, name) as stream:
+        raw = stream.read(MAX_ROW_BYTES + 1)
+    if len(raw) > MAX_ROW_BYTES:
+        raise DataError(
+            f"{name}: a document of more than {MAX_ROW_BYTES // 2**20} MB; the file is read as one row; "
+            "split it, or state split_by=paragraph or split_by=line"
+        )
+    if raw.isspace():
+        raise no_rows(name, "blank lines alone")
+    row = _text_row(raw.replace(b"\r\n", b"\n"), name)
+    yield TextChunk(chunk=ParsedChunk(entries=(row,)), split_by="document")
+
+
+def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
+    """Blocks of lines, each cut at its last blank line."""
+    pending, first = b"", 1
+    for number, data in _filled(stream, name):
+        if data is None or len(pending) > MAX_ROW_BYTES:
+            raise DataError(
+                f"{name}:{first}: a paragraph of more than {MAX_ROW_BYTES // 2**20} MB; blank lines between paragraphs "
+                "are accepted; put some, or state split_by=line"
+            )
+        first = first if pending else number
+        pending += data
+        end = max((match.end() for match in BLANK_LINE.finditer(pending)), default=0)
+        if end:
+            yield ParagraphsChunk(name=name, first=first, data=pending[:end])
+            first += pending.count(b"\n", 0, end)
+            pending = pending[end:]
+    yield ParagraphsChunk(name=name, first=first, data=pending)
+
+
+def _text_row(raw: bytes, where: str) -> Row | Broken:
+    try:
+        return Row(fields={"text": raw.decode().removesuffix("\r")}, where=where)
+    except UnicodeDecodeError as error:
+        return not_utf8(error, where, raw)

@@ -60,15 +60,15 @@ def read_function(source: Source) -> Iterator[Chunk]:
 
 def _item(fields: object, where: str) -> bytes | Broken:
     if not isinstance(fields, Mapping):
-        problem = f"the function yielded {type(fields).__name__}; {_ACCEPTED}; yield a dict"
-        return Broken(where=where, problem=problem, reason="not a mapping", raw=reprlib.repr(fields))
+        found = f"the function yielded {type(fields).__name__}"
+        return Broken(where=where, found=found, reason="not a mapping", raw=reprlib.repr(fields))
     try:
         raw = orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
         if b"null" in raw:  # as orjson writes NaN too
             json.dumps(dict(fields), allow_nan=False, default=_plain)
     except Exception as error:  # of a value or a key that JSON has not, or of the user's own mapping
-        problem = f"not JSON: {error}; text, numbers, lists and mappings are accepted; convert it in the function"
-        return Broken(where=where, problem=problem, reason="not JSON", raw=reprlib.repr(fields))
+        found, remedy = f"not JSON: {error}", "convert it in the function"
+        return Broken(where=where, found=found, reason="not JSON", raw=reprlib.repr(fields), remedy=remedy)
     return raw
 
 

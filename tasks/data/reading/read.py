@@ -1,22 +1,66 @@
-"""Reads what a source names: rows with the place that each came from."""
+"""Reads what a source names: rows with the place that each came from.
 
-from collections.abc import Iterator
+A source is a file, a glob, a directory, a data set saved in one, files behind a URL, a Python function, a data set of
+the hub, or the quickstart's rows.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from glob import has_magic
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
 from lineage.artifact import QUICKSTART, Source
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, DataError
 from lineage.python_source import PYTHON
-from lineage.remote_files import is_url
+from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
+from lineage.secrets import without_secrets
 from lineage.source_checks import is_loaded
 from lineage.sources import local_paths
+from lineage.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, ParsedChunk, Row
-from tasks.data.reading.data_sets import read_loaded
-from tasks.data.reading.directory import read_directory
-from tasks.data.reading.files import read_file
+from tasks.data.reading.delimited import read_csv, read_tsv
+from tasks.data.reading.json_rows import read_json, read_json_lines
+from tasks.data.reading.lines import read_markdown, read_text
 from tasks.data.reading.python_rows import read_function
-from tasks.data.reading.remote import read_remote
-from tasks.data.reading.slices import parse_split
-from tasks.data.reading.splits import require_no_splits
+from tasks.data.reading.slices import no_split, parse_split
+from tasks.data.reading.tables import is_saved, read_arrow, read_loaded, read_parquet, read_saved
 from tasks.quickstart import quickstart_rows
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 2**20
+_MAX_SHOWN = 5  # files in a message
+_TEXT = (".md", ".txt", ".text")  # suffixes in which notes come too
+_BESIDE = ("dataset_infos.json", "dataset_info.json")  # as `datasets` writes them beside its data
+
+# As the hub names directories, files and parts of files, but for words within longer names.
+_WORDS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+_PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
+_DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
+_FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
+_READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".jsonlines": read_json_lines,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+}
+_TEXTS: Mapping[str, Callable[[Path, str, SplitBy | None], Iterator[Chunk]]] = {
+    ".txt": read_text,
+    ".text": read_text,
+    ".md": read_markdown,
+}
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -33,20 +77,20 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
             "leave streaming out"
         )
     if source.path.startswith(QUICKSTART):
-        require_no_splits(source, split)
+        _require_no_splits(source, split)
         yield _quickstart(source.path)
     elif is_url(source.path):
-        yield from read_remote(source, split)
+        yield from _read_remote(source, split)
     elif source.path.startswith(PYTHON):
-        require_no_splits(source, split)
+        _require_no_splits(source, split)
         yield from read_function(source)
     elif (paths := local_paths(source.path)) and not is_loaded(source):
         for path in paths:
             if path.is_dir():
-                yield from read_directory(path, split, source.split_by)
+                yield from _read_directory(path, split, source.split_by)
             else:
-                require_no_splits(source, split)
-                yield from read_file(path, str(path), source.split_by)
+                _require_no_splits(source, split)
+                yield from _read_file(path, str(path), source.split_by)
     else:
         yield from read_loaded(source, split, part)
 
@@ -58,3 +102,160 @@ def _is_of_hub(path: str) -> bool:
 def _quickstart(path: str) -> Chunk:
     rows = quickstart_rows(path.removeprefix(QUICKSTART))
     return ParsedChunk(entries=tuple(Row(fields=fields, where=f"{path}[{index}]") for index, fields in enumerate(rows)))
+
+
+def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+    """The rows of one file.
+
+    Args:
+        name: of the file, as the user knows it.
+        split_by: what of a plain text is a row; None: it is detected.
+
+    Raises:
+        DataError: nothing reads such files, or there is no row in it.
+    """
+    suffix = data_suffix(path)
+    if suffix in _TEXTS:
+        return _TEXTS[suffix](path, name, split_by)
+    if suffix not in _READERS:
+        raise DataError(
+            f"{name}: rows are not read from {path.suffix or 'a file without a suffix'}; accepted: "
+            f"{', '.join((*_READERS, *_TEXTS))}, each also with .gz, .zst or .bz2; convert or unpack it"
+        )
+    return _READERS[suffix](path, name)
+
+
+def _is_readable(path: PurePosixPath) -> bool:
+    """Whether there is a reader for a file of that name."""
+    return data_suffix(path) in (*_READERS, *_TEXTS)
+
+
+def _read_directory(directory: Path, split: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+    """The rows of a directory, or of a data set saved in it; never of a part of it without a word.
+
+    Raises:
+        ConfigError: it has no such split.
+        DataError: it holds no data, or some that nothing reads.
+    """
+    if is_saved(directory):
+        yield from read_saved(directory, split)
+        return
+    for name in _chosen_files(_files_below(directory), split, str(directory)):
+        yield from _read_file(directory / name, str(directory / name), split_by)
+
+
+def _files_below(directory: Path) -> list[PurePosixPath]:
+    """Those that ``lineage.digest`` takes the content of a source from, which follows no directory that is a link."""
+    names = []
+    for path in sorted(directory.rglob("*")):
+        name = PurePosixPath(path.relative_to(directory).as_posix())
+        if path.is_file():
+            names.append(name)
+        elif path.is_symlink() and not _is_hidden(name):
+            raise DataError(
+                f"{directory}: holds {name}, a link to {'a directory' if path.is_dir() else 'nothing'}, which is not "
+                "followed; directories, files and links to files are accepted; put the files there, or remove the link"
+            )
+    return names
+
+
+def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> list[PurePosixPath]:
+    """The files of a split, of all that lie below a place; what is of another split is told.
+
+    Raises:
+        ConfigError: there is no such split.
+        DataError: there is no data, or some that nothing reads.
+    """
+    data = [name for name in names if not _is_beside_data(name)]
+    if not data:
+        beside = f" ({names[0]} and the like are no data)" if names else ""
+        raise DataError(f"{place}: no data in this directory{beside}; put files of rows there, or give another")
+    unread = [name for name in data if not _is_readable(name)]
+    if unread:
+        raise DataError(
+            f"{place}: holds {unread[0]}, of which rows are not read; a directory is read as a whole; convert or "
+            f"remove it, or name the files you mean by a glob such as {place}/*.jsonl"
+        )
+    splits: dict[str, list[PurePosixPath]] = {}
+    for name in data:
+        splits.setdefault(_split_of(name), []).append(name)
+    if split not in splits:
+        raise no_split(place, split, splits)
+    others = [str(name) for other in sorted(splits) if other != split for name in splits[other]]
+    if others:
+        more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+        shown = ", ".join(others[:_MAX_SHOWN])
+        logger.warning("%s: split=%s is read; not read, being of other splits by name: %s%s", place, split, shown, more)
+    return splits[split]
+
+
+def _require_no_splits(source: Source, split: str) -> None:
+    """Refuses a split of what is one file, or no file at all."""
+    if split != "train":
+        raise ConfigError(
+            f"{source.path}: split={source.split!r} of what has no splits; a slice of all rows is accepted, such as "
+            "split=train[:1000]; leave split out, or give the file of that split"
+        )
+
+
+def _is_hidden(name: PurePosixPath) -> bool:
+    """Whether a file, or a directory that it lies in, is hidden."""
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _is_beside_data(name: PurePosixPath) -> bool:
+    """Whether a file in a directory of data is no data: hidden, a note on the data, or a mark such as ``_SUCCESS``."""
+    if _is_hidden(name) or name.name in _BESIDE:
+        return True
+    if not _is_readable(name):
+        return name.name.startswith("_") or bool(NOTE.match(name.name))
+    return data_suffix(name) in _TEXT and bool(NOTE.fullmatch(name.stem))
+
+
+def _split_of(name: PurePosixPath) -> str:
+    stem = name.name.partition(".")[0]
+    for split in _WORDS:
+        if _FILES[split].fullmatch(stem) or any(map(_DIRECTORIES[split].fullmatch, name.parts[:-1])):
+            return split
+    return "train"
+
+
+def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
+    """The rows of a file, of all that a glob names, or of a split of a directory, in order of name.
+
+    Raises:
+        ConfigError: nothing is there or answers, or there is no such split.
+        DataError: its files are not those that it was pinned to, or one cannot be read.
+    """
+    versions = remote_versions("rows", source.path, source.credentials)
+    if source.revision and revision_of(versions) != source.revision:
+        raise DataError(
+            f"{source.path}: its files have changed since the plan was made; the bytes that were planned are accepted; "
+            "let them rest, and run again"
+        )
+    for url in _chosen(source, list(versions), split):
+        with TemporaryDirectory() as scratch:
+            copy = Path(scratch, place_of(url).name)
+            _copy(url, source, copy)
+            yield from _read_file(copy, url, source.split_by)
+
+
+def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
+    """As of this machine: a directory has splits and notes, what a file or a glob names is read."""
+    depth = len(place_of(source.path).parts)
+    below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in urls}
+    if has_magic(source.path) or PurePosixPath() in below:
+        _require_no_splits(source, split)
+        return urls
+    return [below[name] for name in _chosen_files(list(below), split, source.path)]
+
+
+def _copy(url: str, source: Source, target: Path) -> None:
+    try:
+        with open_remote(url, source.credentials) as remote, target.open("wb") as file:
+            shutil.copyfileobj(remote, file, _BLOCK_BYTES)
+    except Exception as error:  # of a file system's own library: no common base
+        raise DataError(
+            f"{url}: cannot be copied here ({without_secrets(error, source.credentials)}); a file that stays as it is "
+            "and that the credentials may read is accepted; look for it there, and run again"
+        ) from error

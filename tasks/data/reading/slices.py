@@ -1,6 +1,7 @@
 """``train[90%:]``: the split that a source names, and the part of its rows."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lineage.errors import ConfigError, DataError
@@ -62,3 +63,8 @@ def parse_split(text: str) -> tuple[str, Slice | None]:
 def _index(bound: str, count: int) -> int:
     place = round(int(bound[:-1]) * count / 100) if bound.endswith("%") else int(bound)
     return min(max(place + count if bound.startswith("-") else place, 0), count)
+
+
+def no_split(name: str, split: str, splits: Iterable[str]) -> ConfigError:
+    """Of a directory that has other splits."""
+    return ConfigError(f"{name}: no split {split!r} in it; it has {', '.join(splits)}; set split to one of them")

@@ -29,7 +29,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.peft_adapter import MERGED_TYPES
 from lineage.sources import Pinned, pin
-from tasks.data.examine_labels import fetch_tokenizer
+from tasks.data.examine import fetch_tokenizer
 from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.train.adapter_files import base_and_adapters
 from tasks.train.models import tokenizer_of, whole_model

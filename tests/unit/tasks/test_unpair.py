@@ -10,7 +10,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from tasks.context import TrainContext
 from tasks.data.kinds import PREFERENCES, UNPAIRED
-from tasks.data.preparing.detect_source import detect_source, require_kind
+from tasks.data.preparing.convert_rows import detect_source, require_kind
 from tasks.recipe import Input
 from tasks.unpair import Unpair
 from tests import tiny

@@ -3,8 +3,8 @@
 import pytest
 
 from lineage.errors import DataError
-from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.detect import detect
+from tasks.data.formats.values import BadRowError
 
 Row = dict[str, object]
 Q: Row = {"role": "user", "content": "q"}

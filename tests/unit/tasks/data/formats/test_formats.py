@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from lineage.artifact import Kind
-from tasks.data.formats.detect import detect
-from tasks.data.formats.detected import Detected
+from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.known import BY_NAME
 from tasks.data.preparing.row_split import canonical
 from tasks.data.schema import messages_of, tools_of

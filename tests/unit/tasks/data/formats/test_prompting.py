@@ -3,8 +3,8 @@
 import pytest
 
 from lineage.errors import ConfigError
-from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.prompting import placeholders, with_prompt, with_system
+from tasks.data.formats.values import BadRowError
 
 Q = {"role": "user", "content": "q"}
 A = {"role": "assistant", "content": "a"}

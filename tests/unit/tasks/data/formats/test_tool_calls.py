@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks.data.formats.bad_row import BadRowError
 from tasks.data.formats.known import BY_NAME
+from tasks.data.formats.values import BadRowError
 from tasks.data.schema import messages_of
 
 Row = dict[str, object]

@@ -9,8 +9,7 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing.leakage import NamedSet, find
-from tasks.data.preparing.prompt_texts import prompts_of
+from tasks.data.preparing.leakage import NamedSet, find, prompts_of
 
 
 def words(seed, count=100):

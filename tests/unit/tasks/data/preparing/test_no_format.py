@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from lineage.artifact import Kind, Source
-from tasks.data.preparing.convert_rows import ConvertRows
-from tasks.data.preparing.detect_source import detect_source
+from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 
 
 def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
@@ -19,5 +18,6 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
     assert len(rejects) == 3001
     assert (rejects[-1].where, rejects[-1].reason) == (f"{path}:3001", "format not known")
     assert rejects[-1].problem == (
-        "its format is not known, since no row before it can be read; accepted: rows of one format; mend the first rows"
+        "its format is not known, since no row before it can be read; accepted: rows of one format; "
+        "correct the first rows"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.data.preparing import reorder, write
+from tasks.data.preparing import write
 from tasks.prepare_data import PrepareText
 from tests.prepared import numbered, prepare
 
@@ -15,13 +15,13 @@ from tests.prepared import numbered, prepare
 def test_rows_come_out_by_their_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int, borders: list[int], per_batch: int
 ) -> None:
-    monkeypatch.setattr(reorder, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(write, "BYTES_AT_ONCE", bytes_at_once)
     positions = [place * 7 % 50 for place in range(50)]
     batches = (
         pa.record_batch({"text": list(map(str, part)), "position": part})
         for part in (positions[start : start + per_batch] for start in range(0, 50, per_batch))
     )
-    found = list(reorder.in_order(batches, tmp_path, borders))
+    found = list(write.in_order(batches, tmp_path, borders))
     assert [text for batch in found for text in batch.column("text").to_pylist()] == list(map(str, range(50)))
     assert not list(tmp_path.iterdir())
 
@@ -29,10 +29,10 @@ def test_rows_come_out_by_their_positions(
 def test_rows_are_parted_by_their_bytes_and_not_by_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parted = []
+    parted, in_order = [], write.in_order
     monkeypatch.setattr(write, "BYTES_AT_ONCE", 10_000)
     monkeypatch.setattr(
-        write, "in_order", lambda rows, at, borders: parted.append(borders) or reorder.in_order(rows, at, borders)
+        write, "in_order", lambda rows, at, borders: parted.append(borders) or in_order(rows, at, borders)
     )
     long = [{"text": f"{number} {'x' * 5000}"} for number in range(10)]
     prepare(tmp_path, PrepareText(held_out=0.3), [*long, *numbered(100)], shuffle_seed=0, shuffle_buffer=1)

@@ -5,8 +5,17 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tasks.data.preparing.report import DataReport, Labels, Lengths, Likeness, Overlap, Remark, SourceReport
-from tasks.data.preparing.report_page import render, write_reports
+from tasks.data.preparing.report import (
+    DataReport,
+    Labels,
+    Lengths,
+    Likeness,
+    Overlap,
+    Remark,
+    SourceReport,
+    render,
+    write_reports,
+)
 
 HOSTILE = "<script>alert('x')</script>\"&amp;$policy ${style} \udc80 é"
 

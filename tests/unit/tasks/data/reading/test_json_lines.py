@@ -6,20 +6,11 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import DataError
-from tasks.data.reading import json_array, lines
+from tasks.data.reading import json_rows, lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
-_MEND = "one JSON object per row is accepted; mend or remove it"
-_CUT = (
-    "the line ends inside an object or a list: it was cut here, or goes on in the next line; one JSON object per row "
-    "is accepted; write the whole row on one line (`jq -c . FILE > NEW.jsonl` does), or remove it [cut short]"
-)
-_ARRAY = (
-    "one JSON object per row is accepted; if the whole file is one JSON array, name it .json, or put each item on a "
-    "line: `jq -c '.[]' FILE > NEW.jsonl`"
-)
-_WHOLE = "one JSON object per row is accepted; write the whole row again, or remove it [cut short]"
+_CUT = "the line ends inside a value: it was cut here, or goes on in the next line [cut short]"
 
 
 def places(path: Path) -> list[str]:
@@ -47,7 +38,7 @@ def test_rows_that_lie_across_blocks_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", chunk_bytes)
-    monkeypatch.setattr(json_array, "BLOCK_BYTES", chunk_bytes)
+    monkeypatch.setattr(json_rows, "BLOCK_BYTES", chunk_bytes)
     rows = [{"number": number, "text": 'é"\\' * number, "flag": True, "none": None} for number in range(20)]
     assert rows_of(write(tmp_path / "rows.jsonl", json_lines(rows))) == rows
     for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False)):
@@ -58,50 +49,31 @@ def test_rows_that_lie_across_blocks_are_whole(
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        (b'{"text": "b', f"the line ends inside the string that begins at column 10: it was cut here; {_WHOLE}"),
-        (b'{"te', f"the line ends inside the string that begins at column 2: it was cut here; {_WHOLE}"),
+        (b'{"text": "b', _CUT),
+        (b'{"te', _CUT),
         (b'{"text": "b"', _CUT),
-        (b'{"text": ', _CUT),
         (b'{"text": ["a", ', _CUT),
         (b"{", _CUT),
-        (b'["a"]', f"a JSON list, not an object; {_ARRAY}; otherwise mend or remove it [not an object]"),
-        (b'[{"a": 1} 2]', f"not JSON: Expecting ',' delimiter at column 11; {_ARRAY} [not JSON]"),
-        (b"[",
-         "the line ends inside an object or a list: it was cut here, or goes on in the next line; "
-         f"{_ARRAY} [cut short]"),
-        (b'{"a": 1},', f"a comma behind the row, at column 9; {_ARRAY} [not JSON]"),
-        (b"]", f"not JSON: Expecting value at column 1; {_ARRAY} [not JSON]"),
-        (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", f"values nested more than 250 deep; {_MEND} [nested too deep]"),
+        (b"[", _CUT),
+        (b'["a"]', 'not an object, but the JSON ["a"] [not an object]'),
+        (b'[{"a": 1} 2]', "not JSON: Expecting ',' delimiter at column 11 [not JSON]"),
+        (b'{"a": 1},', "not JSON: Extra data at column 9 [not JSON]"),
+        (b'{"a": 1} {"a": 2}', "not JSON: Extra data at column 10 [not JSON]"),
+        (b"]", "not JSON: Expecting value at column 1 [not JSON]"),
+        (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "values nested more than 250 deep [nested too deep]"),
         (b'{"a": [-9223372036854775809]}',
-         "the integer -9223372036854775809 needs more than 64 bits; one JSON object per row is accepted; "
-         "write it as text, in quotes [number too large]"),
+         "the integer -9223372036854775809 needs more than 64 bits [number too large]"),
         (b'{"a": 18446744073709551616, "b": ""}',
-         "the integer 18446744073709551616 needs more than 64 bits; one JSON object per row is accepted; "
-         "write it as text, in quotes [number too large]"),
-        (b'"text"', f"a string, not a JSON object; {_MEND} [not an object]"),
-        (b"null", f"null, not a JSON object; {_MEND} [not an object]"),
-        (b"true", f"a boolean, not a JSON object; {_MEND} [not an object]"),
-        (b"-1.5", f"a number, not a JSON object; {_MEND} [not an object]"),
-        (b'{"a": 1} {"a": 2}', f"more than one JSON value: another at column 10; {_MEND} [not JSON]"),
-        (b"{'a': 1}", f"not JSON: Expecting property name enclosed in double quotes at column 2; {_MEND} [not JSON]"),
-        (b'{"a": tru}', f"not JSON: Expecting value at column 7; {_MEND} [not JSON]"),
-        (b'{"a": "b\tc"}', f"not JSON: Invalid control character at column 9; {_MEND} [not JSON]"),
-        (b'{"a": "\\x"}', f"not JSON: Invalid \\escape at column 8; {_MEND} [not JSON]"),
-        (b'{"a": NaN}',
-         "NaN at column 7, which JSON does not have; one JSON object per row is accepted; "
-         "write null, or a number [not JSON]"),
-        (b'{"a": -Infinity}',
-         "-Infinity at column 8, which JSON does not have; one JSON object per row is accepted; "
-         "write null, or a number [not JSON]"),
-        (b'{"a": "\\ud83d"}',
-         "half a surrogate pair at column 8; one JSON object per row is accepted; "
-         "write the whole character [not UTF-8]"),
-        (b'{"text": "\xe4"}',
-         "byte 0xe4 at column 11 is not UTF-8; UTF-8 is accepted; convert the file: "
-         "`iconv -f ENCODING -t UTF-8 FILE > NEW`, or mend the line [not UTF-8]"),
-        (b'\xef\xbb\xbf{"a": 1}',
-         "a byte order mark in the middle of the file; one JSON object per row is accepted; "
-         "remove its three bytes (files were joined?) [not JSON]"),
+         "the integer 18446744073709551616 needs more than 64 bits [number too large]"),
+        (b"null", "not an object, but the JSON null [not an object]"),
+        (b"-1.5", "not an object, but the JSON -1.5 [not an object]"),
+        (b"{'a': 1}", "not JSON: Expecting property name enclosed in double quotes at column 2 [not JSON]"),
+        (b'{"a": "b\tc"}', "not JSON: Invalid control character at column 9 [not JSON]"),
+        (b'{"a": NaN}', "not JSON: NaN, which JSON does not have at column 7 [not JSON]"),
+        (b'{"a": -Infinity}', "not JSON: Infinity, which JSON does not have at column 8 [not JSON]"),
+        (b'{"a": "\\ud83d"}', "half a surrogate pair at column 8 [not UTF-8]"),
+        (b'{"text": "\xe4"}', "byte 0xe4 at column 11 is not UTF-8 [not UTF-8]"),
+        (b'\xef\xbb\xbf{"a": 1}', "a byte order mark in the middle of the file (files were joined?) [not JSON]"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("after", [b"", b'\n{"text": "c"}\n'])
@@ -148,7 +120,7 @@ def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path, n
 @pytest.mark.parametrize("line", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": 1e999}', b'{"a": ' + b"9" * 5000 + b"}"])
 def test_what_no_parser_takes_is_a_fault_too(tmp_path: Path, line: bytes) -> None:
     (fault,) = faults(write(tmp_path / "rows.jsonl", line))
-    assert fault.startswith("rows.jsonl:1: not JSON: ") and fault.endswith(f"{_MEND} [not JSON]")
+    assert fault.startswith("rows.jsonl:1: not JSON: ") and fault.endswith(" [not JSON]")
 
 
 def test_a_line_that_does_not_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +129,13 @@ def test_a_line_that_does_not_end_is_passed_over(tmp_path: Path, monkeypatch: py
     endless = json_lines([{"text": "x" * (2**20 + 200)}])
     file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + endless + b'{"text": "c"}\n' + endless[:-1])
     assert [row.where.rpartition(":")[2] for row in read(file)] == ["1", "2", "3", "4"]
-    problem = (
-        "a line of more than 1 MB; one row per line is accepted; "
-        "end the lines with a line feed, or split the row [line too long]"
-    )
-    assert faults(file) == [f"rows.jsonl:{line}: {problem}" for line in (2, 4)]
+    assert faults(file) == [f"rows.jsonl:{line}: a line of more than 64 MB [line too long]" for line in (2, 4)]
+
+
+@pytest.mark.parametrize("line", [b'["a"]', b"[", b"]", b'{"a": 1},'])
+def test_of_what_may_be_an_array_the_remedy_says_how_one_is_read(tmp_path: Path, line: bytes) -> None:
+    (row,) = read(write(tmp_path / "rows.jsonl", line))
+    assert isinstance(row, Broken) and "if the whole file is one JSON array, name it .json" in row.problem
 
 
 @pytest.mark.parametrize(

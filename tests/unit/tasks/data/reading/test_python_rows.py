@@ -72,7 +72,7 @@ def test_what_a_function_prints_stays_out_of_the_output_of_the_command(read, cap
 @pytest.mark.parametrize(
     ("item", "problem", "reason"),
     [
-        ("['a']", "the function yielded list; a function that takes no argument and yields mappings", "not a mapping"),
+        ("['a']", "the function yielded list; accepted: a function that yields mappings", "not a mapping"),
         ("None", "the function yielded NoneType", "not a mapping"),
         ("{'text': object()}", "not JSON: Type is not JSON serializable: object", "not JSON"),
         ("{1: 'a'}", "not JSON: Dict key must be str", "not JSON"),

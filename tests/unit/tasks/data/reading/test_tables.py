@@ -73,7 +73,7 @@ def test_a_value_that_is_no_text_breaks_its_row_alone(tmp_path: Path, suffix: st
     assert (fault.where, fault.reason) == (f"{file}[1]", "not readable")
     assert fault.problem == (
         "column 'text' holds what Python has no value for ('utf-8' codec can't decode byte 0xff in position 0: "
-        "invalid start byte); text in UTF-8 and times of our calendar are accepted; mend or remove the row"
+        "invalid start byte); accepted: text in UTF-8 and times of our calendar; correct or remove the row"
     )
 
 

@@ -47,6 +47,7 @@ def rows_of(path: Path | str, **fields: object) -> list[object]:
 
 
 def faults(path: Path) -> list[str]:
-    """Each as the user sees it, with the directory left out; and the reason to count by."""
+    """What is found at each place, with the directory left out; and the reason to count by."""
     broken = [row for row in read(path) if isinstance(row, Broken)]
-    return [f"{row.where}: {row.problem} [{row.reason}]".removeprefix(f"{path.parent}/") for row in broken]
+    assert all(row.problem.startswith(f"{row.found}; accepted: ") and row.problem.count("; ") >= 2 for row in broken)
+    return [f"{row.where}: {row.found} [{row.reason}]".removeprefix(f"{path.parent}/") for row in broken]

@@ -1,4 +1,4 @@
-"""One JSON array over a whole file: its items are found here, each with its line, and parsed by who takes rows apart.
+"""JSON: lines with an object each, or one array over the whole file, whose items are found here and parsed later.
 
 Python's parser tells where a value ends, and so where the next begins, in a text of which the rest is still to be read.
 ijson would parse the items too, but tells no place, and makes "?" of half a surrogate pair.
@@ -9,16 +9,92 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
+from pathlib import Path
+
+import orjson
 
 from lineage.errors import DataError
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
-from tasks.data.reading.json_row import json_row
-from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, shown
-from tasks.data.reading.opened import no_rows
+from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, line_chunks, not_utf8, shown
+from tasks.data.reading.opened import no_rows, opened
 
+_BOM = b"\xef\xbb\xbf"
+_DIGITS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else 0 for byte in range(256))
+_LONG = 19  # digits of the shortest number that may be beyond 64 bits
+_ARRAY = "correct or remove it; if the whole file is one JSON array, name it .json, or `jq -c '.[]' FILE > NEW.jsonl`"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16  # characters; how much of a literal or an escape must be there to be known as what it is
 _SHOWN = 40  # characters of the place of a fault
+
+
+def read_json_lines(path: Path, name: str) -> Iterator[Chunk]:
+    """One JSON object per line."""
+    with opened(path, name) as stream:
+        yield from line_chunks(stream, name, json_row)
+
+
+def read_json(path: Path, name: str) -> Iterator[Chunk]:
+    """One JSON array over the whole file, or one JSON object per line: the first character decides."""
+    with opened(path, name) as stream:
+        if stream.peek().lstrip().startswith(b"["):
+            yield from _item_chunks(stream, name)
+        else:
+            yield from line_chunks(stream, name, json_row)
+
+
+def json_row(raw: bytes, where: str) -> Row | Broken:
+    """A row, of a line of JSON Lines or of an item of an array."""
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        return _fault(raw, where, error)
+    if not isinstance(fields, dict):
+        return _broken(raw, where, "not an object", f"not an object, but the JSON {shown(raw)[:_SHOWN]}")
+    try:
+        orjson.dumps(fields)
+    except TypeError:  # nested deeper than orjson writes, and than Python's own parser goes
+        return _broken(raw, where, "nested too deep", "values nested more than 250 deep")
+    # A number so long has three digits in places that are multiples of six: few lines are parsed again.
+    if b"000" in raw[::6].translate(_DIGITS) and b"0" * _LONG in raw.translate(_DIGITS):
+        beyond = list[str]()
+        json.loads(raw, parse_int=lambda digits: None if -(2**63) <= int(digits) < 2**64 else beyond.append(digits))
+        if beyond:
+            return _broken(raw, where, "number too large", f"the integer {beyond[0]} needs more than 64 bits")
+    return Row(fields=fields, where=where)
+
+
+def _fault(raw: bytes, where: str, refusal: orjson.JSONDecodeError) -> Broken:
+    """Why orjson refused: by the message of Python's own parser, which says more, where it refuses too."""
+    if raw.startswith(_BOM):
+        return _broken(raw, where, "not JSON", "a byte order mark in the middle of the file (files were joined?)")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        return not_utf8(error, where, raw)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):
+            found = "the line ends inside a value: it was cut here, or goes on in the next line"
+            return _broken(raw, where, "cut short", found)
+        return _broken(raw, where, "not JSON", f"not JSON: {error.msg.removesuffix(' at')} at {_place(error)}")
+    except (RecursionError, ValueError):  # too deep, or a number of thousands of digits
+        pass
+    if "surrogate" in refusal.msg:
+        return _broken(raw, where, "not UTF-8", f"half a surrogate pair at {_place(refusal)}")
+    constant = re.match("NaN|Infinity", text[refusal.pos :])
+    found = f"{constant[0]}, which JSON does not have" if constant else refusal.msg
+    return _broken(raw, where, "not JSON", f"not JSON: {found} at {_place(refusal)}")
+
+
+def _broken(raw: bytes, where: str, reason: str, found: str) -> Broken:
+    of_array = raw.lstrip()[:1] in (b"[", b"]") or raw.rstrip()[-1:] == b","
+    return Broken(where=where, found=found, reason=reason, raw=shown(raw), remedy=_ARRAY if of_array else "")
+
+
+def _place(error: json.JSONDecodeError) -> str:
+    column = f"column {error.colno}"
+    return column if error.lineno == 1 else f"line {error.lineno} of the item, {column}"
 
 
 class _MalformedError(Exception):
@@ -44,7 +120,7 @@ class ItemsChunk:
             yield json_row(raw, where)
 
 
-def item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
+def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
     """The items of an array.
 
     Raises:
@@ -152,12 +228,9 @@ class _Text:
 
 
 def _cut(text: _Text, where: str, index: int) -> Broken:
-    raw = text.text[text.position :].encode("latin-1")
-    return Broken(
-        where=where, reason="cut short", raw=shown(raw),
-        problem=f"the file ends inside its JSON array, at item [{index}]: it was cut here; "
-        "an array up to its closing bracket is accepted; write or download it again",
-    )  # fmt: skip
+    found = f"the file ends inside its JSON array, at item [{index}]: it was cut here"
+    raw = shown(text.text[text.position :].encode("latin-1"))
+    return Broken(where=where, reason="cut short", raw=raw, found=found)
 
 
 def _malformed(text: _Text, name: str, index: int, error: _MalformedError) -> DataError:
