@@ -42,7 +42,7 @@ COMMANDS = {
     "promote": "give an alias to a model that passed its gate",
     "rollback": "give an alias back to its previous holder",
     "rebuild": "refill MLflow from the manifests",
-    "gc": "free outputs that are unfinished, or that nothing refers to; show them first, and ask",
+    "gc": "delete outputs that were not used for long and that nothing refers to; show them first, and ask",
     "status": "show what runs now and what ran last",
     "logs": "print what a stage and its libraries said",
     "cancel": "stop a run, and leave nothing running",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from flows.prefect_address import configured_api_url, use_own_auth
 from flows.progress.run_notes import latest
+from lineage.files import atomic_write
 from lineage.holder import Holder
 
 End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # as Prefect spells its types of states
@@ -43,11 +44,7 @@ class OpenFlow:
         Raises:
             OSError: the store cannot be written.
         """
-        path = self.path(store)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self)))
-        draft.replace(path)
+        atomic_write(self.path(store), json.dumps(asdict(self)))
 
     def remove(self, store: Path) -> None:
         """Prefect knows how it ended; another command may have said so before.

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 
-from flows.doctor.gather_services import prefect_service
+from flows.doctor import ask_prefect
 from flows.prefect_address import configured_api_url, require_reachable, use_own_auth, write_profile
 from lineage.errors import ConfigError, PipelineError
+from lineage.secrets import redacted
 
 START_TIMEOUT_SECONDS = 180.0
 _LONGEST_PAUSE_SECONDS = 60.0  # between two starts of a server that dies again and again
@@ -183,10 +184,10 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
 
 def _require_let_in() -> None:
     """Refuses in one line what Prefect's client would tell by an error of HTTP, at its first call."""
-    service = prefect_service(os.environ)
-    if service and service.status == HTTPStatus.UNAUTHORIZED:
+    url = configured_api_url()
+    if url and ask_prefect(os.environ)[0] == HTTPStatus.UNAUTHORIZED:
         raise ConfigError(
-            f"PREFECT_API_URL={service.url} does not let you in (HTTP 401); set PREFECT_API_AUTH_STRING, "
+            f"PREFECT_API_URL={redacted(url)} does not let you in (HTTP 401); set PREFECT_API_AUTH_STRING, "
             "or PREFECT_API_KEY for Prefect Cloud"
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, ClassVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, ClassVar, Union, get_args, get_origin
 
 from annotated_types import Gt
 
@@ -18,10 +18,13 @@ from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
 from lineage.text_split import check_split
 from tasks.chat_template import check_name
-from tasks.data.examine import OpenedRows, method_of, open_rows
+from tasks.data.examine import method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.tokens.thinking import Thinking
+
+if TYPE_CHECKING:
+    from tasks.data.preparing.convert_rows import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class StatedRows:
             and are left out here; or of another than was asked for.
     """
 
-    rows: Sequence[OpenedRows]
+    rows: Sequence["Opened"]
     method: Prepare
     asked: Asked
     against: Sequence[Source]
@@ -108,6 +111,8 @@ def stated_rows(words: Sequence[str], against: Sequence[str], config_dir: Path |
         ConfigError: no source, an unknown key, a value of the wrong type, a key that nothing would read.
         DataError: no format fits the rows, or several do.
     """
+    from tasks.data.preparing.convert_rows import detect_source
+
     paths, tree = _told_apart(words)
     if not paths:
         raise ConfigError("no rows are named; give a file, a directory, a URL, a hub id, or quickstart:instructions")
@@ -115,7 +120,7 @@ def stated_rows(words: Sequence[str], against: Sequence[str], config_dir: Path |
     sources = [stated_source(path, _part(tree, _OF_SOURCES), config_dir) for path in paths]
     measured = [stated_source(path, {}, config_dir) for path in against]
     template = of_stage.get("prompt_template")
-    rows = [open_rows(source, str(template) if template else None) for source in sources]
+    rows = [detect_source(source, str(template) if template else None) for source in sources]
     told = next((each for each in rows if each.kind), rows[0])
     kind = told.kind or asked.kind or (Kind.CONVERSATIONS if template or of_stage.get("system_prompt") else Kind.TEXT)
     asked.check(kind)

@@ -1,7 +1,5 @@
 """The attempts to make one artifact, ``attempts.jsonl`` beside it: when, where, by which code, from which step."""
 
-import contextlib
-import json
 import os
 import socket
 import time
@@ -9,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from lineage.files import append_jsonl, read_jsonl
 
 FILE = "attempts.jsonl"
 
@@ -39,12 +39,7 @@ class Attempt:
 
 def attempts(directory: Path) -> list[Attempt]:
     """Of an artifact's directory, in order; what a kill cut is left out."""
-    found: list[Attempt] = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (directory / FILE).read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(Attempt(**json.loads(line)))
-    return found
+    return read_jsonl(directory / FILE, Attempt)
 
 
 def earlier_codes(made: Sequence[Attempt], step: int | None, code_digest: str) -> list[str]:
@@ -97,9 +92,4 @@ def note_attempt(
         time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause,
         kind=kind, reached=reached,
     )  # fmt: skip
-    path = directory / FILE
-    before = path.read_text() if path.exists() else ""
-    with path.open("a") as file:
-        if before and not before.endswith("\n"):  # a kill has cut the last line
-            file.write("\n")
-        file.write(json.dumps(asdict(attempt)) + "\n")
+    append_jsonl(directory / FILE, asdict(attempt), flush=False)

@@ -1,7 +1,5 @@
 """Aliases of models: the append-only ``<store>/promotions.jsonl`` and what it says now."""
 
-import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -10,7 +8,7 @@ from typing import Literal
 
 from filelock import FileLock
 
-from lineage.errors import ArtifactError
+from lineage.files import append_jsonl, read_jsonl
 
 PROMOTIONS = "promotions.jsonl"
 
@@ -52,32 +50,12 @@ def read_events(store: Path) -> list[Event]:
     Raises:
         ArtifactError: a line is damaged.
     """
-    path = store / PROMOTIONS
-    if not path.exists():
-        return []
-    events = []
-    for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
-        try:
-            events.append(Event(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ArtifactError(f"{path}:{number}: is no event ({error}); mend or delete that line") from error
-    return events
+    return read_jsonl(store / PROMOTIONS, Event, "is no event")
 
 
 def append(store: Path, event: Event) -> None:
     """Writes one event, whole or not at all; the caller holds ``locked(store)``."""
-    line = json.dumps(asdict(event), ensure_ascii=False) + "\n"
-    with (store / PROMOTIONS).open("a+b") as file:
-        file.seek(0)
-        file.truncate(len(_whole_lines(file.read())))
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _whole_lines(content: bytes) -> bytes:
-    """Without a last line that has no end: whoever wrote it was killed meanwhile, so that nobody was told of it."""
-    return content[: content.rfind(b"\n") + 1]
+    append_jsonl(store / PROMOTIONS, asdict(event))
 
 
 def locked(store: Path) -> FileLock:

@@ -4,7 +4,6 @@ A manifest holds what was stated when it was made; this holds what is stated of 
 """
 
 import getpass
-import json
 import os
 import socket
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lineage.errors import ArtifactError
+from lineage.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 
 LABELS = "labels.jsonl"
@@ -51,18 +50,9 @@ def stated_labels(store: Path) -> dict[str, set[str]]:
     Raises:
         ArtifactError: a line is damaged.
     """
-    path = store / LABELS
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
     found: dict[str, set[str]] = {}
-    for number, line in enumerate(_whole_lines(content).splitlines(), start=1):
-        try:
-            statement = Statement(**json.loads(line))
-            found.setdefault(short(statement.fingerprint), set()).update(statement.labels)
-        except (ValueError, TypeError) as error:
-            raise ArtifactError(f"{path}:{number}: states no labels ({error}); mend or delete that line") from error
+    for statement in read_jsonl(store / LABELS, Statement, "states no labels"):
+        found.setdefault(short(statement.fingerprint), set()).update(statement.labels)
     return found
 
 
@@ -72,20 +62,11 @@ def record_labels(store: Path, statements: Iterable[Statement]) -> None:
     if not _new(store, labelled):
         return
     store.mkdir(parents=True, exist_ok=True)
-    with FileLock(store / (LABELS + ".lock")), (store / LABELS).open("a+b") as file:
-        new = _new(store, labelled)  # another process may have said it meanwhile
-        file.seek(0)
-        file.truncate(len(_whole_lines(file.read())))
-        file.write("".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in new).encode())
-        file.flush()
-        os.fsync(file.fileno())
+    with FileLock(store / (LABELS + ".lock")):
+        new = _new(store, labelled)  # another process may have stated it meanwhile
+        append_jsonl(store / LABELS, *map(asdict, new))
 
 
 def _new(store: Path, statements: list[Statement]) -> list[Statement]:
     known = stated_labels(store) if statements else {}
     return [each for each in statements if not set(each.labels) <= known.get(short(each.fingerprint), set())]
-
-
-def _whole_lines(content: bytes) -> bytes:
-    """Without a last line that has no end: whoever wrote it was killed meanwhile."""
-    return content[: content.rfind(b"\n") + 1]

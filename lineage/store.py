@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError
+from lineage.files import atomic_write
 from lineage.fingerprint import short
 from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
-from lineage.metrics_file import cut_reports, flat_reports
+from lineage.metrics_file import cut_reports, read_reports
 from lineage.readable import readable_as
 
 if TYPE_CHECKING:
@@ -212,11 +213,10 @@ class Entry:
 
     def summarize(self, manifest: Manifest) -> None:
         """Writes ``metrics.json`` and ``plots.json`` where they are lacking: once, since DVC links them too."""
-        for name, content in ((METRICS, manifest.metrics), (PLOTS, list(flat_reports(self.metrics)))):
+        plots = [{"step": each.step, "time": each.time, **each.metrics} for each in read_reports(self.metrics)]
+        for name, content in ((METRICS, manifest.metrics), (PLOTS, plots)):
             if not (self.path / name).exists():
-                draft = self.path / (name + ".tmp")
-                draft.write_text(json.dumps(content, indent=1) + "\n")
-                draft.replace(self.path / name)
+                atomic_write(self.path / name, json.dumps(content, indent=1) + "\n")
 
 
 class Store:

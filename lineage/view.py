@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from lineage.digest import DigestCache, file_names
 from lineage.errors import ArtifactError
+from lineage.files import replace_jsonl
 from lineage.lock import Lock
 from lineage.manifest import Manifest
 from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Store
@@ -157,4 +158,4 @@ def _restore_reports(entry: Entry) -> None:
     except (OSError, ValueError, KeyError, AttributeError):  # it is for the eye: no output depends on it
         return
     if lines:
-        entry.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        replace_jsonl(entry.metrics, lines)

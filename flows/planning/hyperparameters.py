@@ -1,13 +1,12 @@
 """The learning rate and the length of a training that apply, and why: for ``posttrain plan``."""
 
 import hashlib
-import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lineage.artifact import Kind
+from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json, short
 from lineage.manifest import Manifest
 from lineage.store import CACHE
@@ -129,10 +128,7 @@ def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer:
 
 def write_examples(path: Path, count: int) -> None:
     """Keeps a count for plans to come."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    draft.write_text(str(count))
-    os.replace(draft, path)
+    atomic_write(path, str(count))
 
 
 def _read(path: Path) -> int | None:

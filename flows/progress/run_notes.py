@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.errors import StoppedError
+from lineage.files import atomic_write
 from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
@@ -117,11 +118,7 @@ class RunNote:
     command: str = "run"
 
     def write(self, store: Path) -> None:
-        path = note_path(store, self.id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        draft.replace(path)
+        atomic_write(note_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")
 
     def is_dead(self, store: Path) -> bool:
         """Whether its driver is gone, which says nothing of how it ended."""

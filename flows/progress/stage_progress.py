@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.progress.report_file import ReportFile
 from flows.wording import clock
+from lineage.metrics_file import ReportFile
 
 _TAIL_BYTES = 256 * 1024  # where a long file is read for the first time; the latest reports are what counts
 

@@ -60,6 +60,7 @@ def _artifact(found: Impact, each: Indexed) -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
+    # Without rich, whose import takes longer than the answer.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

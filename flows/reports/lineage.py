@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from flows.wording import printable
-from lineage.certificates.files import read_certificate
+from lineage.certificate import read_certificate
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node

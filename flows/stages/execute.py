@@ -20,7 +20,7 @@ from flows.stages.run import Run
 from flows.stages.stage_process import end_left_session
 from flows.wording import counted
 from lineage.attempts import attempts, changed_at, earlier_codes, last_words, note_attempt, resumed_at
-from lineage.certificates.files import certified
+from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.disk import full_disk_named

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flows.progress.report_file import ReportFile
 from flows.sweep.folder import Row
 from flows.sweep.space import short_names
+from lineage.metrics_file import read_reports
 from lineage.store import Store
 
 Table = list[list[str]]
@@ -54,5 +54,5 @@ def _title(row: Row) -> str:
 
 
 def _reports(store: Path, stage: str, fingerprint: str, metric: str) -> Mapping[int, float]:
-    reports = ReportFile(Store(store).entry(stage, fingerprint).metrics).read()
+    reports = read_reports(Store(store).entry(stage, fingerprint).metrics)
     return {report.step: report.metrics[metric] for report in reports if metric in report.metrics}

@@ -24,6 +24,7 @@ from flows.sweep.folder import Ledger, Row, folder_lock, row_of
 from flows.sweep.space import fixed_words
 from flows.sweep.trial import Outcome, Trial
 from lineage.errors import ConfigError
+from lineage.files import atomic_write
 from lineage.secrets import redacted
 
 
@@ -111,9 +112,7 @@ class SweepFiles:
                 path.unlink()
 
     def _write(self, name: str, text: str) -> None:
-        draft = self._folder / f"{name}.tmp"
-        draft.write_text(text)
-        draft.replace(self._folder / name)
+        atomic_write(self._folder / name, text)
 
 
 def read_best(path: Path) -> tuple[list[str], Path | None]:

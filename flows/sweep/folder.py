@@ -11,6 +11,7 @@ from filelock import FileLock
 from flows.declare.sweep import Sweep
 from flows.sweep.trial import Outcome, Trial, TrialState
 from lineage.errors import ConfigError
+from lineage.files import append_jsonl, atomic_write, read_jsonl
 
 FOLDER = "sweeps"  # in the store
 _IDENTITY = "sweep.json"
@@ -47,9 +48,7 @@ def sweep_folder(
     with folder_lock(folder):
         path = folder / _IDENTITY
         if not path.exists():
-            draft = path.with_suffix(".tmp")
-            draft.write_text(json.dumps(tried, indent=2) + "\n")
-            draft.replace(path)
+            atomic_write(path, json.dumps(tried, indent=2) + "\n")
         begun = json.loads(path.read_text())
     differing = next((key for key in tried if begun.get(key) != tried[key]), None)
     if differing == "stages":
@@ -106,22 +105,9 @@ class Ledger:
     def add(self, row: Row) -> None:
         if row in self.rows():
             return
-        with self._path.open("a+b") as file:
-            start = b"" if self._ends_clean() else b"\n"
-            file.write(start + json.dumps(asdict(row)).encode() + b"\n")
+        append_jsonl(self._path, asdict(row))
 
     def rows(self) -> list[Row]:
         """In the order of their numbers."""
-        if not self._path.exists():
-            return []
-        found = {}
-        for line in self._path.read_text().splitlines():
-            try:
-                row = Row(**json.loads(line))
-            except (ValueError, TypeError):  # cut by a kill
-                continue
-            found[row.number] = row
+        found = {row.number: row for row in read_jsonl(self._path, Row)}
         return [found[number] for number in sorted(found)]
-
-    def _ends_clean(self) -> bool:
-        return not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.progress.report_file import ReportFile
 from flows.sweep.engine import Report
+from lineage.metrics_file import ReportFile
 from tasks.context import Metrics
 
 _LOOK_SECONDS = 0.2

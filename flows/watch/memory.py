@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from flows.declare.typed import typed
 from lineage.errors import ConfigError
+from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json
 
 LATE = timedelta(hours=1)  # by which a sender's clock may lag, or an event be delayed, without being passed over
@@ -124,10 +124,7 @@ class Memory:
             return None
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        draft.replace(path)
+        atomic_write(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lineage.errors import PipelineError
-from lineage.freeing import freed
+from lineage.gc import deleted
 from lineage.graph.places import node_key
 from lineage.manifest import Manifest
 from lineage.mlflow.address import sqlite_file, tracking_uri
@@ -62,7 +62,7 @@ def _lacking(manifest: Manifest, found: Links) -> Iterator[str]:
 
 def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
     """What was recorded from this store and is there no more: deleted by hand, or lost."""
-    held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()} | freed(store)
+    held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()} | deleted(store)
     for key, run in found.runs.items():
         if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in held:
             why = f"MLflow's run {run.run_id} made it, and the store has it no more"

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.certificates.files import certificate_path, read_certificate
+from lineage.certificate import certificate_path, read_certificate
 from lineage.digest import DigestCache, digest_of
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import fingerprint, short

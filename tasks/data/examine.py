@@ -47,33 +47,6 @@ _METHODS = (PrepareText, PrepareConversations, PreparePreferences, PrepareUnpair
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenedRows:
-    """Rows whose format was looked for. They are read from where that ended, once."""
-
-    source: Source
-    opened: "Opened"
-
-    @property
-    def kind(self) -> Kind | None:
-        """What they become; None: not one of the first can be read."""
-        detected, _ = self.opened
-        return detected.format.kind if detected else None
-
-    def refusal(self, accepted: Kind, stated: str) -> DataError:
-        """That they are of another kind.
-
-        Args:
-            stated: where it is said which is accepted, and how to have it otherwise.
-        """
-        detected, _ = self.opened
-        assert detected
-        return DataError(
-            f"{self.source.path}: detected {detected.name} ({detected.evidence}), which gives {self.kind}; "
-            f"{accepted} is accepted {stated}, or say with format=NAME how else it is read"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Examined:
     """What was found.
 
@@ -104,23 +77,12 @@ class Examined:
         return replace(self, refusals=[*self.refusals, *errors])
 
 
-def open_rows(source: Source, prompt_template: str | None = None) -> OpenedRows:
-    """Looks for the format of rows.
-
-    Raises:
-        DataError: there are none, no format fits them, or several do.
-    """
-    from tasks.data.preparing.convert_rows import detect_source
-
-    return OpenedRows(source=source, opened=detect_source(source, prompt_template))
-
-
 def method_of(kind: Kind) -> type[Prepare]:
     """The data stage that makes rows of a kind."""
     return next(method for method in _METHODS if method.produces == kind)
 
 
-def examine(method: Prepare, rows: Sequence[OpenedRows], directory: Path, tokenizer: Path | None = None) -> Examined:
+def examine(method: Prepare, rows: Sequence["Opened"], directory: Path, tokenizer: Path | None = None) -> Examined:
     """Prepares rows in a directory, as a stage does, and says what came of it.
 
     Args:
@@ -142,7 +104,7 @@ def examine(method: Prepare, rows: Sequence[OpenedRows], directory: Path, tokeni
     context = TrainContext(output_dir=output, work_dir=work, resources=Resources(cpus_per_worker=os.cpu_count() or 1))
     refusals = []
     try:
-        prepare(method, inputs, context, {slot: each.opened for slot, each in slots.items()})
+        prepare(method, inputs, context, slots)
     except DataError as error:
         if not (output / REPORT).exists():
             raise
@@ -247,7 +209,9 @@ def examine_all(source: Source, directory: Path) -> Examined:
     Raises:
         DataError: there are none, or their format is not known.
     """
-    rows = open_rows(source)
+    from tasks.data.preparing.convert_rows import detect_source
+
+    rows = detect_source(source)
     found = examine(method_of(rows.kind or Kind.TEXT)(max_bad_rows=sys.maxsize), [rows], directory)
     if not found.report.counts["rows"]:
         raise DataError(f"not one of its rows can be used, such as {found.bad_rows[0]}")

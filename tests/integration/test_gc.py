@@ -1,6 +1,7 @@
 """``posttrain gc`` on a store of real runs: what goes, what stays, and that the record is intact afterwards."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -97,11 +98,14 @@ def test_what_nobody_needs_goes_and_the_record_stays_intact(mine, gc):
     promote(declared.pipeline, node(promoted.stage("left")), "champion", why="", force=True)
     bare, saved = unfinished(plan(mine, f"{RATE}=0.4"), None), unfinished(plan(mine, f"{RATE}=0.5"), 7)
     before = entries(mine)
+    for path in (other.entry(other.stage("left")).path, bare):
+        for each in [*path.rglob("*"), path]:
+            os.utime(each, (1.0, 1.0))  # not used for years
     lost, kept = {node(other.stage("left")), f"left@{bare.name}"}, f"left@{saved.name}"
 
     shown = gc()
     assert all(each in shown for each in lost)
-    assert "2 things to free" in shown and "--yes frees it" in shown
+    assert "2 things to delete" in shown and "--yes deletes it" in shown
     assert f"stay: {kept}; --older-than 0" in shown
     assert gc("--json", "--yes", "--dry-run")["freed"] == []
     stated = gc("--json", "pipeline=mine", "model=none", f"{RATE}=0.2")  # what the command states is needed too
@@ -113,7 +117,7 @@ def test_what_nobody_needs_goes_and_the_record_stays_intact(mine, gc):
     assert [row["what"] for row in done["too_young"]] == [kept]
     assert done["needed"][node(declared.stage("left"))] == "view mine/left"
     assert done["needed"][node(promoted.stage("left"))] == "promote champion"
-    assert gc("--yes").endswith(f"nothing to free in {declared.pipeline.store}\n")
+    assert gc("--yes").endswith(f"nothing to delete in {declared.pipeline.store}\n")
     assert gc("--json", "--yes", "--older-than", "0")["freed"] == [kept]
     assert gc("--json", "--yes", "--older-than", "0")["garbage"] == []
     assert (
@@ -138,7 +142,7 @@ def test_what_an_alias_of_mlflow_names_stays_until_the_alias_goes(mine, gc, uri)
     View(written.root, "mine").show({"left": Store(written.root).entry("left", new[-1].fingerprint)})
     refill(uri, written.root)
     set_alias(uri, "mine", "tried", old[-1].fingerprint, "left")
-    words = ("--json", "--yes", "tracking.mlflow=true", f"tracking.uri={uri}")
+    words = ("--json", "--yes", "--older-than", "0", "tracking.mlflow=true", f"tracking.uri={uri}")
 
     kept = gc(*words)
     assert kept["freed"] == []

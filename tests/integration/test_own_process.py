@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.doctor import gather_exposed as exposed_module
-from flows.doctor.gather_exposed import exposed_servers
 from tasks.quickstart import ROWS
 from tasks.quickstart.documentation import documents
 from tests.command import REPOSITORY
@@ -83,36 +81,3 @@ def test_processes_that_work_on_rows_end_with_a_parent_that_is_killed(tmp_path: 
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(worker).wait(timeout=20)
     assert not psutil.pid_exists(worker)
-
-
-# A worker of Ray: its title lies over its environment. Under a raylet, or under a process that Ray knows nothing of.
-WORKER = """
-import socket, sys
-from ray._raylet import setproctitle
-server = socket.create_server(("127.0.0.1", 0))
-setproctitle("ray::IDLE")
-print(server.getsockname()[1], flush=True)
-sys.stdin.read()
-"""
-PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-
-
-@pytest.mark.parametrize(
-    ("parent", "environment", "expected"),
-    [("raylet", {"RAY_AUTH_MODE": "token"}, [True]), ("raylet", {"RAY_AUTH_MODE": "disabled"}, [False]),
-     ("session", {}, [])],
-)  # fmt: skip
-def test_a_worker_of_ray_is_guarded_as_its_raylet_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, environment: dict[str, str], expected: list[bool]
-) -> None:
-    monkeypatch.setattr(exposed_module, "is_loopback", lambda address: False)
-    (tmp_path / parent).write_text(PARENT)
-    tree = subprocess.Popen(
-        [sys.executable, tmp_path / parent, WORKER], env={**os.environ, **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert tree.stdout
-    port = int(tree.stdout.readline())
-    found = [each for each in exposed_servers() if port in each.ports]
-    tree.communicate()
-    assert [each.guarded for each in found] == expected

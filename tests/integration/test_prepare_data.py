@@ -162,8 +162,9 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as refusal:
         prepare(tmp_path, PrepareConversations(), numbered(10))
     assert str(refusal.value) == (
-        f"{tmp_path}/rows.jsonl: detected text (has text: 10 of 10 rows looked at), which gives text; this "
-        "stage makes conversations; use conf/stage/text.yaml for it, or say with format=NAME how else it is read"
+        f"{tmp_path}/rows.jsonl: detected text (has text: 10 of 10 rows looked at), which gives text; "
+        "conversations is accepted by this stage; use conf/stage/text.yaml for it, or say with format=NAME how "
+        "else it is read"
     )
 
 

@@ -56,7 +56,7 @@ def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, ur
     assert left["checkpoint_bytes"] > 100
     assert left["real_seconds"] == pytest.approx(40 * 0.05)  # the steps of the recipe, at the pace that it reports
     assert rows["right"]["real_seconds"] is None  # which reports no tokens
-    assert "left      saved at step 1 and ended; goes on from there" in result.stderr
+    assert "left      saved at step 1 and stopped; resumes from there" in result.stderr
     assert in_store(gated.folder) == {"rehearsals", "runs"}  # with the note of this one
     assert [path.name for path in (gated.folder / "artifacts/rehearsals").iterdir()] == ["guard"]
     assert set(gated.states().values()) == {"run"}

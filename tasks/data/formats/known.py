@@ -1,27 +1,31 @@
 """All formats in one table: how the rows of each are recognized, and how one becomes a row of its kind.
 
 Sources: alpaca is Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca, with ``system`` and ``history`` of
-LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518; transcript_preference is Bai et al. 2022,
-arXiv:2204.05862, github.com/anthropics/hh-rlhf; implicit_preference is TRL's ``extract_prompt``.
+LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 
 from lineage.artifact import Kind
+from tasks.data.formats.pairs import (
+    implicit_preference,
+    openai_preference,
+    oumi_preference,
+    preference,
+    recognize_transcripts,
+    sharegpt_ranking,
+    transcript_preference,
+)
 from tasks.data.formats.tools import add_tools, calls_json
 from tasks.data.formats.turns import (
-    FROM_VALUE,
-    OPENAI,
     Message,
-    Spelling,
     answer,
     conversation,
     listed,
     prompt,
-    prompt_turns,
+    sharegpt_turns,
+    spelling_of,
     system_turn,
 )
 from tasks.data.formats.values import (
@@ -32,11 +36,8 @@ from tasks.data.formats.values import (
     is_nothing,
     named,
     one_of,
-    optional_name,
-    require_nothing_else,
     required,
     text,
-    whole_characters,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
@@ -45,9 +46,6 @@ REST = "*"  # in a mapping: every column that it does not name
 _COMPLETION = ("completion", "response")
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # what says which answers are wanted
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # of a transcript
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
-_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
 
 def _text(fields: Fields) -> CanonicalRow:
@@ -101,23 +99,8 @@ def _history(value: object) -> list[Message]:
 
 
 def _sharegpt(fields: Fields) -> CanonicalRow:
-    turns = _sharegpt_turns(fields)
-    return add_tools({"messages": conversation(turns, "conversations", _spelling(turns))}, fields)
-
-
-def _sharegpt_turns(fields: Fields) -> object:
-    """The turns, after what the column ``system`` says."""
-    turns, system = listed(required(fields, "conversations"), "conversations"), fields.get("system")
-    if is_nothing(system) or not isinstance(turns, list):
-        return turns
-    spelling = _spelling(turns)
-    return [{spelling.role: "system", spelling.content: system}, *turns]
-
-
-def _spelling(turns: object) -> Spelling:
-    """How these turns are written, judged by the first: some sets have OpenAI's keys in ShareGPT's columns."""
-    first = turns[0] if isinstance(turns, list) and turns else turns
-    return OPENAI if isinstance(first, dict) and "role" in first and "from" not in first else FROM_VALUE
+    turns = sharegpt_turns(fields)
+    return add_tools({"messages": conversation(turns, "conversations", spelling_of(turns))}, fields)
 
 
 def _reasoning(fields: Fields) -> CanonicalRow:
@@ -141,188 +124,6 @@ def _function_calling(fields: Fields) -> CanonicalRow:
     required(fields, "tools")
     messages = [{"role": "user", "content": query}, {"role": "assistant", "content": "", "tool_calls": calls}]
     return add_tools({"messages": messages}, fields)
-
-
-def _paired(prompt: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
-    """A row of preferences; ``kind`` names what is wrong with the rejected answer, ``tools`` what it may call."""
-    if chosen == rejected:
-        raise BadRowError("chosen and rejected are the same", "nothing to prefer")
-    kind = optional_name(fields.get("kind"), "kind")
-    row: CanonicalRow = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "kind": kind}
-    if kind:
-        whole_characters(kind, "kind")
-    return add_tools(row, fields)
-
-
-def _answers(fields: Fields) -> tuple[object, object]:
-    return required(fields, "chosen", "no answer"), required(fields, "rejected", "no answer")
-
-
-def _preference(fields: Fields) -> CanonicalRow:
-    """The answers may be whole conversations that begin with the prompt."""
-    asked = required(fields, "prompt", "empty prompt")
-    chosen, rejected = _answers(fields)
-    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
-        end = common_beginning(chosen, rejected)
-        if end and _says(chosen[:end], asked):
-            asked, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-    return _paired(prompt(asked, "prompt"), answer(chosen, "chosen"), answer(rejected, "rejected"), fields)
-
-
-def _says(common: Sequence[object], asked: object) -> bool:
-    """Whether a prompt says the same as the beginning of the answers."""
-    if isinstance(asked, str):
-        last = common[-1]
-        return isinstance(last, dict) and last.get("role") == "user" and last.get("content") == asked
-    return common == asked
-
-
-def _implicit_preference(fields: Fields) -> CanonicalRow:
-    """What both answers begin with is the prompt."""
-    chosen, rejected = _answers(fields)
-    for name, value, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
-        if not isinstance(value, str | list) or (isinstance(other, list) and not isinstance(value, list)):
-            reason = "no answer" if value is None else "not of the format"
-            raise BadRowError(f"{name} is {named(value)}", reason, remedy="write both alike")
-    assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
-    end = common_beginning(chosen, rejected)
-    if not end:
-        found = "chosen and rejected have no common beginning, and there is no prompt"
-        raise BadRowError(found, "empty prompt", remedy="add the prompt, or correct what both answer")
-    asked = prompt(chosen[:end], "the common beginning")
-    return _paired(asked, answer(chosen[end:], "chosen"), answer(rejected[end:], "rejected"), fields)
-
-
-def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """How many turns, or characters, two answers begin with alike.
-
-    Of an answer something is left, and a space before it is part of it.
-    """
-    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
-    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
-    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end
-
-
-def _transcript_preference(fields: Fields) -> CanonicalRow:
-    """Both transcripts are whole and differ in their last answer; or the prompt is one, and the answers are not."""
-    chosen, rejected = (_transcript(fields, name) for name in ("chosen", "rejected"))
-    if _is_transcript(fields.get("prompt")) and not (_is_transcript(chosen) or _is_transcript(rejected)):
-        asked, pair = _prompt_of(str(fields["prompt"])), [_single(chosen, "chosen"), _single(rejected, "rejected")]
-    else:
-        (asked, good), (others, bad) = (_whole(chosen, "chosen"), _whole(rejected, "rejected"))
-        _require_same_beginning(asked, others)
-        _require_prompt(fields, asked)
-        pair = [good, bad]
-    left, right = (answer([turn], name) for turn, name in zip(pair, ("chosen", "rejected"), strict=True))
-    return _paired(prompt_turns(asked, "the transcript"), left, right, fields)
-
-
-def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
-    names = [name for name in ("prompt", "chosen", "rejected") if _is_transcript(fields.get(name))]
-    if not {"chosen", "rejected"} <= fields.keys() or names not in (
-        ["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"],
-    ):  # fmt: skip
-        return ()
-    return (*(name for name in ("prompt", "chosen", "rejected") if name in fields), "turns of Human and Assistant")
-
-
-def _is_transcript(value: object) -> bool:
-    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
-
-
-def _transcript(fields: Fields, name: str) -> str:
-    value = required(fields, name, "no answer")
-    if not isinstance(value, str):
-        raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
-    return value
-
-
-def _turns_of(transcript: str, what: str) -> list[Message]:
-    """The turns of a transcript, without the white space around each."""
-    parts = _TURN.split(transcript)
-    if parts[0].strip() or len(parts) == 1:
-        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": _ROLES[role], "content": said.strip()} for role, said in pairs]
-
-
-def _whole(transcript: str, what: str) -> tuple[list[Message], Message]:
-    """The turns before the last answer, and that one."""
-    *before, last = _turns_of(transcript, what)
-    if last["role"] != "assistant":
-        raise BadRowError(f"{what} ends with a turn of the {last['role']}", "wrong role order")
-    return before, last
-
-
-def _prompt_of(transcript: str) -> list[Message]:
-    """The turns of a prompt; its ``Assistant:`` at the end says where the answer begins."""
-    turns = _turns_of(transcript, "prompt")
-    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
-
-
-def _single(said: str, what: str) -> Message:
-    """An answer that stands alone, with or without ``Assistant:`` before it."""
-    turns = _turns_of(said if re.match(r"\s*Assistant:", said) else f"\n\nAssistant:{said}", what)
-    if len(turns) > 1:
-        raise BadRowError(f"{what} is followed by a turn of the {turns[1]['role']}", "wrong role order", "one answer")
-    return turns[0]
-
-
-def _require_same_beginning(chosen: list[Message], rejected: list[Message]) -> None:
-    if chosen != rejected:
-        pairs = zip(chosen, rejected, strict=False)
-        place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
-        raise BadRowError(
-            f"chosen and rejected differ from turn {place + 1} on, before their last answers (chosen has "
-            f"{len(chosen) + 1} turns, rejected {len(rejected) + 1})",
-            "another beginning",
-        )
-
-
-def _require_prompt(fields: Fields, asked: list[Message]) -> None:
-    """That a prompt beside whole transcripts says what they begin with."""
-    given = fields.get("prompt")
-    if given is None:
-        return
-    users = [turn["content"] for turn in asked if turn["role"] == "user"]
-    is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
-    if not (isinstance(given, str) and (given.strip() in users or (is_begun and _prompt_of(given) == asked))):
-        found = "prompt is not what chosen and rejected begin with"
-        raise BadRowError(found, "another beginning", remedy="remove the column or correct it")
-
-
-def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
-    turns = _sharegpt_turns(fields)
-    asked = prompt_turns(turns, "conversations", _spelling(turns))
-    chosen, rejected = _answers(fields)
-    left, right = answer(chosen, "chosen", _spelling(chosen)), answer(rejected, "rejected", _spelling(rejected))
-    return _paired(asked, left, right, fields)
-
-
-def _openai_preference(fields: Fields) -> CanonicalRow:
-    given = required(fields, "input", "empty prompt")
-    if not isinstance(given, Mapping):
-        raise BadRowError(f"input is {named(given)}")
-    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last says nothing here
-    asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
-    chosen, rejected = (
-        answer(required(fields, name, "no answer"), name) for name in ("preferred_output", "non_preferred_output")
-    )
-    return _paired(asked, chosen, rejected, {**fields, "tools": given.get("tools")})
-
-
-def _oumi_preference(fields: Fields) -> CanonicalRow:
-    asked = prompt_turns(listed(required(fields, "messages", "empty prompt"), "messages"), "messages")
-    return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
-
-
-def _oumi_answer(fields: Fields, name: str) -> list[Message]:
-    """An answer as Oumi has it, or bare: a string, a turn, or a list of this one turn."""
-    given = required(fields, name, "no answer")
-    if not isinstance(given, Mapping) or "role" in given:
-        return answer(given, name)
-    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two name an answer
-    return answer(required(given, "messages", "no answer"), f"{name}.messages")
 
 
 def _unpaired(fields: Fields) -> CanonicalRow:
@@ -478,12 +279,12 @@ FORMATS: tuple[Format, ...] = (
         mapping={"query": "the user's turn", "tools": "tools", "answers": "the assistant's tool calls"},
     ),
     Format(
-        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
+        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=preference,
         accepted='{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages',
         mapping={"prompt": "prompt", **_PAIR},
     ),
     Format(
-        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=_implicit_preference,
+        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=implicit_preference,
         accepted='{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike',
         mapping={**_PAIR, "chosen": "prompt and chosen", "rejected": "prompt and rejected"},
         # Two texts mostly begin alike somehow: where a column may hold the prompt, it is to be named so.
@@ -492,8 +293,8 @@ FORMATS: tuple[Format, ...] = (
         ),
     ),
     Format(
-        name="transcript_preference", kind=Kind.PREFERENCES, by_value=_recognize_transcripts,
-        read=_transcript_preference,
+        name="transcript_preference", kind=Kind.PREFERENCES, by_value=recognize_transcripts,
+        read=transcript_preference,
         accepted=r'{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "\n\nHuman: ...\n\nAssistant: ..."} with '
         "one beginning and two last answers",
         mapping={
@@ -503,7 +304,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="sharegpt_ranking", kind=Kind.PREFERENCES, needs=("conversations", "chosen", "rejected"),
-        read=_sharegpt_ranking,
+        read=sharegpt_ranking,
         accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
         '"rejected": {"from": "gpt", "value": "..."}}',
         mapping={
@@ -513,7 +314,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="openai_preference", kind=Kind.PREFERENCES, needs=("input", "preferred_output", "non_preferred_output"),
-        read=_openai_preference,
+        read=openai_preference,
         accepted=f'{{"input": {{"messages": [...]}}, "preferred_output": [{_ANSWER}], '
         f'"non_preferred_output": [{_ANSWER}]}}',
         mapping={
@@ -522,7 +323,7 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     Format(
-        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=_oumi_preference,
+        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=oumi_preference,
         accepted='{"messages": [{"role": "user", "content": "..."}], '
         f'"chosen": {{"messages": [{_ANSWER}]}}, "rejected": {{"messages": [{_ANSWER}]}}}}',
         mapping={"messages": "prompt", **_PAIR},

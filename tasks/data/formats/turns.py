@@ -15,6 +15,7 @@ from tasks.data.formats.values import (
     named,
     parsed_json,
     require_nothing_else,
+    required,
     text,
     whole_characters,
 )
@@ -102,6 +103,21 @@ def system_turn(fields: Fields) -> list[Message]:
     """What the column ``system`` says, where it says something."""
     system = fields.get("system")
     return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
+
+
+def sharegpt_turns(fields: Fields) -> object:
+    """The turns, after what the column ``system`` says."""
+    turns, system = listed(required(fields, "conversations"), "conversations"), fields.get("system")
+    if is_nothing(system) or not isinstance(turns, list):
+        return turns
+    spelling = spelling_of(turns)
+    return [{spelling.role: "system", spelling.content: system}, *turns]
+
+
+def spelling_of(turns: object) -> Spelling:
+    """How these turns are written, judged by the first: some sets have OpenAI's keys in ShareGPT's columns."""
+    first = turns[0] if isinstance(turns, list) and turns else turns
+    return OPENAI if isinstance(first, dict) and "role" in first and "from" not in first else FROM_VALUE
 
 
 def _turns(value: object, what: str, spelling: Spelling, empty: str) -> list[Message]:

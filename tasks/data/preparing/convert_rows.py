@@ -16,7 +16,6 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.prompting import with_prompt, with_system
-from tasks.data.formats.remarks import remarks
 from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
@@ -43,6 +42,15 @@ _NOT_DETECTED = BadRowError(
     "its format is not known, since no row before it can be read", "format not known", "rows of one format",
     "correct the first rows",
 )  # fmt: skip
+_CONTROL = "control characters"
+# Sought one by one: a search for a single character is so fast that all of them take a third of a regex.
+_OF_ASCII = "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))
+_BEYOND = {
+    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly text of Windows that was read as Latin-1
+    "bidirectional controls": "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+    "byte order marks U+FEFF": "\ufeff",
+    "replacement characters U+FFFD": "\ufffd",  # a decoder could not read: the text was broken before it came here
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +192,30 @@ def _reject(place: int, row: Row, error: BadRowError) -> Reject:
     return Reject(place=place, where=row.where, reason=error.reason, problem=str(error), raw=raw)
 
 
+def remarks(row: CanonicalRow) -> tuple[str, ...]:
+    """What is odd in a row's texts, in words to count by: mostly nothing."""
+    said = "\n".join(_texts(row))
+    found = ["NUL characters"] if "\0" in said else []
+    if any(map(said.__contains__, _OF_ASCII)):
+        found.append(_CONTROL)
+    if not said.isascii():
+        found += [words for words, odd in _BEYOND.items() if any(map(said.__contains__, odd))]
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages[-1]["role"] != "assistant":
+        found.append("no answer to the last turn")
+    return tuple(dict.fromkeys(found))
+
+
+def _texts(row: CanonicalRow) -> list[str]:
+    texts: list[str] = []
+    for value in row.values():
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            texts += [message["content"] for message in value]
+    return texts
+
+
 def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
     for words in remarks(row):
         remark = noted.setdefault(words, Remark())
@@ -193,11 +225,44 @@ def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
 
 
 SAMPLE = 1000  # rows that are looked at
-Opened = tuple[Detected | None, Iterator[Chunk]]  # how the rows of a source are read, and all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A source whose format was looked for: its rows are read once, from where that ended.
+
+    Args:
+        detected: how its rows are read; None: not one of the first can be.
+        chunks: all rows.
+    """
+
+    source: Source
+    detected: Detected | None
+    chunks: Iterator[Chunk]
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the rows become."""
+        return self.detected.format.kind if self.detected else None
+
+    def refusal(self, accepted: Kind, remedy: str) -> DataError:
+        """That they are of another kind than ``accepted``; the remedy says where that is set, and what else to do."""
+        assert self.detected
+        return DataError(
+            f"{self.source.path}: detected {self.detected.name} ({self.detected.evidence}), which gives {self.kind}; "
+            f"{accepted} is accepted {remedy}, or say with format=NAME how else it is read"
+        )
+
+    def require_kind(self, kind: Kind) -> None:
+        """Refuses rows that another stage reads."""
+        if self.kind not in (kind, None):
+            splits = (self.kind, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
+            after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
+            raise self.refusal(kind, f"by this stage; use conf/stage/{self.kind}.yaml for it{after}")
 
 
 def detect_source(source: Source, template: str | None = None) -> Opened:
-    """How the rows of a source are read, and all of them; None: not one of the first rows can be.
+    """Looks for the format of a source in its first rows.
 
     Args:
         template: of prompts; it makes columns that the format reads.
@@ -219,19 +284,7 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
     if not count:
         raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
     detected = detect(sample, source.path, columns=source.columns, stated=source.format) if sample else None
-    return detected, chain(looked_at, chunks)
-
-
-def require_kind(detected: Detected, source: Source, kind: Kind) -> None:
-    """Refuses rows that another stage reads."""
-    found = detected.format.kind
-    if found != kind:
-        splits = (found, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
-        after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
-        raise DataError(
-            f"{source.path}: detected {detected.name} ({detected.evidence}), which gives {found}; this stage makes "
-            f"{kind}; use conf/stage/{found}.yaml for it{after}, or say with format=NAME how else it is read"
-        )
+    return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 
 def _templated(fields: Fields, template: str | None) -> list[Fields]:

@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from string import Template
+
+from lineage.html import html_page
 
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
@@ -216,12 +217,12 @@ def render(report: DataReport, *, is_kept: bool = True) -> str:
     Args:
         is_kept: whether the files that hold all of what is listed lie beside it.
     """
-    page = Template(Path(__file__).with_name(PAGE).read_text(encoding="utf-8")).substitute(
-        counts="".join(f"<div><b>{count}</b>{_text(_words(name))}</div>" for name, count in report.counts.items()),
-        sections="".join(_sections(report, is_kept)),
-    )
-    # Character references for the rest: a lone surrogate, from a file name that is not UTF-8, can then be written.
-    return page.encode("ascii", "xmlcharrefreplace").decode()
+    counts = "".join(f"<div><b>{count}</b>{_text(_words(name))}</div>" for name, count in report.counts.items())
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    return html_page(
+        title="data report", style=f"\n{style}", policy="default-src 'none'; style-src 'unsafe-inline'",
+        body=f'<h1>data report</h1>\n<div id="counts">{counts}</div>\n{"".join(_sections(report, is_kept))}',
+    )  # fmt: skip
 
 
 def _sections(report: DataReport, is_kept: bool) -> Iterator[str]:

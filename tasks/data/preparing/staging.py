@@ -24,7 +24,6 @@ from tasks.data.preparing.convert_rows import (
     ConvertRows,
     Opened,
     detect_source,
-    require_kind,
 )
 from tasks.data.preparing.report import REJECTS, Remark
 from tasks.data.reading.chunk import Chunk
@@ -114,12 +113,11 @@ def stage(
         pq.ParquetWriter(staging.keys, _STAGED_KEYS) as keys,
     ):
         for slot, source in sources.items():
-            detected, chunks = (opened or {}).get(slot) or detect_source(source, convert.prompt_template)
-            if detected:
-                require_kind(detected, source, convert.kind)
-            staged = StagedSource(number=len(staging.sources), source=source, detected=detected)
+            each = (opened or {}).get(slot) or detect_source(source, convert.prompt_template)
+            each.require_kind(convert.kind)
+            staged = StagedSource(number=len(staging.sources), source=source, detected=each.detected)
             staging.sources[slot] = staged
-            for converted in _converted(staged, chunks, convert, workers):
+            for converted in _converted(staged, each.chunks, convert, workers):
                 if converted.rows and converted.keys:
                     rows.write(converted.rows)
                     keys.write_batch(_keys(staging, staged, converted.keys))

@@ -5,12 +5,12 @@ import hashlib
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from flows.reports.drawing import draw
-from flows.reports.page import render
+from flows.reports.page import WIDTH, Edge, draw, layout, render
 from tests.drawn_graphs import Page, graph_of, hostile, small, source, stage
 
 
@@ -90,3 +90,42 @@ def test_the_files_beside_the_module_are_ascii_and_packaged():
     for suffix in ("html", "css", "js"):
         assert (folder / f"page.{suffix}").read_text().isascii()
         assert f'"*.{suffix}"' in (folder.parents[1] / "pyproject.toml").read_text()
+
+
+def chain_of(count: int) -> list[Edge]:
+    """Each node reads the one before, and some earlier ones."""
+    jumps = [(index // 3, index) for index in range(2, count)] + [(index - 7, index) for index in range(9, count, 2)]
+    pairs = [(index - 1, index) for index in range(1, count, 2)] + jumps
+    return [Edge(parent=str(one), child=str(other), slot="rows") for one, other in pairs if one < other]
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 300])
+def test_layers_respect_edges_and_boxes_do_not_overlap(count: int):
+    edges = chain_of(count)
+    boxes, routes = layout(dict.fromkeys(map(str, range(count)), 66.0), edges)
+    assert len(boxes) == count
+    for edge, points in zip(edges, routes, strict=True):
+        parent, child = boxes[edge.parent], boxes[edge.child]
+        assert parent.x + WIDTH < child.x
+        assert points[0] == (parent.x + WIDTH, pytest.approx(parent.y + parent.height / 2))
+        assert points[-1][0] == child.x
+        assert child.y < points[-1][1] < child.y + child.height
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+    columns = sorted(boxes.values(), key=lambda box: (box.x, box.y))
+    assert all(box.y >= 0 for box in columns)
+    assert all(upper.x < lower.x or upper.y + upper.height < lower.y for upper, lower in pairwise(columns))
+
+
+def test_crossings_that_can_be_avoided_are():
+    edges = [Edge(parent=one, child=other, slot="rows") for one, other in ("ad", "bc", "ce", "df")]
+    ends = [Edge(parent=one, child="end", slot=one) for one in "ef"]
+    boxes, _routes = layout(dict.fromkeys(["a", "b", "c", "d", "e", "f", "end"], 66.0), edges + ends)
+    y = {name: box.y for name, box in boxes.items()}
+    assert (y["a"] < y["b"]) == (y["d"] < y["c"]) == (y["f"] < y["e"])
+
+
+def test_a_box_of_many_slots_grows():
+    edges = [Edge(parent=str(index), child="end", slot=str(index)) for index in range(20)]
+    _boxes, routes = layout(dict.fromkeys([*map(str, range(20)), "end"], 66.0), edges)
+    heights = sorted(points[-1][1] for points in routes)
+    assert min(high - low for low, high in pairwise(heights)) >= 15

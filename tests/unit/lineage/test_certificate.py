@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from lineage.certificates.basis import basis, key_of
-from lineage.certificates.certificate import Certificate, Comparison, Tolerance
-from lineage.certificates.files import certified, read_certificate, write_certificate
+from lineage.certificate import (
+    Certificate,
+    Comparison,
+    Tolerance,
+    basis,
+    certified,
+    key_of,
+    read_certificate,
+    write_certificate,
+)
 from lineage.errors import ArtifactError
 from lineage.hardware import hardware
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord

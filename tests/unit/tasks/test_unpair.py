@@ -10,7 +10,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from tasks.context import TrainContext
 from tasks.data.kinds import PREFERENCES, UNPAIRED
-from tasks.data.preparing.convert_rows import detect_source, require_kind
+from tasks.data.preparing.convert_rows import detect_source
 from tasks.recipe import Input
 from tasks.unpair import Unpair
 from tests import tiny
@@ -65,10 +65,9 @@ def test_a_plan_feeds_kto_from_preferences() -> None:
 def test_a_file_of_pairs_is_sent_through_the_two_stages_that_make_single_answers(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
     source = Source(path=str(tmp_path / "pairs.jsonl"))
-    detected, _ = detect_source(source)
-    assert detected
+    opened = detect_source(source)
     with pytest.raises(DataError, match=r"use conf/stage/preferences.yaml for it and conf/stage/unpair.yaml after it"):
-        require_kind(detected, source, Kind.UNPAIRED)
+        opened.require_kind(Kind.UNPAIRED)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "reward"])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
-from tasks.data.formats.known import common_beginning
+from tasks.data.formats.pairs import common_beginning
 
 
 def turn(role: str, content: str) -> dict[str, str]:

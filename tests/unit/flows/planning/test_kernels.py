@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows import certify
 from flows.declare.config import load_pipeline
 from flows.planning import kernels
 from flows.planning.plan import make_plan
-from flows.rehearsal import certify
 from lineage.errors import ConfigError
 from lineage.kind import kind_here
 from tests.command import Command

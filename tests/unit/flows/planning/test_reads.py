@@ -8,7 +8,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import claim, reads
-from flows.rehearsal.scratch import scratch_plan
+from flows.rehearsal import scratch_plan
 from lineage.errors import ArtifactError
 from lineage.graph.places import node_key
 from lineage.lock import Lock

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.data.formats.known import BY_NAME
-from tasks.data.formats.remarks import remarks
 from tasks.data.formats.values import BadRowError, is_blank
+from tasks.data.preparing.convert_rows import remarks
 from tasks.data.schema import messages_of
 
 Row = dict[str, object]

@@ -53,17 +53,10 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "transcript_preference", {"chosen": f"{HH}a\n\nHuman: and?", "rejected": f"{HH}b"},
         "chosen ends with a turn of the user", "wrong role order",
     ),
-    (
-        "transcript_preference", {"prompt": HH, "chosen": "a\n\nHuman: and?", "rejected": "b"},
-        "chosen is followed by a turn of the user", "wrong role order",
-    ),
     ("text", {"body": "a", "id": 1}, "no field 'text' (fields: body, id)", "missing field"),
     ("text", {"text": None}, "text is null", "no text"),
     ("text", {"text": ["a"]}, "text is a list", "not text"),
-    ("text", {"text": ' \n'}, "text is empty", "no text"),
-    ("text", {"text": 7}, "text is the number 7", "not text"),
     ("text", {"text": 'ab\ud83d'}, "text has half a surrogate pair at character 2", "half a surrogate pair"),
-    ("text", {}, "no field 'text' (fields: none)", "missing field"),
     ("messages", {"text": "a"}, "no field 'messages' (fields: text)", "missing field"),
     ("messages", {"messages": []}, "messages is empty", "no answer"),
     ("messages", {"messages": None}, "messages is null", "no answer"),
@@ -79,16 +72,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
     ),
     ("messages", {"messages": [{"role": None, "content": "a"}]}, "messages[0] has the role null", "unknown role"),
     ("messages", {"messages": [Q, {"role": "assistant"}]}, "messages[1] has no 'content' (it has: role)", "no answer"),
-    ("messages", {"messages": [Q, {"role": "assistant", "content": " "}]}, "messages[1] content is empty", "no answer"),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "content": '\u200b'}]},
-        "messages[1] content is empty", "no answer",
-    ),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "content": '\ufeff \u200b'}]},
-        "messages[1] content is empty", "no answer",
-    ),
-    ("messages", {"messages": [Q, {"role": "assistant", "content": None}]}, "messages[1] content is null", "no answer"),
     (
         "messages", {"messages": [Q, {"role": "assistant", "content": True}]},
         "messages[1] content is the boolean true", "not text",
@@ -98,7 +81,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "messages", {"messages": [{"role": "user", "content": '\ud83d'}, A]},
         "messages[0] content has half a surrogate pair at character 0", "half a surrogate pair",
     ),
-    ("messages", {"messages": [Q]}, "messages has no assistant turn", "no answer"),
     (
         "messages", {"messages": [Q, {"role": "assistant", "content": "a", "reasoning_content": "t"}]},
         "messages[1] has reasoning_content", "unknown field",
@@ -108,39 +90,15 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "messages[1] has weight", "unknown field",
     ),
     (
-        "messages", {"messages": [{"role": "user", "content": "q", "tool_calls": [1]}, A]},
-        "messages[0] has tool_calls", "unknown field",
-    ),
-    (
         "messages", {"messages": [{"role": "user", "content": "q", "name": 3}, A]},
         "messages[0] name is the number 3", "not text",
     ),
     ("messages", {"messages": [A]}, "messages[0] has the role 'assistant' at the beginning", "wrong role order"),
     ("messages", {"messages": [Q, Q, A]}, "messages[1] has the role 'user' after 'user'", "wrong role order"),
     ("messages", {"messages": [Q, A, A]}, "messages[2] has the role 'assistant' after 'assistant'", "wrong role order"),
-    ("messages", {"messages": [Q, A, S]}, "messages[2] has the role 'system' after 'assistant'", "wrong role order"),
-    ("messages", {"messages": [S, S, Q, A]}, "messages[1] has the role 'system' after 'system'", "wrong role order"),
-    ("messages", {"messages": [Q, RESULT, A]}, "messages[1] has the role 'tool' after 'user'", "wrong role order"),
-    ("messages", {"messages": [S, A]}, "messages[1] has the role 'assistant' after 'system'", "wrong role order"),
     (
         "messages", {"messages": [Q, CALLING, Q, A]},
         "messages[2] has the role 'user' after a tool call that no", "unclosed tool call",
-    ),
-    (
-        "messages", {"messages": [Q, CALLING, A]},
-        "messages[2] has the role 'assistant' after a tool call that", "unclosed tool call",
-    ),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "content": "<tool_call>{}"}]},
-        "messages[1] content has <tool_call> without </tool_call>", "unclosed tool call",
-    ),
-    (
-        "messages", {"messages": [Q, TWO_CALLS, {"role": "tool", "content": "r", "tool_call_id": "x"}, A]},
-        "messages[1] calls 'y', which no tool answered", "unclosed tool call",
-    ),
-    (
-        "messages", {"messages": [Q, A], "tools": [{"function": {"name": "f"}, "parameters": {"a": 1}}]},
-        "tools[0] has parameters", "unknown field",
     ),
     (
         "messages", {"messages": [Q, CALLING, {"role": "tool", "content": None}]},
@@ -149,18 +107,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
     (
         "messages", {"messages": [Q, {"role": "assistant", "tool_calls": [{"type": "web"}]}]},
         "messages[1] tool_calls[0] type is the text 'web'", "tool call that cannot be read",
-    ),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "tool_calls": [3]}]},
-        "messages[1] tool_calls[0] is the number 3", "tool call that cannot be read",
-    ),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": "f"}}]}]},
-        "messages[1] tool_calls[0] id is the number 1", "tool call that cannot be read",
-    ),
-    (
-        "messages", {"messages": [Q, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        "messages[1] tool_calls[0] names no function", "tool call that cannot be read",
     ),
     (
         "messages", {"messages": [Q, CALLING, {"role": "tool", "content": {"a": 1}}]},
@@ -175,25 +121,11 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "messages", {"messages": [Q, A], "tools": [{"description": "d"}]},
         "tools[0] names no function", "tools that cannot be read",
     ),
-    ("messages", {"messages": [Q, A], "tools": ["f"]}, "tools[0] is the text 'f'", "tools that cannot be read"),
     (
         "messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, A]},
         "messages[0] content[0] is of type 'image_url'", "images are not read",
     ),
-    (
-        "messages", {"messages": [{"role": "user", "content": [{"type": "odd"}]}, A]},
-        "messages[0] content[0] is of type 'odd'", "not text",
-    ),
-    (
-        "messages", {"messages": [{"role": "user", "content": [3]}, A]},
-        "messages[0] content[0] is the number 3", "not text",
-    ),
-    (
-        "messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, A]},
-        "messages[0] content[0] is without text", "not text",
-    ),
     ("prompt_completion", {"prompt": "q"}, "no field 'completion' (fields: prompt)", "no answer"),
-    ("prompt_completion", {"prompt": "q", "completion": ""}, "completion is empty", "no answer"),
     ("prompt_completion", {"prompt": " ", "completion": "a"}, "prompt is empty", "empty prompt"),
     (
         "prompt_completion", {"prompt": "q", "completion": "a", "response": "b"},
@@ -206,16 +138,12 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
     ("prompt_completion", {"prompt": "q", "completion": 42}, "completion is the number 42", "not text"),
     ("alpaca", {"instruction": "q", "output": 42}, "output is the number 42", "not text"),
     ("alpaca", {"instruction": "q", "input": ""}, "no field 'output' (fields: input, instruction)", "no answer"),
-    ("alpaca", {"instruction": "q", "output": None}, "output is null", "no answer"),
     ("alpaca", {"instruction": "", "input": "", "output": "a"}, "instruction is empty", "empty prompt"),
-    ("alpaca", {"instruction": "q", "input": 1, "output": "a"}, "input is the number 1", "not text"),
     (
         "alpaca", {"instruction": "q", "output": "a", "history": [["q"]]},
         "history[0] is a list of 1", "not of the format",
     ),
     ("alpaca", {"instruction": "q", "output": "a", "history": "h"}, "history is the text 'h'", "not of the format"),
-    ("alpaca", {"instruction": "q", "output": "a", "history": [["q", None]]}, "history[0][1] is null", "no answer"),
-    ("alpaca", {"instruction": "q", "output": "a", "system": 1}, "system is the number 1", "not text"),
     (
         "sharegpt", {"conversations": [HUMAN, {"from": "narrator", "value": "a"}]},
         "conversations[1] has the role 'narrator'", "unknown role",
@@ -236,14 +164,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "sharegpt", {"conversations": [HUMAN, {"from": "function_call", "value": '{"arguments": {}}'}]},
         "conversations[1] value[0] names no function", "tool call that cannot be read",
     ),
-    (
-        "sharegpt", {"conversations": [HUMAN, {"from": "function_call", "value": '{"name":"f"}'}, GPT]},
-        "conversations[2] has the role 'assistant' after a tool call", "unclosed tool call",
-    ),
-    (
-        "sharegpt", {"conversations": [{"from": "system", "value": "s"}, HUMAN, GPT], "system": "t"},
-        "conversations[1] has the role 'system' after 'system'", "wrong role order",
-    ),
     ("sharegpt", {"conversations": [HUMAN, "a"]}, "conversations[1] is the text 'a'", "not of the format"),
     ("reasoning", {"problem": "q", "thinking": " ", "solution": "a"}, "thinking is empty", "no thinking"),
     ("reasoning", {"problem": "q", "thinking": "t"}, "no field 'solution' (fields: problem, thinking)", "no answer"),
@@ -252,7 +172,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "the thinking or the solution has a <think> of its own", "not of the format",
     ),
     ("function_calling", {"query": "q", "tools": "[]", "answers": "[]"}, "answers is empty", "no answer"),
-    ("function_calling", {"query": "q", "answers": "[]"}, "answers is empty", "no answer"),
     (
         "function_calling", {"query": "q", "tools": "[]", "answers": "["},
         "answers is not JSON: Expecting value: line 1 column 2 (char", "unclosed tool call",
@@ -266,21 +185,11 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "preference", {"prompt": "q", "chosen": [Q, A], "rejected": "b"},
         "chosen has messages of user, assistant", "wrong role order",
     ),
-    (
-        "preference", {"prompt": [Q, A], "chosen": "a", "rejected": "b"},
-        "prompt ends with the role 'assistant'", "wrong role order",
-    ),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "b", "kind": 3}, "kind is the number 3", "not text"),
     (
         "preference", {"prompt": "q", "chosen": "a", "rejected": "b", "kind": '\ud83d'},
         "kind has half a surrogate pair at character 0", "half a surrogate pair",
     ),
-    ("preference", {"prompt": "q", "chosen": [], "rejected": "b"}, "chosen is empty", "no answer"),
-    (
-        "preference", {"prompt": "another", "chosen": [Q, A], "rejected": [Q, {"role": "assistant", "content": "b"}]},
-        "chosen has messages of user, assistant", "wrong role order",
-    ),
-    ("preference", {"prompt": "q", "chosen": None, "rejected": "b"}, "chosen is null", "no answer"),
     (
         "implicit_preference", {"chosen": [Q, A], "rejected": [{"role": "user", "content": "other"}, A]},
         "chosen and rejected have no common beginning, and there is", "empty prompt",
@@ -291,11 +200,6 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
     ),
     ("implicit_preference", {"chosen": "q a", "rejected": None}, "rejected is null", "no answer"),
     ("implicit_preference", {"chosen": "q a", "rejected": [Q, A]}, "chosen is the text 'q a'", "not of the format"),
-    (
-        "implicit_preference", {"chosen": "", "rejected": ""},
-        "chosen and rejected have no common beginning, and there is", "empty prompt",
-    ),
-    ("implicit_preference", {"chosen": "q a"}, "no field 'rejected' (fields: chosen)", "no answer"),
     (
         "transcript_preference", {"chosen": f"{HH}a", "rejected": '\n\nHuman: other\n\nAssistant: b'},
         "chosen and rejected differ from turn 1 on, before their", "another beginning",
@@ -313,20 +217,12 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "chosen and rejected are the same", "nothing to prefer",
     ),
     (
-        "transcript_preference", {"prompt": "other", "chosen": f"{HH}a", "rejected": '\n\nHuman: q\n\nAssistant: b'},
-        "prompt is not what chosen and rejected begin with", "another beginning",
-    ),
-    (
         "sharegpt_ranking", {"conversations": [HUMAN], "chosen": GPT},
         "no field 'rejected' (fields: chosen, conversations)", "no answer",
     ),
     (
         "sharegpt_ranking", {"conversations": [HUMAN, GPT], "chosen": GPT, "rejected": GPT_B},
         "conversations ends with the role 'assistant'", "wrong role order",
-    ),
-    (
-        "sharegpt_ranking", {"conversations": [HUMAN], "chosen": {"from": "human", "value": "a"}, "rejected": GPT_B},
-        "chosen has messages of user", "wrong role order",
     ),
     (
         "openai_preference", {"input": {}, "preferred_output": [A], "non_preferred_output": [A]},
@@ -349,17 +245,10 @@ CASES: list[tuple[str, Row, str, str]] = [  # format, row, how what is found beg
         "no field 'messages' (fields: none)", "no answer",
     ),
     ("unpaired", {"prompt": "q", "completion": "a", "label": "sports"}, "label is the text 'sports'", "no label"),
-    ("unpaired", {"prompt": "q", "completion": "a", "label": None}, "label is null", "no label"),
-    ("unpaired", {"prompt": "q", "completion": "a"}, "no field 'label' (fields: completion, prompt)", "no label"),
-    ("unpaired", {"prompt": "q", "completion": "a", "label": 2}, "label is the number 2", "no label"),
     ("messages_label", {"messages": [Q, A]}, "label is null", "no label"),
     ("messages_label", {"messages": [Q, A, Q], "label": True}, "messages ends with the role 'user'", "no answer"),
-    ("messages_label", {"messages": [], "label": True}, "messages is empty", "no answer"),
     ("prompts", {"prompt": ""}, "prompt is empty", "empty prompt"),
     ("prompts", {"prompt": "q", "prompt_ids": [1]}, "the column prompt_ids is reserved", "reserved column"),
-    ("prompts", {"prompt": "q", "completions": [1]}, "the column completions is reserved", "reserved column"),
-    ("prompts", {"prompt": "q", "trainer_state": [1]}, "the column trainer_state is reserved", "reserved column"),
-    ("prompts", {"answer": "a"}, "no field 'prompt' (fields: answer)", "empty prompt"),
     ("prompts", {"prompt": [Q, A]}, "prompt ends with the role 'assistant'", "wrong role order"),
     (
         "prompts", {"prompt": "q", "x": float("nan")},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.data.formats.remarks import remarks
+from tasks.data.preparing.convert_rows import remarks
 
 CONTROL, NUL, REPLACED = "control characters", "NUL characters", "replacement characters U+FFFD"
 

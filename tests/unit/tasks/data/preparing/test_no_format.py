@@ -9,7 +9,8 @@ from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text((("x" * 1023) + "\n") * 3000 + '{"text": "a"}\n', encoding="utf-8")
-    detected, chunks = detect_source(Source(path=str(path)))
+    opened = detect_source(Source(path=str(path)))
+    detected, chunks = opened.detected, opened.chunks
     assert detected is None
 
     convert = ConvertRows(kind=Kind.TEXT, seed=0, system_prompt=None, prompt_template=None, detected=detected)

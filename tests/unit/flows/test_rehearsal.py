@@ -1,4 +1,4 @@
-"""What is in short and what is as stated, where it lies and how long."""
+"""A rehearsal and a certification run every stage in short, in a store of their own."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flows import rehearsal
+from flows.certify import certify, other_workers
 from flows.planning.plan import Plan
-from flows.rehearsal import rehearse as rehearse_module
-from flows.rehearsal.certify import certify
-from flows.rehearsal.interruptions import other_workers
-from flows.rehearsal.rehearse import rehearse
-from flows.rehearsal.scratch import free_left, scratch, scratch_plan
+from flows.rehearsal import delete_others, rehearse, row_of, scratch, scratch_plan, step_seconds
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lease import Lease
 from tasks.context import Launcher, Resources
@@ -52,9 +50,7 @@ def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> Non
     method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
     stages = {**plan.pipeline.stages, "left": replace(plan.pipeline.stages["left"], method=method)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "flows.rehearsal.scratch.make_plan", lambda pipeline: Plan(pipeline=pipeline, stages=[], home=tmp_path)
-        )
+        patch.setattr("flows.rehearsal.make_plan", lambda pipeline: Plan(pipeline=pipeline, stages=[], home=tmp_path))
         short_of = scratch_plan(replace(plan.pipeline, stages=stages), tmp_path, num_steps=6, save_steps=2).pipeline
     assert short_of.stages["left"].method == replace(
         method, num_steps=6, num_epochs=None, validation=Validation(every_steps=2)
@@ -69,7 +65,7 @@ def test_its_place_is_gone_afterwards_and_so_is_that_of_a_dead_command(tmp_path:
     with living.holding():
         with scratch(tmp_path, keep=False) as place:
             assert (folder / "dead").is_dir()
-            free_left(place)
+            delete_others(place)
             assert {path.name for path in folder.iterdir() if path.is_dir()} == {"living", place.name}
         assert not place.exists()
         with pytest.raises(KeyboardInterrupt), scratch(tmp_path, keep=False) as place:
@@ -89,7 +85,7 @@ def test_it_stays_for_who_asks_and_for_the_log_of_a_failure_until_the_next(tmp_p
         raise ConfigError("wrong")
     assert not wrong.exists() and failed.is_dir()
     with scratch(tmp_path, keep=False) as last:
-        free_left(last)
+        delete_others(last)
         assert not asked.exists() and not failed.exists()
 
 
@@ -99,7 +95,7 @@ def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.Monke
     pipeline = toy("stages.left.resources.gpus_per_worker=1").pipeline
     kept = pipeline.store / "rehearsals" / "kept"
     kept.mkdir(parents=True)
-    monkeypatch.setattr(rehearse_module, "_unregister", lambda _: pytest.fail("it was not refused before"))
+    monkeypatch.setattr(rehearsal, "_unregister", lambda _: pytest.fail("it was not refused before"))
     with pytest.raises(ConfigError, match="asks for 1 GPU"):
         certify(pipeline, []) if command == "certify" else rehearse(pipeline, [], keep=False)
     assert [path.name for path in kept.parent.iterdir() if path.is_dir()] == ["kept"]
@@ -119,7 +115,7 @@ def test_other_workers_share_the_same_batch(toy: Toy, stated: dict[str, int], wo
 @pytest.mark.parametrize(
     ("resources", "overrides", "why"),
     [
-        (Resources(num_workers=2, micro_batch_size=4, zero_stage=2), (), "zero_stage=2: goes on with 2 workers only"),
+        (Resources(num_workers=2, micro_batch_size=4, zero_stage=2), (), "zero_stage=2: resumes with 2 workers only"),
         (Resources(micro_batch_size=1), ("global_batch_size=1",), "global_batch_size=1 is not a multiple of 2"),
         (Resources(), ("adapter={rank: 4, dropout: 0.1}",), "adapter.dropout=0.1"),
         (Resources(gpus_per_worker=1), (), "asks for 2 GPUs, this machine shows 1"),
@@ -133,3 +129,39 @@ def test_where_other_workers_say_nothing_it_says_why(
     left = toy(*micro, *(f"stages.left.method.{field}" for field in overrides)).stage("left")
     other = other_workers(replace(left, stage=replace(left.stage, resources=resources)))
     assert isinstance(other, str) and why in other
+
+
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("files", "merged"),
+    [
+        (("model.safetensors", ADAPTER), True),
+        (("model-00001-of-00002.safetensors", "config.json", ADAPTER), True),
+        (("model.safetensors",), False),  # although the stage states an adapter
+        (("config.json", ADAPTER), False),
+        (("adapter_model.safetensors", "adapter_config.json"), False),
+    ],
+    ids=["merged", "in parts", "no adapter beside", "no model", "an adapter alone"],
+)
+def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple[str, ...], merged: bool) -> None:
+    plan = toy("stages.left.method.adapter={rank: 4}")
+    finish(plan)
+    left = plan.stage("left")
+    entry = plan.entry(left)
+    manifest = entry.manifest()
+    assert manifest
+    written = replace(manifest, files=dict.fromkeys(files, "d"))
+    (entry.path / "manifest.json").write_text(written.to_json())
+    row = row_of(plan, left, seconds=1.0, num_steps=40, checkpoint_bytes=None)
+    assert ("merge" in row.exercised) is merged
+
+
+def test_the_pace_is_that_of_the_fastest_step_by_its_own_tokens() -> None:
+    slow, fast = {"num_tokens": 100.0, "tokens_per_second": 1.0}, {"num_tokens": 150.0, "tokens_per_second": 25.0}
+    assert step_seconds([slow, fast]) == 2.0
+    assert step_seconds([{**slow, "tokens_per_second": 100.0}, {**fast, "tokens_per_second": 10.0}]) == 1.0
+    assert step_seconds([{"loss": 1.0}, fast]) == 6.0
+    assert step_seconds([{"loss": 1.0}]) is None
+    assert step_seconds([]) is None

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.rehearsal.compare import TOLERANCES, compare
-from lineage.certificates.certificate import Comparison
+from flows.certify import TOLERANCES, compare
+from lineage.certificate import Comparison
 from lineage.digest import digest_files, digest_of
 from lineage.manifest import Manifest, provenance
 from lineage.store import Entry

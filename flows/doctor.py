@@ -1,0 +1,460 @@
+"""Checks whether this machine can run a pipeline: each check yields findings, each with its remedy."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import tomllib
+import urllib.error
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import psutil
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from flows.prefect_address import own_auth
+from flows.wording import counted
+from lineage.errors import ConfigError
+from lineage.mlflow.address import is_server, shown, tracking_uri
+from lineage.reach import basic, request
+from lineage.store import Store
+
+_CHECKOUT = Path(__file__).parents[1]
+_INSTALL = "pip install --requirement requirements.lock"
+_GIB = 2**30
+_TIMEOUT_SECONDS = 10.0  # as of a run that begins: a busy machine answers late
+_CLUSTER_SECONDS = 60.0  # joining a cluster takes seconds
+_COMMAND_SECONDS = 120.0  # importing torch takes seconds
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a default
+
+FLOORS = {"prefect": "3.6.22", "mlflow": "3.10", "ray": "2.54", "transformers": "5.3"}  # older: published holes
+# Requirements that pip installs together and that break each other; the package that mends them; why; remedy.
+KNOWN_BAD = (
+    (("prefect<=3.8.8", "fastapi>=0.151"), "",
+     "Prefect states no upper bound on fastapi, and its server does not start with a newer one",
+     'pip install "fastapi<0.151"'),
+    (("prefect>=3.8,<=3.8.8", "sqlalchemy>=2.1"), "",
+     "Prefect states no upper bound on SQLAlchemy, and no schedule of its server creates a run with a newer one",
+     'pip install "sqlalchemy<2.1"'),
+    (("hqq",), "termcolor", "hqq imports termcolor without requiring it, and transformers imports hqq",
+     "pip install termcolor, or pip uninstall hqq"),
+    (("optuna>=3", "hydra-optuna-sweeper<1.4"), "", "the plugin works with optuna 2 alone",
+     "pip uninstall hydra-optuna-sweeper: posttrain run --multirun needs no plugin"),
+    (("gptqmodel", "torch<2.14"), "", "gptqmodel is built for torch 2.14 and later, and transformers imports it",
+     "pip uninstall gptqmodel"),
+)  # fmt: skip
+# The processes of servers, by their command line; of Ray those that always run.
+_SERVERS = {
+    "prefect": re.compile(r"(^|[/ ])prefect server|flows\.prefect_process|(^|[\[ ])prefect(\.\w+)+:\w"),
+    "mlflow": re.compile(r"(^|[/ ])mlflow (server|ui)|(^|[\[ ])mlflow(\.\w+)+:\w"),
+    "ray": re.compile(r"^(\S*/)?(raylet|gcs_server)( |$)"),
+}
+_GUARD = {
+    "prefect": "set PREFECT_SERVER_API_AUTH_STRING where it starts and PREFECT_API_AUTH_STRING where it is used",
+    "mlflow": "start it with --app-name basic-auth, or with --host 127.0.0.1",
+    "ray": "set RAY_AUTH_MODE=token on every node and for every driver, and keep its ports inside a private network",
+}
+_TORCH = """
+import json, torch
+cuda = torch.version.cuda
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else None
+print(json.dumps({"cuda": cuda, "seen": torch.cuda.device_count(), "nccl": nccl}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check; ``remedy`` is empty only where all is well."""
+
+    check: str
+    level: Literal["ok", "warn", "error"]
+    found: str
+    remedy: str = ""
+
+
+def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Finding]:
+    """All findings; if the configuration is wrong, those on the machine and on what the environment names."""
+    from flows.declare.config import load_pipeline
+
+    pipeline, uri, refused = None, None, None
+    try:
+        pipeline = load_pipeline(overrides, config_dir)
+        uri = tracking_uri(pipeline.tracking.uri) if pipeline.tracking.mlflow else None
+    except ConfigError as error:
+        refused = error
+    yield from check_packages(*installed())
+    yield from check_store(pipeline.store if pipeline else Path.cwd(), pipeline.stages if pipeline else ())
+    yield from check_limits()
+    yield check_gpus()
+    yield from check_exposed(psutil.process_iter())
+    yield from check_prefect(os.environ, pipeline.operation.notify if pipeline else None)
+    if not refused:
+        setting = "tracking.uri" if pipeline and pipeline.tracking.uri else "MLFLOW_TRACKING_URI"
+        yield check_mlflow(uri, setting, os.environ)
+    yield check_ray(os.environ.get("RAY_ADDRESS", ""))
+    yield from check_configuration(refused, overrides, config_dir)
+
+
+def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
+    """Versions, requirements, and the lock; posttrain's requirements are the checkout's, newer than as installed."""
+    found: dict[str, metadata.Distribution] = {}
+    for each in metadata.distributions():
+        found.setdefault(canonicalize_name(each.metadata["Name"]), each)  # import takes the first on the path too
+    requires = {name: each.requires or [] for name, each in found.items()}
+    requires["posttrain"] = [each for each in requires["posttrain"] if "extra ==" not in each]
+    requires["posttrain"].append(f"python{found['posttrain'].metadata['Requires-Python']}")
+    with contextlib.suppress(OSError):
+        project = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]
+        requires["posttrain"] = [*project["dependencies"], f"python{project['requires-python']}"]
+    lock = _CHECKOUT / "requirements.lock"
+    versions = {name: each.version for name, each in found.items()} | {"python": platform.python_version()}
+    return versions, requires, lock.read_text() if lock.exists() else ""
+
+
+def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]], lock: str) -> Iterator[Finding]:
+    """Python, requirements, the lock, packages that break each other, and releases with published holes."""
+    ours = [each for each in map(_requirement, requires["posttrain"]) if each]
+    python = next(each for each in ours if each.name == "python")
+    if _holds(python, versions):
+        yield Finding("python", "ok", versions["python"])
+    else:
+        yield Finding("python", "error", f"{versions['python']}, and posttrain requires {python.specifier}",
+                      "create a virtual environment with such a Python: make PYTHON=/path/to/python3.11")  # fmt: skip
+    names = {canonicalize_name(each.name) for each in ours} - {"python"}
+    broken = [
+        (name, f"{name} requires {each.name}{each.specifier}, {versions.get(key, 'none')} is installed")
+        for name, each, key in _requirements(requires)
+        if key in names and (key in versions or name == "posttrain") and not _holds(each, versions)
+    ]
+    own = [line for name, line in broken if name == "posttrain"]
+    others = [line for name, line in broken if name != "posttrain"]
+    if own:
+        yield Finding("packages", "error", _some(own), _INSTALL)
+    if others:
+        yield Finding("packages", "warn", _some(others),
+                      "uninstall what you do not need, or give it an environment of its own")  # fmt: skip
+    if not broken:
+        yield Finding("packages", "ok", f"all {len(names)} requirements are met")
+    locked = lock_versions(lock)
+    other = [
+        f"{name} {versions.get(name, 'is absent')} (lock: {version})"
+        for name, version in sorted(locked.items())
+        if name not in versions or Version(versions[name]).public != Version(version).public
+    ]
+    if other:
+        yield Finding("lock", "warn", _some(other), _INSTALL)
+    else:
+        yield Finding("lock", "ok", "all versions match" if locked else "no requirements.lock to compare with")
+    yield from _known_faults(versions)
+
+
+def _known_faults(versions: Mapping[str, str]) -> Iterator[Finding]:
+    bad = [
+        each for each in KNOWN_BAD if each[1] not in versions and all(_holds(Requirement(r), versions) for r in each[0])
+    ]
+    for together, cure, why, remedy in bad:
+        names = " and ".join(f"{name} {versions[name]}" for name in (Requirement(each).name for each in together))
+        yield Finding("known-bad", "error", f"{names}{f' without {cure}' if cure else ''}: {why}", remedy)
+    if not bad:
+        yield Finding("known-bad", "ok", "no packages that are known to break each other")
+    floors = {name: (versions[name], floor) for name, floor in FLOORS.items() if name in versions}
+    old = [f"{name} {has} (>={floor})" for name, (has, floor) in floors.items() if Version(has) < Version(floor)]
+    if old:
+        yield Finding("security", "error", f"releases with published holes: {', '.join(old)}", _INSTALL)
+    else:
+        yield Finding("security", "ok", ", ".join(f"{name} {has}" for name, (has, _) in floors.items()))
+
+
+def lock_versions(text: str) -> dict[str, str]:
+    """Name -> version from a file that ``uv pip compile`` wrote, without packages for other systems."""
+    lines = [Requirement(line) for line in re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE)]
+    here = [each for each in lines if each.marker is None or each.marker.evaluate()]
+    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in here}
+
+
+def _requirements(requires: Mapping[str, list[str]]) -> Iterator[tuple[str, Requirement, str]]:
+    """Package, requirement and the canonical name of what it requires, for this system and without extras."""
+    for name, texts in requires.items():
+        for each in filter(None, map(_requirement, texts)):
+            if not each.marker or each.marker.evaluate({"extra": ""}):
+                yield name, each, canonicalize_name(each.name)
+
+
+def _requirement(text: str) -> Requirement | None:
+    with contextlib.suppress(InvalidRequirement):
+        return Requirement(text)
+    return None
+
+
+def _holds(requirement: Requirement, versions: Mapping[str, str]) -> bool:
+    version = versions.get(canonicalize_name(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _some(lines: Sequence[str]) -> str:
+    return "; ".join([*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])])
+
+
+def check_store(store: Path, stages: Iterable[str]) -> Iterator[Finding]:
+    """The store can be written, has space for one more run, and has hard links."""
+    there = next(path for path in (store, *store.parents) if path.exists())
+    linked = False
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".posttrain-doctor-") as name:
+            (Path(name) / "file").touch()
+            with contextlib.suppress(OSError):
+                os.link(f"{name}/file", f"{name}/link")
+                linked = True
+    except OSError as error:
+        yield Finding("store", "error", f"{store} cannot be written: {error.strerror or error}",
+                      "choose a directory that you may write: store=DIRECTORY")  # fmt: skip
+        return
+    free, last = shutil.disk_usage(there).free, sum(_last_output_bytes(store, stage) for stage in stages)
+    found = f"{free / _GIB:,.1f} GiB free at {store}"
+    if free < max(_GIB, last):
+        found += f", and the last outputs of this pipeline take {last / _GIB:,.1f} GiB" if last else ""
+        level: Literal["warn", "error"] = "error" if free < _GIB else "warn"
+        yield Finding("store", level, found, "free space, or choose another disk: store=DIRECTORY")
+    else:
+        yield Finding("store", "ok", found)
+    if not linked:
+        yield Finding("store", "warn", f"the file system of {store} has no hard links",
+                      "use a local disk, or accept that its view and DVC's cache are copies")  # fmt: skip
+
+
+def _last_output_bytes(store: Path, stage: str) -> int:
+    outputs = [path for path in (Store(store).root / stage).glob("*/output") if path.is_dir()]
+    newest = max(outputs, key=lambda path: path.stat().st_mtime, default=None)
+    return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) if newest else 0
+
+
+def check_limits() -> Iterator[Finding]:
+    """Ray, NCCL and data loaders use the temporary directory, shared memory and thousands of open files."""
+    tmp, shm = tempfile.gettempdir(), Path("/dev/shm")
+    free, files = shutil.disk_usage(tmp).free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    shared = shutil.disk_usage(shm).total if shm.is_dir() else _GIB  # not every system has it
+    limits = [
+        ("tmp", free >= _GIB, f"{free / _GIB:,.1f} GiB free at {tmp}", "free space, or set TMPDIR to another disk"),
+        ("shared memory", shared >= _GIB, f"/dev/shm holds {shared / _GIB:,.1f} GiB",
+         "start the container with --shm-size=8g, or --ipc=host"),
+        ("open files", files == resource.RLIM_INFINITY or files >= 4096, f"a process may open {files} files",
+         "raise the hard limit to 65536: ulimit -Hn, or nofile in /etc/security/limits.conf"),
+    ]  # fmt: skip
+    for check, fits, found, remedy in limits:
+        yield Finding(check, "ok", found) if fits else Finding(check, "warn", found, remedy)
+
+
+def check_gpus() -> Finding:
+    """Torch can use every GPU that the driver lists; several need NCCL."""
+    if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
+        return Finding("gpu", "ok", "no NVIDIA GPU: stages run on the CPU")
+    listed, driver_fault = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    rows = [line.rpartition(", ") for line in listed.splitlines() if ", " in line]
+    if driver_fault or not rows:
+        found = f"the NVIDIA driver lists no GPU: {driver_fault or listed.strip() or 'no output'}"
+        return Finding("gpu", "error", found, "make `nvidia-smi` list the GPUs: reinstall the driver, restart the "
+                       "machine after an update, start a container with --gpus all")  # fmt: skip
+    counts = Counter(name for name, _, _ in rows)
+    found = f"{', '.join(f'{count}x {name}' for name, count in counts.items())}, driver {rows[0][2]}"
+    answer, torch_fault = _output(sys.executable, "-c", _TORCH)  # imports torch, which takes seconds
+    if torch_fault:
+        return Finding("gpu", "error", f"{found}; torch fails: {torch_fault}", _INSTALL)
+    torch = json.loads(answer.splitlines()[-1])
+    found += f", CUDA {torch['cuda']}, NCCL {torch['nccl']}"
+    if torch["cuda"] is None:
+        return Finding("gpu", "error", f"{found}: torch was built without CUDA",
+                       "pip install torch from an index that has CUDA builds: see pytorch.org/get-started")  # fmt: skip
+    if torch["seen"] < len(rows):
+        remedy = f"install a driver that supports CUDA {torch['cuda']}, or check CUDA_VISIBLE_DEVICES"
+        return Finding("gpu", "error", f"{found}: torch can use {torch['seen']} of {len(rows)}", remedy)
+    if torch["nccl"] is None and len(rows) > 1:
+        return Finding("gpu", "error", f"{found}: torch was built without NCCL",
+                       "pip install torch's CUDA build, which brings NCCL; until then num_workers=1")  # fmt: skip
+    return Finding("gpu", "ok", found)
+
+
+def _output(*command: str) -> tuple[str, str]:
+    """What a command prints, and why it failed: its last two lines."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    return done.stdout, "; ".join(lines[-2:] or [f"exit status {done.returncode}"]) if done.returncode else ""
+
+
+def check_exposed(processes: Iterable[psutil.Process]) -> Iterator[Finding]:
+    """Without authentication a server of Prefect, MLflow or Ray lets every client run code, or delete runs.
+
+    Servers of this user that listen beyond loopback; Prefect's on loopback too, which other accounts and web pages
+    reach.
+    """
+    ports: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended, or is not ours
+            kind = server_kind(process.cmdline()) if process.uids().real == os.getuid() else None
+            if kind and not _is_guarded(kind, process):
+                for each in process.net_connections("tcp"):
+                    if each.status == psutil.CONN_LISTEN and (kind == "prefect" or not is_loopback(each.laddr.ip)):
+                        ports[kind, each.laddr.ip].add(each.laddr.port)
+    for (kind, address), found in sorted(ports.items()):
+        level: Literal["warn", "error"] = "warn" if kind == "ray" or is_loopback(address) else "error"
+        listening = f"{kind} listens at {address}, port {', '.join(map(str, sorted(found)))}, without authentication"
+        yield Finding("exposed", level, listening, _GUARD[kind])
+    if not ports:
+        yield Finding("exposed", "ok", "no server of yours is open to others")
+
+
+def server_kind(words: Sequence[str]) -> str | None:
+    """Which server a command line runs, if any."""
+    return next((kind for kind, pattern in _SERVERS.items() if pattern.search(" ".join(words))), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Also for an IPv4 address that is mapped into IPv6."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def _is_guarded(kind: str, process: psutil.Process) -> bool:
+    if kind == "mlflow":
+        return any("mlflow.server.auth" in word or word == "basic-auth" for word in process.cmdline())
+    if kind == "ray":
+        return process.environ().get("RAY_AUTH_MODE") == "token"
+    return bool(prefect_settings(process.environ()).get("PREFECT_SERVER_API_AUTH_STRING"))
+
+
+def prefect_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment over the active profile, without importing prefect, which takes seconds."""
+    home = Path(environment.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    active: Mapping[str, object] = {}
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        profiles = tomllib.loads((home / "profiles.toml").read_text())
+        active = profiles["profiles"][environment.get("PREFECT_PROFILE") or profiles["active"]]
+    return {**{name: str(value) for name, value in active.items()}, **environment}
+
+
+def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> Iterator[Finding]:
+    """The API that is set answers, accepts the credentials that are set, and asks for some."""
+    url = prefect_settings(environment).get("PREFECT_API_URL")
+    if not url:
+        yield Finding("prefect", "ok", "none is set: an embedded server is started for each run")
+        if notify:
+            found = f"notify={notify}, and no PREFECT_API_URL: the block is looked up in your own Prefect database"
+            yield Finding("prefect", "warn", found, "set PREFECT_API_URL to the server that holds the block")
+        return
+    reply, without = ask_prefect(environment)
+    named = f"PREFECT_API_URL={shown(url)}"
+    yield _answer("prefect", named, reply, "set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud",
+                  "start it (prefect server start), correct the URL, or unset it: one is embedded")  # fmt: skip
+    if without == HTTPStatus.OK:
+        why = f"{named} asks for no password: every client can run code where its runs run"
+        yield Finding("prefect", "warn", why, _GUARD["prefect"])
+
+
+def ask_prefect(environment: Mapping[str, str]) -> tuple[int | str, int | str]:
+    """What the API that is set answers with the credentials that are set, and without: a status, or why none."""
+    settings = prefect_settings(environment)
+    url = settings.get("PREFECT_API_URL", "")
+    key, auth = settings.get("PREFECT_API_KEY"), own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
+    header = f"Bearer {key}" if key else basic(auth) if auth else ""
+    question = f"{url.rstrip('/')}/admin/version"
+    reply = _ask(question, header)
+    return reply, _ask(question, "") if header and reply == HTTPStatus.OK else reply
+
+
+def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) -> Finding:
+    """The server that is set answers, and accepts the credentials that are set."""
+    if uri is None or not is_server(uri):
+        return Finding("mlflow", "ok", "no server is set: a database, or no record in MLflow")
+    token, user = environment.get("MLFLOW_TRACKING_TOKEN"), environment.get("MLFLOW_TRACKING_USERNAME")
+    header = basic(f"{user}:{environment.get('MLFLOW_TRACKING_PASSWORD', '')}") if user else ""
+    header = f"Bearer {token}" if token else header
+    reply = _ask(f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", header)
+    return _answer("mlflow", f"{setting}={shown(uri)}", reply,
+                   "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+                   "start it, correct the address, or turn the record off with tracking.mlflow=false")  # fmt: skip
+
+
+def check_ray(address: str) -> Finding:
+    """The cluster that is set answers, and can be joined as a run would join it."""
+    from flows.stages.cluster_room import ask_cluster
+
+    if not address:
+        return Finding("ray", "ok", "none is set: a cluster is started for each stage that needs one")
+    named, remedy = f"RAY_ADDRESS={address}", "start it, correct the address, or unset it for a cluster of our own"
+    try:
+        place = urlsplit(address if "://" in address else f"ray://{address}")
+        if place.hostname and place.port:  # "auto" has neither
+            socket.create_connection((place.hostname, place.port), timeout=_TIMEOUT_SECONDS).close()
+        cpus, gpus = ask_cluster(_CLUSTER_SECONDS)
+    except (OSError, ValueError) as error:
+        return _answer("ray", named, str(error), "", remedy)
+    except ConfigError as error:
+        cause, _, mend = str(error).removeprefix(f"{named}: ").rpartition("; ")
+        return Finding("ray", "error", f"{named}: {cause or mend}", mend if cause else remedy)
+    return Finding("ray", "ok", f"{named} answers: {counted(round(cpus), 'CPU')}, {counted(round(gpus), 'GPU')}")
+
+
+def _ask(url: str, authorization: str) -> int | str:
+    """The HTTP status, or why there is none."""
+    try:
+        asked = request(url)
+        if authorization:
+            asked.add_header("Authorization", authorization)
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _answer(check: str, named: str, reply: int | str, admit: str, start: str) -> Finding:
+    if isinstance(reply, str):
+        return Finding(check, "error", f"{named}: nothing answers ({reply})", start)
+    if reply in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return Finding(check, "error", f"{named}: does not let you in (HTTP {reply})", admit)
+    return Finding(check, "ok", f"{named} answers")
+
+
+def check_configuration(
+    refused: ConfigError | None, overrides: Sequence[str], config_dir: Path | None
+) -> Iterator[Finding]:
+    """A run accepts the configuration, and the variables that it names are set."""
+    from omegaconf.errors import InterpolationResolutionError
+
+    from flows.declare.compose import composed_files
+
+    absent = {}
+    if refused and isinstance(refused.__cause__, InterpolationResolutionError):  # otherwise it may not even be YAML
+        files = ((str(path), path.read_text()) for path, _ in composed_files(overrides, config_dir))
+        texts = [*(("an override", word) for word in overrides), *files]
+        names = {name: where for where, text in texts for name in _VARIABLE.findall(text)}
+        absent = {name: where for name, where in names.items() if not os.environ.get(name)}
+    for name, where in absent.items():
+        found = f"{where} names the variable {name}, which is not set"
+        yield Finding("credentials", "error", found, f"export {name}=...")
+    if refused and not absent:
+        yield Finding("configuration", "error", str(refused), "correct it as the message says")
+    if not refused:
+        yield Finding("configuration", "ok", "every key and value is accepted")
+        yield Finding("credentials", "ok", "every variable that the configuration names is set")

@@ -1,0 +1,117 @@
+"""The roots of garbage collection: what aliases, views, the best trials of sweeps, runs and ``--keep`` refer to."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flows.declare.operation import Tracking
+from flows.declare.pipeline import Pipeline
+from flows.planning.plan import make_plan
+from flows.planning.reads import reads
+from flows.progress.run_notes import latest
+from flows.sweep.files import read_best
+from flows.sweep.folder import FOLDER, Ledger
+from lineage.errors import ArtifactError
+from lineage.gc import TOKENS
+from lineage.graph.index import Index
+from lineage.graph.index_queries import ARTIFACT
+from lineage.graph.places import artifact_at, node_key
+from lineage.graph.refs import resolve
+from lineage.mlflow.address import sqlite_file, tracking_uri
+from lineage.mlflow.registry import aliases
+from lineage.promotions import read_events
+from lineage.store import MANIFEST, Entry
+from lineage.view import VIEWS
+from tasks.method import Training
+
+
+def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str, str]:
+    """Node -> why it stays, with all ancestors.
+
+    Args:
+        pipeline: that the command states: what a run of it would produce or reuse stays.
+        keep: REFs that stay.
+
+    Raises:
+        PipelineError: the pipeline cannot be planned, a record or MLflow cannot be read, or a REF names nothing.
+    """
+    restart = tuple(name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training))
+    planned = reads(make_plan(replace(pipeline, restart=restart, code_drift="warn")))
+    found = dict.fromkeys(planned, "the pipeline of this command")
+    with Index(store) as index:
+        found |= {resolve(ref, index).node: f"--keep {ref}" for ref in keep}
+        pipelines = sorted({name for name, _ in index.places()})
+    return add_present(store, {**found, **_sweeps(store), **_mlflow(pipeline.tracking, pipelines)})
+
+
+def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
+    """The same with what runs, views and aliases in the store refer to now; it asks no server.
+
+    Raises:
+        ArtifactError: a record cannot be read.
+    """
+    found = dict(before)
+    pipelines = {}
+    for run in latest(store):  # first: a run that ends meanwhile has moved its views
+        if run.is_live(store):
+            why = f"run {run.id}"
+            places = filter(
+                None, (artifact_at(store, each.directory) for each in run.stages.values() if each.directory)
+            )
+            found |= dict.fromkeys((*run.reads, TOKENS, *(node_key(*place) for place in places)), why)
+            if run.waits_for or run.sweep:  # it has no plan yet, or adds to it
+                pipelines[run.pipeline] = why
+    for path in (store / VIEWS).glob(f"*/*/{MANIFEST}"):
+        if manifest := Entry(path.parent).manifest():
+            node = node_key(manifest.stage, manifest.fingerprint)
+            found[node] = f"view {path.parents[1].name}/{path.parent.name}"
+    with Index(store) as index:
+        for name, why in pipelines.items():
+            found |= {made.id: why for made in index.artifacts(f"{ARTIFACT} WHERE pipeline = ?", name)}
+        found |= _promoted(index)
+        for above in index.ancestors(list(found)):
+            found.setdefault(above.id, "an ancestor of what stays")
+    return found
+
+
+def _promoted(index: Index) -> dict[str, str]:
+    """What has or had an alias, and the verdicts behind it: the record of promotions names them for ever."""
+    found: dict[str, str] = {}
+    for event in read_events(index.store):
+        for identity in filter(None, (event.fingerprint, event.verdict)):
+            nodes = index.with_prefix(identity[:16])
+            found |= dict.fromkeys(nodes, f"{event.action} {event.alias or ''}".strip())
+        node = node_key(event.stage or "", event.fingerprint)
+        if event.alias and event.stage and not index.artifact(node):
+            entry = index.entry(node)
+            if entry.path.exists() or node in index.aliases.values():  # otherwise it was deleted long ago
+                raise ArtifactError(
+                    f"{node}, which alias {event.alias} names or has named, has no {MANIFEST}: its ancestors are "
+                    f"unknown, so nothing is deleted; restore {entry.path}, or run its pipeline again"
+                )
+    return found
+
+
+def _sweeps(store: Path) -> dict[str, str]:
+    """The best trials of each sweep.
+
+    Raises:
+        ConfigError: a file of best overrides cannot be read.
+    """
+    found: dict[str, str] = {}
+    for path in (store / FOLDER).glob("*/best*.yaml"):
+        best = set(read_best(path)[0])
+        for row in Ledger(path.parent).rows():
+            if {f"{field}={value}" for field, value in row.params.items()} <= best:
+                nodes = (node_key(*each) for each in row.fingerprints.items())
+                found |= dict.fromkeys(nodes, f"the best of sweep {path.parent.name}")
+    return found
+
+
+def _mlflow(tracking: Tracking, pipelines: Sequence[str]) -> dict[str, str]:
+    """What the aliases of MLflow's registry name: people set them there by hand."""
+    uri = tracking_uri(tracking.uri) if tracking.mlflow else None
+    file = sqlite_file(uri) if uri else None
+    if uri is None or (file and not file.exists()):  # nothing was recorded yet
+        return {}
+    return {node_key(*place): f"alias {alias} of MLflow" for place, alias in aliases(uri, pipelines).items()}

@@ -1,1 +1,0 @@
-"""What of a store is needed, and by whom."""

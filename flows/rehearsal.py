@@ -1,0 +1,302 @@
+"""Rehearsal: every stage of a pipeline at two steps, with the real save, resume, merge, evaluation and registration."""
+
+import contextlib
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+from filelock import FileLock
+
+from flows.declare.operation import Operation
+from flows.declare.pipeline import Pipeline, Stage
+from flows.open_run import check_machine, note_before, open_run
+from flows.planning.plan import Plan, PlannedStage, make_plan
+from flows.planning.verdicts import judgements
+from flows.progress.board import Board
+from flows.progress.observer import Observer, Observers
+from flows.stages.execute import execute
+from flows.stages.job import STOP_FILE
+from flows.stops import stoppable
+from flows.tracking import make_tracker
+from flows.wording import counted
+from lineage.artifact import DATA, MODELS, Kind
+from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.lease import Lease, living_holder
+from lineage.manifest import Manifest
+from lineage.metrics_file import read_reports
+from lineage.store import REHEARSALS, Entry, create_store
+from tasks.context import Launcher
+from tasks.method import Training
+from tasks.train.adapter_files import ADAPTER_DIR
+
+NUM_STEPS = 2
+SUFFIX = "-rehearsal"  # of the pipeline's name in MLflow, so that its models are not taken for results
+WEIGHTS = ".safetensors"
+_EXERCISES = {Kind.REPORT: "evaluate", Kind.VERDICT: "judge", **dict.fromkeys(DATA, "prepare")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The rehearsal of one stage.
+
+    Args:
+        exercised: the parts of the real stage that ran.
+        seconds: of the rehearsal.
+        memory_gib: the largest that a step reported.
+        checkpoint_bytes: of one checkpoint.
+        real_seconds: estimate for the real stage: a training by its fastest step; any other did the real work. None:
+            unknown.
+        verdict: ``works``, or what is wrong.
+    """
+
+    stage: str
+    exercised: tuple[str, ...] = ()
+    seconds: float | None = None
+    memory_gib: float | None = None
+    checkpoint_bytes: int | None = None
+    real_seconds: float | None = None
+    verdict: str = "works"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The result: the store of the rehearsal, a row per stage, and the error that ended it."""
+
+    place: Path
+    rows: list[Row]
+    error: PipelineError | None = None
+
+
+def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehearsal:
+    """Runs every stage in short, one after another, in a temporary store.
+
+    Args:
+        words: the options and overrides of the command, for the record.
+        keep: the store stays until the next rehearsal, and its models stay registered.
+
+    Raises:
+        ConfigError: the pipeline cannot work.
+        KeyboardInterrupt: it was stopped.
+    """
+    named = replace(pipeline, name=pipeline.name + SUFFIX, tracking=replace(pipeline.tracking, dvc=False))
+    plan: Plan | None = None
+    rows: list[Row] = []
+    try:
+        with scratch(pipeline.store, keep=keep) as place:
+            plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1)
+            check_machine(plan.stages)
+            make_tracker(named.tracking)  # MLflow answers
+            delete_others(place)
+            _unregister(named)  # for equal bytes the registry creates no second version
+            _run(pipeline, plan, words, rows)
+            _require_recorded(plan)
+        _unregister(named)
+    except PipelineError as error:
+        if plan is None or isinstance(error, ConfigError):
+            raise
+        verdicts = ["FAILED", *["not reached"] * len(plan.stages)]
+        left = zip(plan.stages[len(rows) :], verdicts, strict=False)
+        rows += [Row(stage=planned.name, verdict=verdict) for planned, verdict in left]
+        return Rehearsal(place=place, rows=rows, error=error)
+    return Rehearsal(place=place, rows=rows)
+
+
+def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
+    """Adds a row for each finished stage."""
+    note_before(plan)
+    names = [planned.name for planned in plan.stages]
+    with stoppable(), Board(sys.stderr, names) as board:
+        stop = StopOnce(board, max(map(len, names)))
+        with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
+            for planned in plan.stages:
+                seconds = execute(run, planned).seconds
+                num_steps = run.checks.num_steps(planned, pipeline.stages[planned.name].method)
+                size = stop.saved.get(planned.name)
+                rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
+
+
+class StopOnce(Observers):
+    """Stops each training after its first step, as when its machine is taken away: it saves, and is resumed.
+
+    Attributes:
+        saved: name of a stage -> bytes of the checkpoint from which it resumes.
+    """
+
+    def __init__(self, observer: Observer, width: int) -> None:
+        super().__init__(observer)
+        self.saved: dict[str, int] = {}
+        self._entry: Entry | None = None  # of the training that runs; stages run one after another
+        self._name = ""
+        self._width = width
+
+    def running(self, title: str, metrics: Path, total: int | None) -> None:
+        super().running(title, metrics, total)
+        self._name, self._entry = title, Entry(metrics.parent) if total else None
+        if self._entry:
+            (self._entry.work / STOP_FILE).touch()
+
+    def announce(self, text: str) -> None:
+        """Replaces the report of the stop."""
+        checkpoint = self._entry.checkpoints.newest() if self._entry else None
+        if self._entry and checkpoint and self._name not in self.saved:
+            folder = self._entry.checkpoints.path(checkpoint.step)
+            self.saved[self._name] = sum((folder / name).stat().st_size for name in checkpoint.files)
+            text = f"{self._name:<{self._width}}  saved at step {checkpoint.step} and stopped; resumes from there"
+        super().announce(text)
+
+
+def row_of(
+    plan: Plan, planned: PlannedStage, *, seconds: float, num_steps: int | None, checkpoint_bytes: int | None
+) -> Row:
+    """The row of a finished stage, read from its manifest and its reports.
+
+    Args:
+        num_steps: of the real stage; None: unknown, or it does not train.
+        checkpoint_bytes: of the checkpoint from which it resumed.
+    """
+    entry, method = plan.entry(planned), planned.stage.method
+    manifest = entry.manifest()
+    assert manifest is not None
+    registered = method.produces in MODELS and manifest.mlflow_run_id is not None
+    output = (*(("merge",) if _is_merged(manifest) else ()), *(("register",) if registered else ()))
+    if not isinstance(method, Training):
+        judged = next((each for each in judgements(plan) if each.gate == planned.name), None)
+        verdict = f"works: {judged.verdict.result}, of models of two steps" if judged else "works"
+        exercised = (_EXERCISES.get(method.produces, "make"), *output)
+        return Row(stage=planned.name, exercised=exercised, seconds=seconds, real_seconds=seconds, verdict=verdict)
+    reports = [report.metrics for report in read_reports(entry.metrics)]
+    resumed = bool(manifest.provenance.resumed_at)
+    pace = step_seconds(reports)
+    return Row(
+        stage=planned.name,
+        exercised=(counted(len(reports), "step"), *(("save", "resume") if resumed else ()), *output),
+        seconds=seconds,
+        memory_gib=max((metrics["memory_gib"] for metrics in reports if "memory_gib" in metrics), default=None),
+        checkpoint_bytes=checkpoint_bytes,
+        real_seconds=None if pace is None or num_steps is None else pace * num_steps,
+        verdict="works" if resumed else "works, but leaves no checkpoint when it is stopped",
+    )
+
+
+def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
+    """Of the fastest step, by its tokens and their pace, which exclude saves; None: not reported."""
+    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
+    tokens = [total - before for before, total in pairwise(totals)]
+    paces = [step.get("tokens_per_second", 0.0) for step in reports]
+    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
+
+
+def _is_merged(manifest: Manifest) -> bool:
+    """Whether an output is a whole model with the adapter beside it that it was merged from."""
+    weights = [path for path in map(PurePosixPath, manifest.files) if path.suffix == WEIGHTS]
+    return {PurePosixPath(), PurePosixPath(ADAPTER_DIR)} <= {path.parent for path in weights}
+
+
+def _unregister(named: Pipeline) -> None:
+    """Removes from the registry the models of rehearsals whose store is gone.
+
+    Raises:
+        ArtifactError: MLflow refuses.
+    """
+    if named.tracking.mlflow:
+        from lineage.mlflow.registry import unregister_gone
+
+        unregister_gone(named.tracking.uri, named.name, (named.store / REHEARSALS).absolute())
+
+
+def _require_recorded(plan: Plan) -> None:
+    """Checks that MLflow has every run and model: a run continues without it.
+
+    Raises:
+        ArtifactError: it lacks one.
+    """
+    if not plan.pipeline.tracking.mlflow:
+        return
+    from lineage.verify.mlflow import check_mlflow
+    from lineage.verify.store import Checked, read_store
+
+    everything, _ = read_store(plan.pipeline.store)
+    lacking = [f"{node} has no run in MLflow" for node, (_, made) in everything.items() if made.mlflow_run_id is None]
+    checked = Checked(all=everything, chosen=sorted(everything))
+    found = check_mlflow(plan.pipeline.tracking.uri, plan.pipeline.store, checked)
+    lacking += [f"{each.what}: {each.why}" for each in found]
+    if lacking:
+        raise ArtifactError(
+            f"the rehearsal is not recorded as a run would be: {'; '.join(lacking[:3])}; mend MLflow, or turn the "
+            "record off with tracking=none"
+        )
+
+
+# --- a pipeline in short, in a store of its own
+
+
+@contextlib.contextmanager
+def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
+    """A temporary store below a store, on its file system.
+
+    Args:
+        keep: it stays until the next command that needs one; so it does after a failure, for its log.
+    """
+    create_store(store)
+    folder = store / REHEARSALS
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / uuid.uuid4().hex[:8]
+    with FileLock(folder / "guard"):
+        lease = Lease(place)
+        assert lease.try_acquire()  # its name is new
+    kept = keep
+    try:
+        with lease.holding():
+            yield place
+    except PipelineError as error:
+        kept = keep or not isinstance(error, ConfigError)  # which comes before anything runs
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def delete_others(place: Path) -> None:
+    """Deletes what earlier commands left beside a temporary store: kept, after a failure, or killed."""
+    with FileLock(place.parent / "guard"):
+        for other in place.parent.iterdir():
+            if other.is_dir() and other != place and not living_holder(other):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int) -> Plan:
+    """The plan that runs every stage of a pipeline with so few steps in another store; aliases are the real store's.
+
+    Raises:
+        ConfigError: the pipeline cannot work.
+    """
+    stages = {name: _short(stage, num_steps, save_steps) for name, stage in pipeline.stages.items()}
+    plan = make_plan(replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation()))
+    planned = [
+        replace(each, state="run", reason="in short", restart=False, rerun_drifted=False) for each in plan.stages
+    ]
+    return replace(plan, pipeline=replace(plan.pipeline, store=store), stages=planned)
+
+
+def _short(stage: Stage, num_steps: int, save_steps: int) -> Stage:
+    """The stage with fewer steps; what determines its memory is unchanged. A lost training is retried once."""
+    method, resources = stage.method, stage.resources
+    if not isinstance(method, Training):
+        return stage
+    best = method.best and replace(method.best, every_steps=min(method.best.every_steps or save_steps, save_steps))
+    validation = method.validation and replace(
+        method.validation, every_steps=min(method.validation.every_steps or save_steps, save_steps), every_epochs=None,
+        patience=None,
+    )  # fmt: skip
+    # A stage in the command's own process cannot be killed apart from it.
+    launcher = Launcher.AUTO if resources.launcher == Launcher.FOREGROUND else resources.launcher
+    return replace(
+        stage, method=replace(method, num_steps=num_steps, num_epochs=None, best=best, validation=validation),
+        resources=replace(
+            resources, launcher=launcher, save_steps=save_steps, save_epochs=None, save_minutes=None, max_failures=1
+        ),
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Garbage collection of a store: what no root refers to, how much space it takes, and its deletion."""
+
+import contextlib
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lineage.digest import file_names
+from lineage.errors import TakenOverError
+from lineage.files import append_jsonl, read_jsonl
+from lineage.graph.places import node_key
+from lineage.lease import LOCK, Lease, living_holder
+from lineage.manifest import Manifest
+from lineage.promotions import locked
+from lineage.store import CACHE, ENTRY_NAME, MANIFEST, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
+
+DELETED = (
+    "freed.jsonl"  # of the store: the finished outputs that were deleted, so that no mirror of theirs is an orphan
+)
+TOKENS = "tokens"  # the root of all that is cached: any run may read some
+AGE_SECONDS = 7 * 86400.0
+
+_GUARD = "gc.lock"
+_CACHES = {"tokens": "tokens", MODELS: "model", REFERENCE_LOGPS: REFERENCE_LOGPS}  # folder -> name of an entry
+_LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # by a kill, beside a finished output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Garbage:
+    """One thing to delete.
+
+    Args:
+        what: ``stage@`` and the first digits of its fingerprint, or what else it is.
+        path: its directory; ``paths``: what of it goes.
+        last_used: in seconds since the epoch.
+        key: the root that keeps it; None: none does, it is the rest of a kill.
+        fingerprint: of a finished output.
+        lock: the lock of a thing that has no lease.
+    """
+
+    what: str
+    why: str
+    path: Path
+    paths: tuple[Path, ...]
+    last_used: float
+    key: str | None = None
+    fingerprint: str | None = None
+    lock: Path | None = None
+
+    def used_since(self) -> bool:
+        """Whether a run has used or written it since it was found; taking its lease is no use."""
+        below = [path for path in self.path.iterdir() if path.name != LOCK]
+        return _newest([*below, self.path] if self.lock else below) > self.last_used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Bytes of files, and of those the bytes that no hard link from elsewhere keeps on the disk."""
+
+    num_bytes: int
+    freed: int
+
+
+def find(store: Path, roots: Collection[str], older_than: float = AGE_SECONDS) -> tuple[list[Garbage], list[Garbage]]:
+    """What no root keeps, children before what they were made from: what is old enough to go, and what is too young.
+
+    Args:
+        roots: nodes of artifacts, with all ancestors; or ``TOKENS``.
+        older_than: seconds since its last use.
+
+    Raises:
+        ArtifactError: a manifest cannot be read, so that the ancestors of its output are unknown.
+    """
+    found = [*_outputs(store, roots), *_folders(store / REHEARSALS, "rehearsals/", store / REHEARSALS / "guard")]
+    if TOKENS not in roots:
+        for folder, name in _CACHES.items():
+            found += _folders(store / CACHE / folder, f"{name} ", None)
+    now = time.time()
+    old = [each for each in found if now - each.last_used >= older_than]
+    return old, [each for each in found if now - each.last_used < older_than]
+
+
+def size(garbage: Iterable[Garbage]) -> Size:
+    """Of all of it together: bytes that two of them share count once."""
+    links: dict[tuple[int, int], int] = {}
+    status: dict[tuple[int, int], os.stat_result] = {}
+    for path in (path for each in garbage for path in each.paths):
+        for file in [path / name for name in file_names(path)] if path.is_dir() else [path]:
+            with contextlib.suppress(OSError):  # it is gone
+                found = file.lstat()
+                key = found.st_dev, found.st_ino
+                links[key] = links.get(key, 0) + 1
+                status[key] = found
+    freed = sum(found.st_size for key, found in status.items() if links[key] >= found.st_nlink)
+    return Size(num_bytes=sum(found.st_size for found in status.values()), freed=freed)
+
+
+def guard(store: Path) -> FileLock:
+    """Keeps a run from taking up an output between the last check of its roots and its deletion.
+
+    Held for as long as it takes to write a run's record, or to check and rename one output.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    return FileLock(store / _GUARD)
+
+
+def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) -> bool:
+    """Deletes it, unless a process works there, used it since it was found, or refers to it by now.
+
+    The manifest of an output goes first, so that a kill leaves an unfinished one, which the next call finds.
+
+    Args:
+        roots: gives the present roots; it asks no server, since runs wait for it.
+
+    Returns:
+        Whether it was there and is gone.
+
+    Raises:
+        ArtifactError: a record cannot be read, so that the roots are unknown.
+    """
+    if garbage.lock:
+        with contextlib.suppress(Timeout), FileLock(garbage.lock, timeout=0):
+            path = garbage.path
+            if path.exists() and not (living_holder(path) or garbage.used_since() or garbage.key in roots()):
+                shutil.rmtree(path, ignore_errors=True)
+                return not path.exists()
+        return False
+    if not garbage.path.is_dir():
+        return False
+    lease = Lease(garbage.path)
+    try:
+        if not lease.try_acquire():
+            return False
+        with lease.holding():
+            trash = _set_aside(store, garbage, lease, roots)
+            if trash:
+                shutil.rmtree(trash, ignore_errors=True)
+            return trash is not None and not trash.exists()
+    except TakenOverError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):  # not empty: a run that waited for it starts there now
+            garbage.path.rmdir()
+            garbage.path.parent.rmdir()
+
+
+def deleted(store: Path) -> set[tuple[str, str]]:
+    """Stage and fingerprint of the finished outputs that were ever deleted."""
+    return set(read_jsonl(store / DELETED, lambda stage, fingerprint, **_: (stage, fingerprint)))
+
+
+def _set_aside(store: Path, garbage: Garbage, lease: Lease, roots: Callable[[], Collection[str]]) -> Path | None:
+    """Moves it into a folder that no run reads; None: it has to stay."""
+    entry, trash = Entry(garbage.path), garbage.path / f"work.{uuid.uuid4().hex[:8]}.gone"
+    with guard(store), locked(store):
+        manifest = entry.manifest()
+        is_other = (manifest.fingerprint if manifest else None) != garbage.fingerprint
+        if is_other or garbage.used_since() or garbage.key in roots():
+            return None
+        lease.require()
+        trash.mkdir()
+        paths = garbage.paths
+        if garbage.key:
+            below = [path for path in entry.path.iterdir() if path.name != LOCK and path != trash]
+            paths = tuple(sorted(below, key=lambda path: path.name != MANIFEST))
+        if manifest and garbage.key:
+            record = {"time": time.time(), "stage": manifest.stage, "fingerprint": manifest.fingerprint}
+            append_jsonl(store / DELETED, record)
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(trash / path.name)
+    return trash
+
+
+def _outputs(store: Path, roots: Collection[str]) -> list[Garbage]:
+    found = []
+    for stage, entry in Store(store).entries():
+        with contextlib.suppress(FileNotFoundError):  # another `gc` has deleted it
+            manifest, node = entry.manifest(), node_key(stage, entry.path.name)
+            last_used = _last_used(entry.path)
+            paths: tuple[Path, ...] = (entry.path,)
+            why = "nothing refers to it" if manifest else _unfinished(entry)
+            if node in roots:
+                paths = tuple(_left_by_kill(entry, manifest)) if manifest else ()
+                why = f"left by a kill beside a finished output: {', '.join(path.name for path in paths)}"
+            if paths and not living_holder(entry.path):
+                garbage = Garbage(
+                    what=node, why=why, path=entry.path, paths=paths, last_used=last_used,
+                    key=None if node in roots else node, fingerprint=manifest.fingerprint if manifest else None,
+                )  # fmt: skip
+                found.append((manifest.provenance.end if manifest else math.inf, garbage))
+    return [garbage for _, garbage in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def _left_by_kill(entry: Entry, manifest: Manifest) -> Iterator[Path]:
+    """Of its checkpoints none that ``keep_best`` keeps."""
+    checkpoints = "checkpoints/.*" if manifest.provenance.resources.get("keep_best") else "checkpoints"
+    for pattern in (*_LEFT, checkpoints):
+        yield from sorted(entry.path.glob(pattern))
+
+
+def _unfinished(entry: Entry) -> str:
+    newest = entry.checkpoints.newest()
+    return f"unfinished, with a checkpoint of step {newest.step}" if newest else "unfinished, without a checkpoint"
+
+
+def _folders(parent: Path, prefix: str, lock: Path | None) -> Iterator[Garbage]:
+    """Rehearsals under one lock; or cached tokens, models and log-probabilities, which a run makes again."""
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        is_one = (
+            path.is_dir() and not living_holder(path) if lock else ENTRY_NAME.fullmatch(path.stem) and path.is_dir()
+        )
+        if is_one:
+            with contextlib.suppress(FileNotFoundError):
+                yield Garbage(
+                    what=f"{prefix}{path.name}", why="left by a rehearsal" if lock else "not used lately", path=path,
+                    paths=(path,), last_used=_last_used(path), key=None if lock else TOKENS,
+                    lock=lock or path.with_suffix(".lock"),
+                )  # fmt: skip
+
+
+def _last_used(directory: Path) -> float:
+    """When a run last took it up, or something was written: a heartbeat, a report, a checkpoint, its manifest."""
+    return _newest([directory, *directory.iterdir()])
+
+
+def _newest(paths: Iterable[Path]) -> float:
+    times = [0.0]
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)

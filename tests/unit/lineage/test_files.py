@@ -1,0 +1,75 @@
+"""Files of the record survive a kill in the middle of a write, and a full disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lineage.errors import ArtifactError
+from lineage.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
+from lineage.metrics_file import ReportFile, cut_reports, last_step, read_reports
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "folder" / "note.json"
+    atomic_write(file, "old \u00e9 \udc80")
+    before = file.read_bytes()
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            atomic_write(file, "new")
+    assert file.read_bytes() == before
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(file, "new")
+    assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_half_a_line_is_not_read_and_goes_with_the_next(tmp_path):
+    file = tmp_path / "events.jsonl"
+    assert read_jsonl(file, dict) == []
+    append_jsonl(file, {"who": "\u00e9\u2028\udc80"}, {"who": "b"})
+    with file.open("a") as half:
+        half.write('{"who": "c"')
+    assert read_jsonl(file, dict, "is no event") == [{"who": "\u00e9\u2028\udc80"}, {"who": "b"}]
+    append_jsonl(file, {"who": "d"}, flush=False)
+    assert [each["who"] for each in read_jsonl(file, dict, "is no event")] == ["\u00e9\u2028\udc80", "b", "d"]
+    file.write_text('{"wh')
+    append_jsonl(file, {"who": "e"})
+    assert file.read_text() == '{"who": "e"}\n'
+
+
+@pytest.mark.parametrize("damaged", ["{", "[1]", "null", '{"other": 1}'])
+def test_a_damaged_line_is_skipped_or_named(tmp_path, damaged):
+    file = tmp_path / "events.jsonl"
+    file.write_text(f'{{"who": "a"}}\n{damaged}\n{{"who": "b"}}\n')
+
+    def parse(who):
+        return who
+
+    assert read_jsonl(file, parse) == ["a", "b"]
+    with pytest.raises(ArtifactError, match=rf"{file}:2: is no event \(.*\); mend or delete that line"):
+        read_jsonl(file, parse, "is no event")
+
+
+def test_reports_are_read_at_once_as_they_come_and_cut_before_a_resume(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    following = ReportFile(file)
+    assert (read_reports(file), last_step(file), following.read()) == ([], 0, [])
+    cut_reports(file, 3)
+    assert not file.exists()
+    replace_jsonl(file, [{"step": step, "time": 0.5, "metrics": {"loss": float("nan")}} for step in (1, 2)])
+    assert [report.step for report in following.read()] == [1, 2]
+    append_jsonl(file, {"step": 3, "time": 1.5, "metrics": {"loss": 1.0}}, flush=False)
+    with file.open("a") as half:
+        half.write('{"step": 4, "ti')
+    assert [report.metrics for report in following.read()] == [{"loss": 1.0}]
+    assert (last_step(file), following.read(), following.num_restarts) == (3, [], 0)
+    cut_reports(file, 2)
+    assert [report.step for report in read_reports(file)] == [1, 2] == [report.step for report in following.read()]
+    assert following.num_restarts == 1
