@@ -64,9 +64,9 @@ class HangWatch:
             return None
         now = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # the store is away
-            for mark in marks(self._work):
-                if self._seen.get(mark.rank, (None, now))[0] != mark:
-                    self._seen[mark.rank] = mark, now
+            for latest in marks(self._work):
+                if self._seen.get(latest.rank, (None, now))[0] != latest:
+                    self._seen[latest.rank] = latest, now
         if self._seen or not self._queues:
             for rank in range(self._job.resources.num_workers):
                 self._seen.setdefault(rank, (None, now))

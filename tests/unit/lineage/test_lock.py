@@ -70,7 +70,7 @@ def test_who_asks_for_the_owner_takes_the_lock_from_nobody(tmp_path):
     for asker in askers:
         asker.start()
     try:
-        for _ in range(100):
+        for _ in range(30):
             lock = Lock(tmp_path)
             assert lock.try_acquire()
             with lock.holding():
