@@ -19,7 +19,7 @@ from lineage.digest import DigestCache
 from lineage.sources import pin
 from tasks.context import Resources, TrainContext
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
-from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations

@@ -12,9 +12,8 @@ from flows.declare.compose import field_of
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
-from lineage.dvc_store import FILE, DvcProject
+from lineage.dvc import FILE, DvcProject, View
 from lineage.errors import ArtifactError, ConfigError, PipelineError
-from lineage.view import View
 
 # Overrides that change where and how a pipeline runs, never what it makes.
 _EXECUTION = ("resources", "tracking", "store", "code_drift")

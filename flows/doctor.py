@@ -33,7 +33,7 @@ from flows.prefect_address import own_auth
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.reach import basic, request
+from lineage.remote_files import basic, request
 from lineage.store import Store
 
 _CHECKOUT = Path(__file__).parents[1]

@@ -18,11 +18,10 @@ from flows.declare.compose import composed_files
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
-from lineage.dvc_store import FILE, read_stages
+from lineage.dvc import FILE, View, read_stages
 from lineage.errors import ConfigError, PipelineError
 from lineage.sources import local_parts, local_paths
 from lineage.store import MANIFEST, METRICS, PLOTS
-from lineage.view import View
 from tasks.method import Training
 
 _CALL = "posttrain stage "

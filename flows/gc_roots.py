@@ -11,17 +11,16 @@ from flows.planning.reads import reads
 from flows.progress.run_notes import latest
 from flows.sweep.files import read_best
 from flows.sweep.folder import FOLDER, Ledger
+from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError
 from lineage.gc import TOKENS
-from lineage.graph.index import Index
-from lineage.graph.index_queries import ARTIFACT
+from lineage.graph.index import ARTIFACT, Index
 from lineage.graph.places import artifact_at, node_key
 from lineage.graph.refs import resolve
 from lineage.mlflow.address import sqlite_file, tracking_uri
 from lineage.mlflow.registry import aliases
 from lineage.promotions import read_events
 from lineage.store import MANIFEST, Entry
-from lineage.view import VIEWS
 from tasks.method import Training
 
 

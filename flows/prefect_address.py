@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
-from lineage.reach import why_silent
+from lineage.remote_files import why_silent
 
 _REACH_SECONDS = 10.0
 _PROFILE = "posttrain"  # unless PREFECT_PROFILE asks for another

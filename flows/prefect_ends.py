@@ -25,7 +25,7 @@ from flows.progress.run_notes import end_of
 from flows.stops import hearing_sigterm
 from lineage.errors import StoppedError
 from lineage.holder import Holder
-from lineage.reach import why_silent
+from lineage.remote_files import why_silent
 
 _PATIENCE_SECONDS = 150.0
 _STOP_SECONDS = 3.0  # of the 30 that whoever stops us gives; stages that save have had most of them

@@ -14,7 +14,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.open_flows import End, OpenFlow, left_open
 from flows.prefect_address import configured_api_url
-from lineage.reach import why_silent
+from lineage.remote_files import why_silent
 
 _STATES: dict[End, Callable[..., State[None]]] = {
     "COMPLETED": Completed, "FAILED": Failed, "CANCELLED": Cancelled, "CRASHED": Crashed,

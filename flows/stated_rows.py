@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Union, get_args, get_orig
 
 from annotated_types import Gt
 
+from flows.declare.config import typed
 from flows.declare.pipeline import nearest
-from flows.declare.typed import typed
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ from tasks.chat_template import check_name
 from tasks.data.examine import method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 
 if TYPE_CHECKING:
     from tasks.data.preparing.convert_rows import Opened

@@ -1,5 +1,6 @@
-"""The record beside each output: what it is, what made it, what it was made from."""
+"""The record of a finished artifact, ``manifest.json``: recipe, inputs, output digests, metrics and provenance."""
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -12,6 +13,35 @@ from pathlib import Path
 
 from lineage.digest import DigestCache, digest_files
 from lineage.secrets import redacted
+
+_CPUS = Path("/proc/cpuinfo")
+_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_SECONDS = 20
+
+
+@cache
+def hardware() -> dict[str, str]:
+    """``cpu`` by name, and ``gpu`` where there is one; each kind once, however many there are."""
+    gpus = _gpus()
+    return {"cpu": _cpu(), **({"gpu": gpus} if gpus else {})}
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in _CPUS.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus() -> str:
+    """Asks the driver, not torch, which takes seconds to import."""
+    try:
+        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ", ".join(sorted({line.strip() for line in listing.splitlines() if line.strip()}))
+
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 

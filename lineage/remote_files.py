@@ -1,24 +1,80 @@
-"""Files behind a URL: of a bucket, of a DVC remote, of whatever fsspec has a file system for."""
+"""Files of sources on servers: reachability, download into the store's cache, and that only their owner reads them."""
 
+import base64
 import contextlib
 import inspect
 import os
 import re
+import stat
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from glob import has_magic
-from pathlib import PurePosixPath
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
-from lineage.private_folder import dvc_state
-from lineage.reach import basic
 from lineage.secrets import secrets_of, without_secrets
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+
+def why_silent(url: str, timeout_seconds: float) -> Exception | None:
+    """Why nothing answers at ``<url>/health``; None: a server does, also one that does not let us in."""
+    try:
+        urllib.request.urlopen(request(f"{url.rstrip('/')}/health"), timeout=timeout_seconds).close()
+    except urllib.error.HTTPError:
+        return None  # whether it lets us in is the client's affair
+    except (OSError, ValueError, HTTPException) as error:
+        return error
+    return None
+
+
+def request(url: str) -> urllib.request.Request:
+    """A question to an address that may name a user and a password, which urllib takes for a part of the host."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    headers = {"Authorization": basic(unquote(user))} if user else {}
+    return urllib.request.Request(urlunsplit(parts._replace(netloc=host)), headers=headers)
+
+
+def basic(pair: str) -> str:
+    """The header of ``user:password``."""
+    return "Basic " + base64.b64encode(pair.encode()).decode()
+
+
+def private_folder(parent: str | None = None) -> Path:
+    """``posttrain-UID`` in the temporary directory, with mode 0700: one for all processes of this account.
+
+    Where another account has taken that name, one with a random end, which its owner finds again.
+
+    Args:
+        parent: another directory to put it in.
+    """
+    place, name = Path(parent or tempfile.gettempdir()), f"posttrain-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        (place / name).mkdir(mode=0o700)
+    own = sorted(path for path in place.glob(f"{name}*") if _is_own(path))
+    return own[0] if own else Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place))
+
+
+def dvc_state() -> str:
+    """Where DVC keeps pickles of a repository's state: it would be below ``/var/tmp``, where it lets everyone write."""
+    return str(private_folder() / "dvc")
+
+
+def _is_own(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # another account may take its own away meanwhile
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
+
 
 Credentials = Mapping[str, str]  # option of a file system in fsspec -> the environment variable that holds it
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
-from lineage.dvc_hash import tracked_hash
+from lineage.dvc import tracked_hash
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
 from lineage.manifest import SourceRecord
@@ -34,9 +34,17 @@ from lineage.model_source import (
     vocabulary,
 )
 from lineage.peft_adapter import base_source, check_base, is_peft, not_an_adapter
-from lineage.python_source import PYTHON, code_of, python_function
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
-from lineage.source_checks import check_options, is_hub_id, is_loaded, reading_identity, reading_options
+from lineage.source_checks import (
+    PYTHON,
+    check_options,
+    code_of,
+    is_hub_id,
+    is_loaded,
+    python_function,
+    reading_identity,
+    reading_options,
+)
 from lineage.text_split import (
     SplitBy,
     check_split,

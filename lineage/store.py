@@ -20,7 +20,7 @@ from lineage.fingerprint import short
 from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
 from lineage.metrics_file import cut_reports, read_reports
-from lineage.readable import readable_as
+from lineage.source_checks import readable_as
 
 if TYPE_CHECKING:
     from lineage.lock import Lock  # of no use to who only asks the record, and slow to import

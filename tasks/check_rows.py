@@ -46,8 +46,7 @@ def check_rows(
         DataError: rows cannot be rendered, nothing would be trained, or less than half of what was the last time.
         ConfigError: the chat template cannot be used.
     """
-    from tasks.data.tokens.load_or_make import load_or_make
-    from tasks.data.tokens.tokenized_rows import show
+    from tasks.data.tokens.cache import load_or_make, show
 
     rows = inputs[rows_slot(method)]
     stated = method.tokenization()

@@ -7,7 +7,7 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import TooLong
 from tasks.recipe import (
     FROZEN_POLICY,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flows.prefect_server import CLIENT_SETTINGS
-from lineage.reach import why_silent
+from lineage.remote_files import why_silent
 from tests.command import REPOSITORY, wait_until
 
 

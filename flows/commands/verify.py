@@ -12,8 +12,7 @@ from flows.wording import printable_text
 
 if TYPE_CHECKING:
     from flows.declare.operation import Tracking
-    from lineage.verify.finding import Finding
-    from lineage.verify.store import Checked
+    from lineage.verify.store import Checked, Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """0: the record is intact; 1: something is missing, changed or orphaned."""
     from flows.declare.config import load_pipeline
     from lineage.store import require_store
-    from lineage.verify.finding import Fault
-    from lineage.verify.store import Checked, read_store
+    from lineage.verify.store import Checked, Fault, read_store
 
     if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
         options.overrides, options.ref = [options.ref, *options.overrides], None
@@ -65,8 +63,15 @@ def _ancestry(ref: str, store: Path) -> set[str]:
 
 def _findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
     from lineage.digest import DigestCache
-    from lineage.verify.dvc import check_lock, check_view
-    from lineage.verify.store import check_certificates, check_links, check_outputs, check_promotions, check_sources
+    from lineage.verify.store import (
+        check_certificates,
+        check_links,
+        check_lock,
+        check_outputs,
+        check_promotions,
+        check_sources,
+        check_view,
+    )
 
     cache = DigestCache(store / "digests.json")
     yield from check_outputs(checked)

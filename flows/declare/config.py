@@ -1,24 +1,173 @@
-"""The border of Hydra: overrides in, a checked ``Pipeline`` out. No ``DictConfig`` passes it."""
+"""Builds the pipeline's dataclasses from the composed config: every key and type is checked, once."""
 
+import ast
+import importlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar, cast, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.compose import compose_tree, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
 from flows.declare.sweep import Sweep
-from flows.declare.target import target_class
-from flows.declare.typed import Node, typed
 from lineage.artifact import SOURCE, Source
+from lineage.code import full_name, parsed, source_file
 from lineage.errors import ConfigError
 from lineage.store import store_path
 from lineage.verdict import Approval
 from tasks.context import Precision, Resources
 from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
 from tasks.method import Schedule as LearningRate
+
+T = TypeVar("T")
+Node = Mapping[str, object]
+
+_ADAPTERS: dict[type, TypeAdapter[object]] = {}  # each takes milliseconds to build; a sweep checks hundreds of trees
+
+
+def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = ()) -> T:
+    """Checks every key and type of a node against a dataclass, then builds it.
+
+    Args:
+        groups: keys that are accepted beside its fields, and never get here.
+    """
+    try:
+        # Through JSON, because pydantic's strict mode then takes a string for an enum but never `true` for a number.
+        if cls not in _ADAPTERS:
+            _ADAPTERS[cls] = TypeAdapter(cls)
+        return cast(T, _ADAPTERS[cls].validate_json(json.dumps(node), strict=True))
+    except ValidationError as error:
+        problems = [_problem(cls, dict(detail), where, groups) for detail in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
+    except ConfigError as error:  # of a dataclass that looks at its fields together, and knows not where it stands
+        if str(error).startswith(where):
+            raise
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[str]) -> str:
+    loc = detail["loc"]
+    assert isinstance(loc, tuple)
+    path = ".".join(part for part in (where, *map(str, loc)) if part)
+    if detail["type"] == "unexpected_keyword_argument":
+        accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
+        accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
+        return f"{path}: unknown key; accepted: {', '.join(accepted)}{nearest(str(loc[-1]), accepted)}"
+    if detail["type"] in ("missing", "missing_argument"):
+        return f"{path}: is not stated and has no default; state {path}=..."
+    form = _form(cls, detail, loc)
+    hint = f"; write {path}={form}" if form else ""
+    return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
+
+
+def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:
+    """What a list or an object looks like in an override, where something else was given; else empty."""
+    if detail["type"] in ("list_type", "tuple_type"):
+        return f"[{detail['input'] if isinstance(detail['input'], str | int | float) else '...'}]"
+    if detail["type"] == "dataclass_type":
+        return f"{{{', '.join(f'{field.name}: ...' for field in fields(_class_at(cls, loc)))}}}"
+    return ""
+
+
+def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
+    """The dataclass that a location inside ``cls`` belongs to."""
+    for part in loc:
+        hints = {field.name: field.type for field in fields(cls)}
+        cls = next(_dataclasses(hints.get(str(part))), cls)
+    return cls
+
+
+def _dataclasses(hint: object) -> Iterator[type]:
+    """The dataclasses that a type is made of: of ``Mapping[str, Rule] | None`` it is ``Rule``."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        yield hint
+    for part in get_args(hint):
+        yield from _dataclasses(part)
+
+
+def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -> type:
+    """The class that ``package.module.Class`` names.
+
+    A module that is not loaded is imported only where its source has a class statement of that name, or imports it, and
+    the class derives from one of ``bases``; modules on the way to them are read, not imported.
+
+    Args:
+        refusal: what a message says of a class that derives from none of them.
+    Raises:
+        ConfigError: there is none, it derives from none of ``bases``, or its module cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    if module not in sys.modules:
+        source_file.cache_clear()  # it may have been written since
+        try:
+            file = source_file(module)  # an empty name is a ValueError
+            derives = _derives(module, name, bases, seen=set())
+        except (ValueError, OSError, SyntaxError) as error:
+            raise _not_importable(path, where, error) from error
+        if file is None:
+            raise _not_importable(path, where, ImportError(f"there is no Python source of a module {module}"))
+        if not derives:
+            raise ConfigError(f"{where}={path}: {refusal} ({file} was read, and not imported)")
+    found = dotted(path, where)
+    if not (isinstance(found, type) and issubclass(found, bases)):
+        raise ConfigError(f"{where}={path}: {refusal}")
+    return found
+
+
+def dotted(path: str, where: str) -> object:
+    """What a dotted path names; its module is imported.
+
+    Raises:
+        ConfigError: nothing that can be imported.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module of the user's raises when it is imported
+        raise _not_importable(path, where, error) from error
+    return found
+
+
+def _not_importable(path: str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{where}={path}: cannot be imported ({error}); give package.module.Class, "
+        "of a package that is installed, in this folder, or on PYTHONPATH"
+    )
+
+
+def _derives(module: str, name: str, bases: tuple[type, ...], seen: set[tuple[str, str]]) -> bool:
+    if module in sys.modules:
+        found = getattr(sys.modules[module], name, None)
+        return isinstance(found, type) and issubclass(found, bases)
+    file = source_file(module) if module and (module, name) not in seen else None
+    if file is None or file.suffix != ".py":
+        return False
+    seen.add((module, name))
+    origins = (origin.rpartition(".") for origin in _origins(name, module, file))
+    return any(_derives(place, base, bases, seen) for place, _, base in origins)
+
+
+def _origins(name: str, module: str, file: Path) -> Iterator[str]:
+    """Where a module imports a name from, or the bases of its class of that name."""
+    nodes, imports = list(ast.walk(parsed(file))), dict[str, str]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imports |= {each.asname: each.name for each in node.names if each.asname}
+            imports |= {top: top for top in (each.name.partition(".")[0] for each in node.names if not each.asname)}
+        elif isinstance(node, ast.ImportFrom):
+            imports |= {each.asname or each.name: f"{full_name(node, module, file)}.{each.name}" for each in node.names}
+    if name in imports:
+        yield imports[name]
+    for node in nodes:
+        for base in node.bases if isinstance(node, ast.ClassDef) and node.name == name else []:
+            first, dot, rest = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).partition(".")
+            yield imports.get(first, f"{module}.{first}") + dot + rest
 
 
 @dataclass(frozen=True, kw_only=True)

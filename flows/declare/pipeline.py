@@ -1,14 +1,14 @@
-"""The declared graph: stages, what fills their slots, and the checks that need no GPU."""
+"""A pipeline: stages, sources and settings, and the order of execution."""
 
+import graphlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from flows.declare.operation import Alias, Operation, Tracking
-from flows.declare.order import before, execution_order
 from lineage.artifact import ALIAS, DATA, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.sources import never_changes
@@ -17,6 +17,47 @@ from tasks.context import Resources
 from tasks.gate.rule import CANDIDATE
 from tasks.method import Method
 from tasks.train.compatibility import check_compatible
+
+Upstream = Mapping[str, Sequence[str]]  # stage -> the stages that it reads
+
+
+def execution_order(upstream: Upstream, data: Collection[str], training: Collection[str]) -> list[str]:
+    """Names of stages, each after those that come before it.
+
+    Args:
+        data, training: the stages that make rows, and those that take optimizer steps.
+
+    Raises:
+        ConfigError: the stages form a cycle.
+    """
+    try:
+        graphlib.TopologicalSorter(upstream).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(reversed(error.args[1]))
+        raise ConfigError(
+            f"the stages form a cycle: {cycle} (each needs the next); "
+            "change one of their inputs so that every chain ends at a source"
+        ) from error
+    needs = {name: before(name, upstream, data, training) for name in upstream}
+    return list(graphlib.TopologicalSorter({name: sorted(needs[name]) for name in upstream}).static_order())
+
+
+def before(name: str, upstream: Upstream, data: Collection[str], training: Collection[str]) -> set[str]:
+    """All that a stage waits for: what it reads, and what reads sources alone, so that a bad row is found first.
+
+    One that trains waits for all other data too, unless that is made with what it trains.
+    """
+    if not upstream[name]:
+        return set()
+    first = {other for other, read in upstream.items() if not read}
+    rows = {other for other in data if name not in behind(other, upstream)} - {name} if name in training else set()
+    return {*upstream[name], *first, *rows}
+
+
+def behind(name: str, upstream: Upstream) -> set[str]:
+    """Every stage that a stage was made from, however far."""
+    return {other for parent in upstream[name] for other in (parent, *behind(parent, upstream))}
+
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
 

@@ -9,7 +9,7 @@ from lineage.code import code_digest
 from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.python_source import PYTHON, code_of, python_function
+from lineage.source_checks import PYTHON, code_of, python_function
 
 _PACKAGES = ("lineage", "tasks", "flows")
 

@@ -5,18 +5,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
-from flows.planning.batch_effects import batch_notes, check_positions
-from flows.planning.champion import Champion, resolve_champions
-from flows.planning.data_preflight import check_data
-from flows.planning.elastic import goes_on_with
-from flows.planning.evaluate_check import check_evaluations, check_frozen_models
-from flows.planning.gate_check import check_gates
-from flows.planning.hyperparameters import Hyperparameters, examples_file, hyperparameters
+from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
+from flows.planning.data_checks import (
+    batch_notes,
+    check_data,
+    check_evaluations,
+    check_frozen_models,
+    check_gates,
+    check_positions,
+)
 from flows.planning.kernels import check_kernels
-from flows.planning.merge_check import check_merges
-from flows.planning.placed import check_fallbacks
-from flows.planning.preflight import check_models, check_replay, check_same_split, check_store
-from flows.planning.staleness import State, judge, restarts, resumed, reused
+from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
+from flows.planning.staleness import (
+    Hyperparameters,
+    State,
+    examples_file,
+    goes_on_with,
+    hyperparameters,
+    judge,
+    restarts,
+    resumed,
+    reused,
+)
 from lineage.artifact import SOURCE, Source
 from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint

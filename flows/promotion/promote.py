@@ -1,24 +1,223 @@
-"""Moves aliases of models: behind a passing verdict, or back to the holder before."""
+"""Promotion and rollback of an alias, behind the newest verdict of the gate."""
 
 import getpass
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flows.declare.pipeline import Pipeline
-from flows.promotion.standing import require_verdict
-from lineage.artifact import MODELS
-from lineage.errors import ArtifactError, ConfigError
+from flows.planning.plan import Plan
+from flows.planning.verdicts import Judgement, judgements
+from lineage.artifact import DATA, MODELS, SOURCE, Kind
+from lineage.errors import ArtifactError, ConfigError, GateError, PipelineError
 from lineage.fingerprint import short
-from lineage.graph.ancestry import ancestry
-from lineage.graph.index import Index
+from lineage.graph.ancestry import Graph, ancestry
+from lineage.graph.index import Index, Indexed
 from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
 from lineage.labels import all_labels, require_commercial
 from lineage.manifest import Manifest
-from lineage.promotions import Event, append, locked, read_events, stacks
+from lineage.promotions import Event, append, decision, locked, read_events, stacks
 from lineage.store import Entry, Store
+from lineage.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
+
+_FORCE = "or promote with --force, which is recorded"
+
+
+def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[Event], *, force: bool) -> str | None:
+    """Fingerprint of the newest of the passing verdicts that a promotion rests on; None: it is forced.
+
+    Raises:
+        GateError: there is none, a gate refuses or has not met today's champion, or a person has rejected the model;
+            and it is not forced.
+    """
+    try:
+        judges = _judges(index, model)
+        _refuse_rejected(index, judges, model, events)
+        newest = _newest_of_each_gate(index, judges, model)
+        for found, verdict in newest:
+            _require_current(index, found, verdict, alias, events)
+            _require_pass(index, found, verdict, events)
+    except GateError:
+        if force:
+            return None
+        raise
+    return newest[0][0].fingerprint
+
+
+def _judges(index: Index, model: Manifest) -> list[Indexed]:
+    """Every verdict that read these weights, as candidate or for comparison, the newest first."""
+    children = {child for node in index.with_prefix(short(model.fingerprint)) for child, _ in index.children(node)}
+    found = [each for each in map(index.artifact, children) if each and each.kind == Kind.VERDICT]
+    return sorted(found, key=lambda each: each.end, reverse=True)
+
+
+def _verdict_on(index: Index, found: Indexed, model: Manifest) -> Verdict | None:
+    """None: another model was the candidate, or other bytes of this one."""
+    verdict = read_verdict(index.entry(found.id).output)
+    judged = (verdict.candidate.fingerprint, verdict.candidate.digest)
+    return verdict if judged == (model.fingerprint, model.output_digest) else None
+
+
+def _newest_of_each_gate(index: Index, judges: Sequence[Indexed], model: Manifest) -> list[tuple[Indexed, Verdict]]:
+    """Every gate has a say: which one ended last is chance."""
+    newest: dict[tuple[str, str], tuple[Indexed, Verdict]] = {}
+    for found in judges:
+        gate = (found.pipeline, found.stage)
+        verdict = None if gate in newest else _verdict_on(index, found, model)
+        if verdict:
+            newest[gate] = (found, verdict)
+    if not newest:
+        raise GateError(
+            f"{model.stage}@{short(model.fingerprint)}: no gate has judged it as it is now; run a pipeline whose gate "
+            f"has it as candidate (posttrain run pipeline=cpt-sft-dpo-gated), {_FORCE}"
+        )
+    return list(newest.values())
+
+
+def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, events: Sequence[Event]) -> None:
+    """A person's no stands until a person says yes, whatever gate the model is sent through next."""
+    known = {found.fingerprint: found for found in judges}
+    said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint in known]
+    of_model = [event for event in said if _verdict_on(index, known[event.fingerprint], model)]
+    if of_model and of_model[-1].action == "reject":
+        raise GateError(
+            f"{model.stage}@{short(model.fingerprint)} was rejected by {of_model[-1].who}: {of_model[-1].why}; run "
+            f"with gate.approval=required to be asked again, {_FORCE}"
+        )
+
+
+def _require_current(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> None:
+    """That the verdict compared with the model that would be replaced."""
+    reason = _other_champion(index, found, verdict, alias, events)
+    if reason:
+        raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares anew, {_FORCE}")
+
+
+def _other_champion(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> str | None:
+    """Why a verdict says nothing of the model that would be replaced: it compared with another one."""
+    if not verdict.rests_on_champion:
+        return None
+    compared = verdict.champion
+    # Where nothing was compared yet, the verdict does not say which alias it would have been.
+    aliases = [compared.alias] if compared and compared.alias else [alias, CHAMPION]
+    own = _made_with(ancestry(index, found.id))
+    moves = [each for name in aliases for each in stacks(events).get(name, [])]
+    held = [each for each in moves if node_key(each.stage or "", each.fingerprint) not in own]
+    now = held[-1] if held else None
+    if (now.fingerprint if now else None) == (compared.fingerprint if compared else None):
+        return None
+    then_name = f"{compared.name}@{short(compared.fingerprint)}" if compared else "no champion"
+    now_name = node_key(now.stage or "", now.fingerprint) if now else "no other model"
+    name = now.alias if now else alias
+    return f"{found.id} compared {verdict.candidate.name} with {then_name}, and alias {name} names {now_name} now"
+
+
+def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequence[Event]) -> None:
+    entry = index.entry(found.id)
+    manifest = entry.require_intact()
+    if verdict.result == "refuse":
+        rules = "\n".join(f"  {line}" for line in verdict.complaints())
+        table = entry.output / VERDICT_TABLE
+        raise GateError(f"{found.id} refuses {verdict.candidate.name}:\n{rules}\nthe evidence is in {table}; {_FORCE}")
+    said = decision(events, manifest.fingerprint, manifest.output_digest)
+    if verdict.approval == "required" and (said is None or said.action != "approve"):
+        state = f"rejected by {said.who}" if said else "given by nobody yet"
+        raise GateError(
+            f"{found.id} demands a person's approval, which is {state}; posttrain run of that pipeline asks, {_FORCE}"
+        )
+
+
+def _made_with(graph: Graph) -> set[str]:
+    """The stages of the verdict's own plan: all that is reached without passing through a source."""
+    found: set[str] = set()
+    waiting = [graph.root]
+    while waiting:
+        node = waiting.pop()
+        found.add(node)
+        parents = {edge.parent for edge in graph.parents(node) if not edge.parent.startswith(SOURCE)}
+        waiting += parents - found
+    return found
+
+
+def outcome(
+    plan: Plan, before: str | None, after: str | None, kept: str, error: PipelineError | None
+) -> tuple[str, str]:
+    """Subject and paragraph.
+
+    Args:
+        before, after: who held and who holds the alias that ``retrain`` gives.
+        kept: why it did not move.
+        error: why the run failed.
+    """
+    name, retrain = plan.pipeline.name, plan.pipeline.operation.retrain
+    sentences = [*_data(plan), *_models(plan)]
+    if error:
+        sentences.append(f"The run failed: {error}")
+    else:
+        sentences += [_verdict(each) for each in judgements(plan)]
+    if retrain:
+        sentences.append(_champion(retrain.alias, before, after, kept))
+    end = "failed" if error else _end(plan, moved=before != after)
+    return f"{name}: {end}", " ".join(" ".join([f"{name}:", *sentences]).split())
+
+
+def _end(plan: Plan, *, moved: bool) -> str:
+    retrain = plan.pipeline.operation.retrain
+    if moved and retrain:
+        return f"{retrain.promote} is the new {retrain.alias}"
+    return "refused" if any(each.refusal() for each in judgements(plan)) else "done"
+
+
+def _data(plan: Plan) -> Iterator[str]:
+    """``New rows: corpus 12 (and 5 replayed).``; where nothing is replayed, all rows count."""
+    found = {}
+    for planned in plan.stages:
+        manifest = plan.entry(planned).manifest() if planned.stage.method.produces in DATA else None
+        if manifest and "rows" in manifest.metrics:
+            found[planned.name] = manifest.metrics
+    new = [name for name, metrics in found.items() if "new_rows" in metrics]
+    if new:
+        counts = [f"{name} {found[name]['new_rows']:g}{_replayed(found[name]['replayed_rows'])}" for name in new]
+        yield f"New rows: {', '.join(counts)}."
+    whole = [f"{name} {metrics['rows']:g}" for name, metrics in found.items() if name not in new]
+    if whole:
+        yield f"Rows: {', '.join(whole)}."
+
+
+def _replayed(count: float) -> str:
+    return f" (and {count:g} replayed)" if count else ""
+
+
+def _models(plan: Plan) -> Iterator[str]:
+    """``New models: cpt, sft, dpo, from dpo@0123456789abcdef.``"""
+    made = [each for each in plan.stale if each.stage.method.produces in MODELS and plan.entry(each).is_finished()]
+    starts = {
+        node_key(given.entry.path.parent.name, given.fingerprint)
+        for planned in made
+        for given in planned.inputs.values()
+        if given.entry and given.source and given.source.kind == Kind.CHECKPOINT
+    }
+    if made:
+        origin = f", from {', '.join(sorted(starts))}" if starts else ""
+        yield f"New models: {', '.join(planned.name for planned in made)}{origin}."
+
+
+def _verdict(judged: Judgement) -> str:
+    verdict = judged.verdict
+    said = "refuses" if judged.refusal() else "passes"
+    model = node_key(verdict.candidate.name, verdict.candidate.fingerprint)
+    figures = "; ".join(f"{rule.rule} {rule.outcome}, {interval_text(rule)}" for rule in verdict.rules)
+    return f"{judged.gate} {said} {model}: {figures}."
+
+
+def _champion(alias: str, before: str | None, after: str | None, kept: str) -> str:
+    if before != after:
+        return f"Alias {alias}: {after}, before it {before or 'nobody'}."
+    why = f": {kept}" if kept else ""
+    return f"Alias {alias} stays with {after}{why}." if after else f"Nobody has alias {alias} yet{why}."
+
 
 _ALIAS = re.compile(r"(?!latest$|v\d+$)[A-Za-z0-9_-]+")  # what MLflow accepts too
 

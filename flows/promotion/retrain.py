@@ -9,8 +9,7 @@ from flows.planning.plan import Plan
 from flows.planning.verdicts import judgements, standing
 from flows.prefect_address import configured_api_url
 from flows.promotion.alias_mirror import mirror
-from flows.promotion.outcome import outcome
-from flows.promotion.promote import promote
+from flows.promotion.promote import outcome, promote
 from lineage.errors import ArtifactError, GateError, PipelineError
 from lineage.graph.places import node_key
 from lineage.promotions import read_events, stacks, taken_back

@@ -5,10 +5,9 @@ from datetime import datetime
 
 from flows.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
-from lineage.graph.below import MODELS
-from lineage.graph.impact import Impact
-from lineage.graph.index_queries import Indexed
-from lineage.graph.retraining import Retraining
+from lineage.graph.ancestry import MODELS
+from lineage.graph.impact import Impact, Retraining
+from lineage.graph.index import Indexed
 
 _MOST_ARTIFACTS = 20
 _MOST_ROWS = 10

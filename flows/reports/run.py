@@ -1,19 +1,145 @@
-"""What the commands print: the plan, and at the end of a run what came of it."""
+"""The runs of a store as another process sees them, and their reports in the terminal."""
 
 import shlex
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from rich.text import Text
 
 from flows.planning.plan import Plan, PlannedStage
+from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path, waits_for
+from flows.progress.stage_progress import Progress
 from flows.reports.tables import empty_table, plain_text
+from flows.sweep.folder import Ledger
 from flows.wording import printable_text
 from lineage.artifact import Kind
+from lineage.attempts import Attempt, attempts
 from lineage.fingerprint import short
+from lineage.holder import HEARTBEAT_SECONDS
 from lineage.manifest import Manifest
+from lineage.secrets import redacted
 from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
 from tasks.method import Training
+
+_LAST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """One stage of a run, and how far it is.
+
+    Args:
+        waits_for: what has to come first, while its run is under way.
+        progress: of one that runs, or ran when its run ended.
+        dashboard: address of Ray's, where it has one.
+        attempts: of one that runs, or ran when its run ended: all that were made so far.
+    """
+
+    title: str
+    note: StageNote
+    waits_for: str
+    progress: Progress | None
+    dashboard: str | None
+    attempts: Sequence[Attempt] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run.
+
+    Args:
+        state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
+        ended: None: it is not over. Of one that died: when it was last heard.
+        trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
+        went_on: the next run, of one that is over, which took up what it left.
+    """
+
+    note: RunNote
+    state: str
+    ended: float | None
+    stages: Sequence[StageView]
+    trials: Mapping[str, int]
+    went_on: RunNote | None = None
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["posttrain", self.note.command, *map(redacted, self.note.words)])
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.time()) - self.note.started
+
+    def reached(self) -> str:
+        """How far it was, or its stages were, when it was cut off."""
+        if self.note.waits_for:
+            return f"while it waited for {self.note.waits_for}"
+        cut = [(each.title, each.progress) for each in self.stages if each.progress]
+        return ", ".join(f"at step {at.step} of {title}" if at.step else f"in {title}" for title, at in cut)
+
+
+def views(store: Path) -> tuple[list[RunView], list[RunView]]:
+    """The runs that wait or are under way, oldest first; and the last ones that ended, newest first."""
+    notes = list(latest(store))
+    live = [note for note in notes if note.is_live(store)]
+    over = [note for note in notes if note not in live]
+    return [_view(note, store, "waiting" if note.waits_for else "running") for note in reversed(live)], [
+        _view(note, store, note.outcome or "died", _next_steps(note, notes)) for note in islice(over, _LAST)
+    ]
+
+
+def _next_steps(note: RunNote, notes: Sequence[RunNote]) -> RunNote | None:
+    """Args: notes: newest first."""
+    later = (each for each in reversed(notes) if each.started > note.started)
+    return next((each for each in later if _takes_up(each, note)), None)
+
+
+def _takes_up(later: RunNote, note: RunNote) -> bool:
+    """Whether all that a run left unfinished is in a later one, or its command was given again."""
+    left = {each.directory for each in note.stages.values() if each.state not in ("done", "reused")} - {""}
+    if left and note.command == "run" and not note.sweep:
+        return left <= {each.directory for each in later.stages.values()}
+    return (later.pipeline, later.command, later.words) == (note.pipeline, note.command, note.words)
+
+
+def _view(note: RunNote, store: Path, state: str, went_on: RunNote | None = None) -> RunView:
+    ended = note.ended
+    if state == "died":
+        path = note_path(store, note.id)
+        ended = path.stat().st_mtime if path.exists() else note.started
+    return RunView(
+        note=note, state=state, ended=ended,
+        stages=[_stage_view(title, note, ended) for title in note.stages],
+        trials=Counter(row.state for row in Ledger(Path(note.sweep.folder)).rows()) if note.sweep else {},
+        went_on=went_on,
+    )  # fmt: skip
+
+
+def _stage_view(title: str, run: RunNote, ended: float | None) -> StageView:
+    note = run.stages[title]
+    if note.state != "running":
+        waits = "" if ended else waits_for(title, run)
+        return StageView(title=title, note=note, waits_for=waits, progress=None, dashboard=None)
+    directory = Path(note.directory)
+    progress = Progress(path=directory / "metrics.jsonl", total=note.total, started=note.since)
+    progress.refresh()
+    made = attempts(directory)
+    later = next((each for each in made if ended and each.time > ended), None)
+    if later or (ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS):  # of a run that began the stage again
+        reached = later.reached if later else 0
+        progress = Progress(path=progress.path, total=note.total, started=note.since, step=reached)
+    try:
+        dashboard = dashboard_file(directory).read_text().strip() or None
+    except OSError:
+        dashboard = None
+    return StageView(
+        title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
+    )  # fmt: skip
+
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flows.progress.run_notes import RunNote
-from flows.reports.run_views import RunView, StageView
+from flows.reports.run import RunView, StageView
 from flows.wording import clock, counted, printable_text
 from lineage.attempts import last_words
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lineage.errors import ConfigError
-from lineage.private_folder import private_folder
+from lineage.remote_files import private_folder
 
 _POLL_SECONDS = 0.05
 

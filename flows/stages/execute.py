@@ -25,10 +25,9 @@ from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.disk import full_disk_named
 from lineage.errors import AskedError, LostError, PipelineError, PrunedError, StageError, StoppedError
-from lineage.hardware import hardware
 from lineage.kind import kind_here
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, Provenance, provenance
+from lineage.manifest import Manifest, Provenance, hardware, provenance
 from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import RunIds, StageStart, StageTracker

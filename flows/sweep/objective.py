@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from flows.declare.config import dotted
 from flows.declare.pipeline import nearest
 from flows.declare.sweep import Objective, Sweep
-from flows.declare.target import dotted
 from flows.sweep.dimension import Dimension
 from flows.sweep.trial import Outcome
 from lineage.errors import ArtifactError, ConfigError, PipelineError

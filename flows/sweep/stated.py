@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.declare.compose import Composer, field_of
+from flows.declare.config import typed
 from flows.declare.sweep import Sweep
-from flows.declare.typed import typed
 from flows.planning.plan import PlannedStage
 from flows.sweep.dimension import Choices, Dimension, Steps, dimensions
 from flows.sweep.objective import check_sweep

@@ -3,8 +3,8 @@
 import inspect
 from collections.abc import Mapping
 
+from flows.declare.config import target_class
 from flows.declare.pipeline import nearest
-from flows.declare.target import target_class
 from lineage.errors import ConfigError
 
 

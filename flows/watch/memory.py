@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from flows.declare.typed import typed
+from flows.declare.config import typed
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json

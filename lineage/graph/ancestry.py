@@ -1,15 +1,51 @@
-"""The ancestry of an artifact as a graph, read from the manifests themselves."""
+"""Names of artifacts, and what lies above and below one: ancestors, descendants, the nearest ancestor of a stage."""
 
+import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from lineage.artifact import SOURCE, Kind
 from lineage.errors import ArtifactError
-from lineage.graph.index import Index
+from lineage.graph.index import ARTIFACT, Index, Indexed, newest_where, reached
 from lineage.graph.places import artifact_at, node_key
 from lineage.manifest import InputRecord, Manifest
-from lineage.store import Entry
+from lineage.store import Entry, Store
+
+
+def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) -> str | None:
+    """Fingerprint of the output of ``wanted`` that is the fewest steps above an artifact; None: there is none.
+
+    It looks through sources that are outputs of this store. Where a manifest is gone, the way ends.
+    """
+    waiting = deque([(stage, fingerprint)])
+    seen = set(waiting)
+    while waiting:
+        manifest = _manifest(store, *waiting.popleft())
+        for given in manifest.inputs.values() if manifest else ():
+            parent = _made_by_stage(store, given)
+            if parent and parent[0] == wanted:
+                return parent[1]
+            if parent and parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+    return None
+
+
+def _made_by_stage(store: Store, given: InputRecord) -> tuple[str, str] | None:
+    if given.source is None:
+        return given.artifact, given.fingerprint
+    place = artifact_at(store.root, given.source.path)
+    manifest = _manifest(store, *place) if place else None
+    return (manifest.stage, manifest.fingerprint) if manifest else None
+
+
+def _manifest(store: Store, stage: str, fingerprint: str) -> Manifest | None:
+    try:
+        return store.entry(stage, fingerprint).manifest()
+    except ArtifactError:  # it cannot be read: as good as gone
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +226,54 @@ def _pass_labels_down(graph: Graph) -> None:
 def _is_rows(node: Node) -> bool:
     """Whether it is a source that a data stage counts the rows of: no model, and no data that other rows joined."""
     return node.given is not None and (node.given.source is None or node.given.source.kind == Kind.ROWS)
+
+
+MODELS = ("checkpoint", "reward_model")  # kinds whose artifacts are versions of the registered model of their pipeline
+
+
+class Below:
+    """The finished artifacts made from nodes, at any distance; with the nodes themselves where they are ``within``."""
+
+    _count = 0
+
+    def __init__(self, index: Index, nodes: Iterable[str], within: Iterable[str] = ()) -> None:
+        Below._count += 1
+        self._index = index
+        self._table = f"below_{Below._count}"
+        index.keep(f"CREATE TEMP TABLE {self._table} (id INTEGER PRIMARY KEY, place INTEGER, end)")
+        index.keep(
+            f"INSERT INTO {self._table} {reached('parent', 'child')} "
+            "SELECT node, place, end FROM artifact WHERE node IN (SELECT id FROM reached UNION "
+            "SELECT node.id FROM json_each(?) JOIN node ON node.key = value)",
+            json.dumps(list(nodes)),
+            json.dumps(list(within)),
+        )
+
+    def newest(self, limit: int = -1) -> list[Indexed]:
+        """The artifacts, the last one first; -1: all."""
+        ids = f"SELECT id FROM {self._table} ORDER BY end DESC LIMIT {limit}"
+        return self._index.artifacts(f"{ARTIFACT} WHERE node IN ({ids}) ORDER BY end DESC, key")
+
+    @cached_property
+    def counts(self) -> list[tuple[str, str, str, int]]:
+        """Pipeline, stage, kind, and how many artifacts, the stages in the order of their first artifact."""
+        sql = (
+            "SELECT pipeline, stage, kind, sum(count) FROM place JOIN "
+            f"(SELECT place, count(*) AS count, min(end) AS first FROM {self._table} GROUP BY 1) ON place.id = place "
+            "GROUP BY 1, 2, 3 ORDER BY 1, min(first), 2"
+        )
+        return [(pipeline, stage, kind, int(count)) for pipeline, stage, kind, count in self._index.rows(sql)]
+
+    @cached_property
+    def num_models(self) -> int:
+        """Of checkpoints and reward models."""
+        return sum(count for _, _, kind, count in self.counts if kind in MODELS)
+
+    def holds(self, node: str) -> bool:
+        sql = f"SELECT 1 FROM {self._table} WHERE id = (SELECT id FROM node WHERE key = ?)"
+        return bool(self._index.rows(sql, node))
+
+    def newest_outside(self, pipeline: str, stage: str) -> Indexed | None:
+        """The artifact of a pipeline's stage that was finished last and is none of these."""
+        sql = newest_where(f"node NOT IN (SELECT id FROM {self._table})")
+        return next(iter(self._index.artifacts(sql, pipeline, stage)), None)

@@ -1,11 +1,145 @@
-"""Between: two ancestries side by side, and what sets them apart, the most likely cause first."""
+"""What sets two artifacts apart: fields, inputs, code, environment; ranked by how likely each changes the result."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from lineage.artifact import DATA
+from lineage.errors import ArtifactError
+from lineage.fingerprint import differences, short
 from lineage.graph.ancestry import Graph, Node, ancestry
-from lineage.graph.diff_causes import Cause, causes, grouped
+from lineage.graph.impact import row_sides
 from lineage.graph.index import Index
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+
+# The most likely cause first.
+RANKS = (
+    "recipe", "data", "graph", "recipe of a parent", "bytes of an input", "seed", "code", "git", "resources",
+    "libraries", "python", "hosts",
+)  # fmt: skip
+_MOST_FILES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One difference, and the stages that it was found in."""
+
+    what: str  # one of RANKS
+    text: str
+    stages: tuple[str, ...]
+
+
+def grouped(found: list[Cause]) -> Iterator[Cause]:
+    """Each difference once, with all its stages, ranked; of one rank the nearest to the roots first."""
+    stages: dict[tuple[str, str], list[str]] = {}
+    for cause in found:
+        # The same value of a recipe in two stages is two decisions; the same library is one environment.
+        once = cause.what in ("code", "git", "libraries", "python", "hosts", "resources")
+        key = (cause.what, cause.text if once else f"{cause.stages[0]}: {cause.text}")
+        stages.setdefault(key, []).extend(cause.stages)
+    for (what, text), names in sorted(stages.items(), key=lambda item: RANKS.index(item[0][0])):
+        yield Cause(what=what, text=text, stages=tuple(dict.fromkeys(names)))
+
+
+def causes(index: Index, left: Graph, right: Graph, pair: tuple[str, str], is_root: bool) -> Iterator[Cause]:
+    """What sets a pair of nodes apart, beside their parents."""
+    a, b = left.nodes[pair[0]], right.nodes[pair[1]]
+    if a.id == b.id:
+        return
+    name = a.name if a.name == b.name else f"{a.name}|{b.name}"
+    if a.given or b.given:
+        for text in _source(a, b):
+            yield Cause(what="data", text=text, stages=(name,))
+    elif a.manifest and b.manifest:
+        for cause in _artifacts(index, a, b, a.manifest, b.manifest, is_root):
+            yield replace(cause, stages=(name,))
+
+
+def _artifacts(index: Index, a: Node, b: Node, before: Manifest, after: Manifest, is_root: bool) -> Iterator[Cause]:
+    for text in differences({"class": before.method, **before.recipe}, {"class": after.method, **after.recipe}):
+        seed = text.startswith("seed:")
+        yield _cause("seed" if seed else "recipe" if is_root else "recipe of a parent", text)
+    for slot in sorted(before.inputs.keys() | after.inputs.keys()):
+        yield from _slot(slot, before.inputs.get(slot), after.inputs.get(slot))
+    yield from (_cause("data", text) for text in _rows(index, a, b, before, after))
+    yield from _provenance(before.provenance, after.provenance)
+
+
+def _cause(what: str, text: str) -> Cause:
+    return Cause(what=what, text=text, stages=())
+
+
+def _slot(slot: str, before: InputRecord | None, after: InputRecord | None) -> Iterator[Cause]:
+    if before is None or after is None or before.artifact != after.artifact:
+        first, second = (each.artifact if each else "(none)" for each in (before, after))
+        yield _cause("graph", f"input {slot}: {first} -> {second}")
+    elif before.fingerprint == after.fingerprint and before.digest != after.digest:
+        digests = " -> ".join(short(each.digest or "(none)") for each in (before, after))
+        yield _cause("bytes of an input", f"input {slot}: {before.artifact} was made again between, digest {digests}")
+
+
+def _rows(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) -> Iterator[str]:
+    """Rows that came, went or changed sides between two data artifacts."""
+    if before.produces not in DATA or after.produces not in DATA or before.output_digest == after.output_digest:
+        return
+    try:
+        first, second = row_sides(index, a.id), row_sides(index, b.id)
+    except (ArtifactError, OSError, ValueError):  # gone or damaged: `verify` says so
+        return
+    both = first.keys() & second.keys()
+    moved = sum(first[row] != second[row] for row in both)
+    if len(first) != len(both) or len(second) != len(both) or moved:
+        only = f"{len(first) - len(both):,} only in A, {len(second) - len(both):,} only in B"
+        yield f"rows: {len(both):,} in both, {only}, {moved:,} changed between train and held_out"
+
+
+def _source(a: Node, b: Node) -> Iterator[str]:
+    first, second = a.given, b.given
+    before, after = first.source if first else None, second.source if second else None
+    if not before or not after:
+        if a.fingerprint != b.fingerprint:
+            yield f"content: {short(a.fingerprint)} -> {short(b.fingerprint)}"
+        return
+    yield from differences(_said(before), _said(after))
+    yield from _files(before.files, after.files)
+    if a.rows != b.rows:
+        yield f"rows: {a.rows} -> {b.rows}"
+    if a.fingerprint != b.fingerprint and before.path != after.path:
+        yield f"path: {before.path} -> {after.path}"
+
+
+def _said(source: SourceRecord) -> dict[str, object]:
+    return {**source.stated(), "labels": source.labels, "dvc": source.dvc}
+
+
+def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    """Files by content: one that was only moved or renamed is no difference."""
+    lost = {path: digest for path, digest in before.items() if digest not in after.values()}
+    new = {path: digest for path, digest in after.items() if digest not in before.values()}
+    phrases = [
+        f"file {path}: changed, SHA-256 {short(lost[path])} -> {short(new[path])}" for path in lost if path in new
+    ]
+    phrases += [f"file {path}: only in A" for path in lost if path not in new]
+    phrases += [f"file {path}: only in B" for path in new if path not in lost]
+    yield from phrases[:_MOST_FILES]
+    if len(phrases) > _MOST_FILES:
+        yield f"and {len(phrases) - _MOST_FILES} more files"
+
+
+def _provenance(before: Provenance, after: Provenance) -> Iterator[Cause]:
+    if before.code_digests != after.code_digests:
+        old, new = (", ".join(map(short, each.code_digests)) for each in (before, after))
+        yield _cause("code", f"code of the method: {old} -> {new}")
+    for text in differences(
+        {"commit": before.git_commit, "dirty": before.git_dirty}, {"commit": after.git_commit, "dirty": after.git_dirty}
+    ):
+        yield _cause("git", f"git {text}")
+    for text in differences(before.resources, after.resources):
+        yield _cause("resources", text)
+    for text in differences(before.libraries, after.libraries):
+        yield _cause("libraries", text)
+    for what, first, second in (("python", before.python, after.python), ("hosts", before.hosts, after.hosts)):
+        for text in differences({what: first}, {what: second}):
+            yield _cause(what, text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,331 @@
-"""Forward: everything that something went into, and what it takes to be rid of it."""
+"""What a dataset or a row touched, and the cheapest retraining without it.
 
-from dataclasses import asdict, dataclass
+Rows are searched in prepared data by ``row_id``, value or source; each pipeline lists what would run again and what
+would be reused.
+"""
 
-from lineage.artifact import DATA
-from lineage.graph.below import MODELS, Below
-from lineage.graph.impact_refs import Meant, meant_by
-from lineage.graph.index import Index
-from lineage.graph.index_queries import Indexed
-from lineage.graph.retraining import Retraining, retrainings
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.artifact import DATA, SOURCE
+from lineage.digest import digest_file
+from lineage.errors import ArtifactError, ConfigError
+from lineage.fingerprint import without_nones
+from lineage.graph.ancestry import MODELS, Below
+from lineage.graph.index import Index, Indexed
+from lineage.graph.places import node_key, parts_below
+from lineage.graph.refs import resolve
 from lineage.run_file import RunFile
+from lineage.store import Entry
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retraining:
+    """Of one pipeline as it stands: its view, or else its newest artifacts.
+
+    Args:
+        again: the stages to run again, in order.
+        reused: the stages that it did not touch.
+        replaced: the artifact of this pipeline that is itself what must go.
+        restart: models that it did not touch and that the training starts from again.
+        instead: stage to run again -> a finished model of that stage that it did not touch.
+    """
+
+    pipeline: str
+    again: list[Indexed]
+    reused: list[Indexed]
+    replaced: list[Indexed]
+    restart: list[Indexed]
+    instead: dict[str, Indexed]
+
+    @property
+    def seconds(self) -> float:
+        """What the stages took when they last ran, one after the other: an estimate."""
+        return sum(each.end - each.start for each in self.again)
+
+
+def retrainings(index: Index, below: Below, roots: list[str]) -> list[Retraining]:
+    """One per pipeline that has something to run again."""
+    made = [artifact for artifact in map(index.artifact, roots) if artifact]
+    pipelines = dict.fromkeys([*(pipeline for pipeline, *_ in below.counts), *(each.pipeline for each in made)])
+    found = [_retraining(index, below, roots, pipeline) for pipeline in pipelines]
+    return [each for each in found if each.again]
+
+
+def _retraining(index: Index, below: Below, roots: list[str], pipeline: str) -> Retraining:
+    now = current(index, pipeline)
+    again = [each for each in now if below.holds(each.id)]
+    replaced = [each for each in now if each.id in roots and each not in again]
+    reused = [each for each in now if each not in again and each not in replaced]
+    read = {parent for each in again for parent, _ in index.parents(each.id)}
+    restart = [each for each in reused if each.id in read and each.kind in MODELS]
+    inner = {parent for each in again if each.kind in MODELS for parent, _ in index.parents(each.id)}
+    instead = {}
+    for each in again:
+        other = below.newest_outside(pipeline, each.stage)
+        if each.kind in MODELS and each.id not in inner and other and other.id not in roots:
+            instead[each.stage] = other
+    return Retraining(
+        pipeline=pipeline, again=again, reused=reused, replaced=replaced, restart=restart, instead=instead
+    )
+
+
+def current(index: Index, pipeline: str) -> list[Indexed]:
+    """The artifacts that a pipeline stands on now, one per stage, in the order in which they were finished.
+
+    The view where the pipeline has one; else the newest artifact with all that it was made from, and so on for the
+    stages that this left out.
+    """
+    found: dict[str, Indexed] = {}
+    for start in _viewed(index, pipeline) or index.newest_of_each_stage(pipeline):
+        if start.stage not in found:
+            for each in [start, *reversed(index.ancestors([start.id]))]:
+                found.setdefault(each.stage, each)
+    return sorted(found.values(), key=lambda each: (each.end, each.id))
+
+
+def _viewed(index: Index, pipeline: str) -> list[Indexed]:
+    viewed = []
+    for path in (index.store / "pipelines" / pipeline).glob("*/manifest.json"):
+        try:
+            manifest = Entry(path.parent).manifest()
+        except ArtifactError:
+            continue
+        artifact = index.artifact(node_key(manifest.stage, manifest.fingerprint)) if manifest else None
+        viewed += [artifact] if artifact else []
+    return sorted(viewed, key=lambda each: -each.end)
+
+
+logger = logging.getLogger(__name__)
+
+SIDES = ("train", "held_out")
+_ROW_ID = re.compile("[0-9a-f]{16}(-[0-9]+)?")
+_SHOWN = 120  # characters of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRow:
+    """A row, and on which side it is of each data artifact that has it: ``train`` or ``held_out``."""
+
+    row_id: str
+    text: str
+    sides: dict[str, str] = field(default_factory=dict)
+
+
+def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
+    """Every row of that id (and its duplicates) or with that text, of all that was ever read from a source.
+
+    Args:
+        source: its name, or its node for one version of it.
+
+    Raises:
+        ConfigError: no such source, no such row, or none in what can be searched of it.
+    """
+    nodes = [source] if "@" in source else index.sources(source.removeprefix(SOURCE))
+    made = [index.artifact(child) for node in nodes for child, _ in index.children(node)]
+    data = [artifact for artifact in made if artifact and artifact.kind in DATA]
+    if not data:
+        raise ConfigError(
+            f"{source}: no data stage in {index.store} has read rows of that source; there are: "
+            f"{', '.join(sorted({node.rpartition('@')[0] for node in index.sources()})) or 'none'}"
+        )
+    found: dict[str, FoundRow] = {}
+    for artifact in data:
+        for side in SIDES:
+            for row_id, text in _matching_rows(index, artifact, side, wanted):
+                found.setdefault(row_id, FoundRow(row_id=row_id, text=text)).sides[artifact.id] = side
+    unsearched = [each.id for each in data if not any(_file(index, each.id, side).exists() for side in SIDES)]
+    if unsearched and not found:
+        raise ConfigError(
+            f"{source}#{wanted}: nobody knows: {', '.join(unsearched[:8])} cannot be searched, for there is no "
+            f"{' or '.join(f'{side}.parquet' for side in SIDES)} in its output; search its source yourself, and ask "
+            f"of all of it: posttrain impact {unsearched[0]}"
+        )
+    if unsearched:
+        logger.warning("artifacts=%s searched=no: without rows in parquet; may hold it too", ",".join(unsearched[:8]))
+    if not found:
+        raise ConfigError(
+            f"{source}#{wanted}: no row of that id or with that text in {', '.join(each.id for each in data[:8])}; "
+            "a row id is 16 hexadecimal digits, a text is found as it is written, capitals and all"
+        )
+    return list(found.values())
+
+
+def row_sides(index: Index, artifact: str) -> dict[str, str]:
+    """Row id -> side, of every row of a data artifact; empty where it has no such rows."""
+    sides = {}
+    for side in SIDES:
+        file = _file(index, artifact, side)
+        if file.exists():
+            import pyarrow.parquet as pq  # a fifth of a second, in vain where there are none
+
+            sides.update(dict.fromkeys(pq.read_table(file, columns=["row_id"])["row_id"].to_pylist(), side))
+    return sides
+
+
+def _file(index: Index, artifact: str, side: str) -> Path:
+    return index.entry(artifact).output / f"{side}.parquet"
+
+
+def _matching_rows(index: Index, artifact: Indexed, side: str, wanted: str) -> list[tuple[str, str]]:
+    """Id and text of the rows found in one file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = _file(index, artifact.id, side)
+    if not file.exists():  # data of a method that writes no such rows
+        return []
+    found = []
+    try:
+        for batch in pq.ParquetFile(file).iter_batches():
+            ids = batch.column("row_id")
+            places = _with_id(ids, wanted) if _ROW_ID.fullmatch(wanted) else _with_text(batch.columns[1:], wanted)
+            found += [(ids[place].as_py(), _text(batch.slice(place, 1).to_pylist()[0])) for place in sorted(places)]
+    except (pa.ArrowException, KeyError, OSError) as error:
+        raise ArtifactError(
+            f"{file}: cannot be read as rows ({error}); see what changed with: posttrain verify {artifact.id}"
+        ) from error
+    return found
+
+
+def _with_id(ids: "pa.Array", wanted: str) -> set[int]:
+    """Places of a row and of its duplicates: theirs are numbered, ``0123456789abcdef-1``."""
+    import pyarrow.compute as pc
+
+    return set(pc.indices_nonzero(pc.or_(pc.equal(ids, wanted), pc.starts_with(ids, wanted + "-"))).to_pylist())
+
+
+def _with_text(columns: "list[pa.Array]", wanted: str) -> set[int]:
+    """Places of the rows that hold a text in any string, however deep."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: set[int] = set()
+    for column in columns:
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            found |= set(pc.indices_nonzero(pc.match_substring(column, wanted)).to_pylist())
+        elif pa.types.is_struct(column.type):
+            found |= _with_text(column.flatten(), wanted)
+        elif pa.types.is_list(column.type):
+            rows = pc.list_parent_indices(column)
+            found |= {rows[place].as_py() for place in _with_text([column.flatten()], wanted)}
+    return found
+
+
+def _text(row: dict[str, object]) -> str:
+    """The beginning of a row for people."""
+    values = without_nones({name: value for name, value in row.items() if name not in ("row_id", "kind")})
+    assert isinstance(values, dict)
+    whole = values.get("text")
+    text = whole if isinstance(whole, str) else json.dumps(values, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+LABEL = "label:"
+FORMS = "impact also takes label:NAME, source:NAME#ROW-ID, source:NAME#TEXT, and the path of a data file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meant:
+    """The nodes that a REF stands for.
+
+    Args:
+        words: what they are, for people.
+        roots: everything made from these is affected.
+        within: artifacts that are affected themselves: the data that holds a row.
+        sources: the sources that would have to change.
+        files: that hold the row or are the file, as they were read.
+    """
+
+    words: str
+    roots: list[str]
+    within: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    rows: list[FoundRow] = field(default_factory=list)
+
+
+def meant_by(ref: str, index: Index) -> Meant:
+    """Finds what a REF of ``impact`` stands for.
+
+    Raises:
+        ConfigError: nothing bears that name.
+    """
+    if not ref.strip():
+        raise ConfigError(f"REF is empty ({ref!r}), and would be everything; name an artifact or a source; {FORMS}")
+    if ref.startswith(LABEL):
+        return _label(ref.removeprefix(LABEL), index)
+    source, hash_sign, wanted = ref.partition("#")
+    if source.startswith(SOURCE) and hash_sign:
+        return _rows(source, wanted, index)
+    if source.startswith(SOURCE) and "@" not in source and index.sources(source.removeprefix(SOURCE)):
+        nodes = index.sources(source.removeprefix(SOURCE))
+        versions = f", all {len(nodes)} versions that were ever read" if len(nodes) > 1 else ""
+        return Meant(words=source + versions, roots=nodes, sources=nodes)
+    path = os.path.abspath(os.path.expanduser(ref))
+    may_be_file = os.sep in ref or os.path.exists(path)
+    nodes = _reading(path, index) if may_be_file and not parts_below(index.store, path) else []
+    if nodes:
+        return Meant(words=f"the file {path}", roots=nodes, sources=nodes, files=[path])
+    try:
+        node = resolve(ref, index).node
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {FORMS}") from error
+    return Meant(words=node, roots=[node], sources=[node] if node.startswith(SOURCE) else [])
+
+
+def _label(label: str, index: Index) -> Meant:
+    nodes = index.sources_with_label(label)
+    if not nodes:
+        known = sorted({each for node in index.sources() for each in index.labels(node)})
+        raise ConfigError(
+            f"{LABEL}{label}: no source in {index.store} was recorded with that label; "
+            f"labels there: {', '.join(known) or 'none'}; label a source with sources.NAME.labels=[...]"
+        )
+    return Meant(words=f"the label {label}", roots=nodes, sources=nodes)
+
+
+def _rows(source: str, wanted: str, index: Index) -> Meant:
+    if not wanted:
+        raise ConfigError(f"{source}#: a row is named by its id or by a text in it, such as {source}#some text")
+    rows = find_rows(index, source, wanted)
+    held = sorted({artifact for row in rows for artifact in row.sides})
+    trained = sorted({artifact for row in rows for artifact, side in row.sides.items() if side == "train"})
+    parents = {parent for artifact in held for parent, _ in index.parents(artifact)}
+    sources = sorted(parent for parent in parents if parent.startswith(source.partition("@")[0] + "@"))
+    words = f"row {rows[0].row_id} of {source}" if len(rows) == 1 else f"{len(rows)} rows of {source}"
+    measured = [each.id for each in index.descendants(held) if each.kind in ("report", "verdict")]
+    files = sorted({file for node in sources for file in _files(node, index)})
+    return Meant(words=words, roots=trained, within=[*held, *measured], sources=sources, files=files, rows=rows)
+
+
+def _files(source: str, index: Index) -> Iterator[str]:
+    for record in index.records(source):
+        if record.source:
+            yield from record.source.files
+
+
+def _reading(path: str, index: Index) -> list[str]:
+    """The sources that a file or directory is part of: by its path, or else by what it holds now."""
+    named = [node for node in index.sources_that_say(path) if _is_part(path, node, index)]
+    if named or not os.path.isfile(path):
+        return named
+    return index.sources_that_say(digest_file(Path(path)))
+
+
+def _is_part(path: str, source: str, index: Index) -> bool:
+    recorded = [record.source.path for record in index.records(source) if record.source]
+    return any(each == path or each.startswith(path + os.sep) for each in [*recorded, *_files(source, index)])
+
 
 MOST_VERSIONS = 1000  # a file is read for each
 
@@ -62,7 +379,7 @@ class Impact:
             "artifacts": [self._row(each) for each in self.below.newest()],
             "aliases": self.aliases,
             "unaffected_models": self.unaffected,
-            "retraining": [_retraining(each) for each in self.retrainings],
+            "retraining": [_retraining_row(each) for each in self.retrainings],
         }
 
     def _row(self, each: Indexed) -> dict[str, object]:
@@ -105,7 +422,7 @@ def _unaffected(index: Index, meant: Meant, below: Below) -> int:
     return sum(not below.holds(each.id) for each in models)
 
 
-def _retraining(each: Retraining) -> dict[str, object]:
+def _retraining_row(each: Retraining) -> dict[str, object]:
     def stages(artifacts: list[Indexed]) -> list[dict[str, object]]:
         return [{"stage": one.stage, "id": one.id, "seconds": one.end - one.start} for one in artifacts]
 

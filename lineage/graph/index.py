@@ -1,25 +1,346 @@
-"""The index of a store: ``<store>/index.sqlite``, a cache of the links between manifests that can be deleted."""
+"""The index of a store: ``<store>/index.sqlite``, a cache of the links between manifests that can be deleted.
+
+It is brought up to date when it is opened, and rebuilt where it is damaged or of another version. A rollback journal,
+not a write-ahead log: stores are shared over network file systems, where a log cannot work.
+"""
 
 import json
 import logging
+import os
 import sqlite3
-from collections.abc import Iterable
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from lineage.artifact import SOURCE
-from lineage.fingerprint import short
-from lineage.graph.index_file import is_damage, open_database, rebuilt
-from lineage.graph.index_queries import ARTIFACT, Indexed, newest_where, reached
-from lineage.graph.places import node_key
-from lineage.manifest import InputRecord, SourceRecord
+from lineage.errors import ArtifactError
+from lineage.fingerprint import canonical_json, short
+from lineage.graph.places import artifact_at, node_key
+from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.secrets import redacted
 from lineage.stated_labels import stated_labels
-from lineage.store import Entry, Store
+from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, Store
 
 logger = logging.getLogger(__name__)
+
+INDEX = "index.sqlite"
+_WAIT_SECONDS = 300.0  # for another process that builds it
+# Of a file that is no index. All other errors are of its place: read-only, full, locked for too long.
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_OTHER_TABLES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT)
+
+
+def open_database(store: Path) -> sqlite3.Connection:
+    """The index as the store is now; in memory where it cannot be kept."""
+    if not store.is_dir():
+        return _opened(":memory:", store)
+    try:
+        return _opened(str(store / INDEX), store)
+    except sqlite3.Error as error:
+        if is_damage(error) or _code(error) in _OTHER_TABLES:
+            return rebuilt(store)
+        logger.info("store=%s index=memory reason=%s", store, error)
+        return _opened(":memory:", store)
+
+
+def rebuilt(store: Path) -> sqlite3.Connection:
+    """A new index in place of a damaged one."""
+    logger.info("store=%s index=damaged: is built again", store)
+    try:
+        for name in (INDEX, INDEX + "-journal"):
+            (store / name).unlink(missing_ok=True)
+        return _opened(str(store / INDEX), store)
+    except (OSError, sqlite3.Error):
+        return _opened(":memory:", store)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error is of the file's content, so that a new file mends it."""
+    return _code(error) in _DAMAGE
+
+
+def _code(error: sqlite3.Error) -> int:
+    return error.sqlite_errorcode & 0xFF  # the low byte: without the extended code
+
+
+def _opened(path: str, store: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=_WAIT_SECONDS, isolation_level=None)
+    try:
+        database.execute("PRAGMA cache_size = -65536")
+        database.execute("PRAGMA temp_store = MEMORY")
+        if _version(database) != VERSION:
+            _create(database)
+        refresh(database, store)
+    except BaseException:
+        with suppress(sqlite3.Error):
+            database.close()
+        raise
+    return database
+
+
+def _create(database: sqlite3.Connection) -> None:
+    """Makes the tables in an empty file; what holds others is refused by SQLite as damaged."""
+    database.execute("BEGIN IMMEDIATE")
+    if _version(database) != VERSION:  # or another process made them meanwhile
+        for statement in SCHEMA.split(";"):
+            database.execute(statement)
+        database.execute(f"PRAGMA user_version = {VERSION}")
+    database.execute("COMMIT")
+
+
+def _version(database: sqlite3.Connection) -> int:
+    return int(database.execute("PRAGMA user_version").fetchone()[0])
+
+
+# A directory that changed this short a time ago may change again without its time telling.
+_SETTLED_NS = 2 * 10**9
+# Up to as many, every manifest is looked at each time, so that one that was made again is seen as well.
+LOOK_AT_ALL = 10_000
+
+
+@dataclass
+class Changes:
+    """What is not as the index has it.
+
+    Args:
+        read: stage, directory and stamp of each manifest to read; no stamp where there is none yet.
+        gone: stage and directory of each entry that is there no more.
+        stages: name and time of each stage's directory that changed; 0: it may change again unseen.
+    """
+
+    read: list[tuple[str, str, str | None]] = field(default_factory=list)
+    gone: list[tuple[str, str]] = field(default_factory=list)
+    stages: list[tuple[str, int]] = field(default_factory=list)
+    gone_stages: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.read or self.gone or self.stages or self.gone_stages)
+
+
+def changes(database: sqlite3.Connection, root: Path) -> Changes:
+    """What changed in the store since the index was written."""
+    found = Changes()
+    times: dict[str, int] = dict(database.execute("SELECT name, mtime_ns FROM stage"))
+    (count,) = database.execute("SELECT count(*) FROM (SELECT 1 FROM entry LIMIT ?)", (LOOK_AT_ALL + 1,)).fetchone()
+    for name, mtime_ns in _stages(root):
+        known = times.pop(name, None)
+        settled = mtime_ns if time.time_ns() - mtime_ns > _SETTLED_NS else 0
+        if settled != known:
+            found.stages.append((name, settled))
+        if not settled or settled != known or count <= LOOK_AT_ALL:
+            _look_at_all(database, root, name, found)
+        else:
+            _look_at_unfinished(database, root, name, found)
+    for name in times:
+        found.gone_stages.append(name)
+        found.gone += database.execute("SELECT stage, directory FROM entry WHERE stage = ?", (name,))
+    return found
+
+
+def _stages(root: Path) -> Iterator[tuple[str, int]]:
+    """The stages' directories and when they last changed, read before they are looked into."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as found:
+        for each in found:
+            if each.name not in RESERVED and each.is_dir():
+                yield each.name, each.stat().st_mtime_ns
+
+
+def _look_at_all(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
+    known: dict[str, str | None] = dict(
+        database.execute("SELECT directory, stamp FROM entry WHERE stage = ?", (stage,)).fetchall()
+    )
+    with suppress(FileNotFoundError), os.scandir(root / stage) as directories:
+        for each in directories:
+            if not ENTRY_NAME.fullmatch(each.name):
+                continue
+            stamp = _stamp(each.path)
+            if known.pop(each.name, "") != stamp:
+                found.read.append((stage, each.name, stamp))
+    found.gone += [(stage, directory) for directory in known]
+
+
+def _look_at_unfinished(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
+    """A manifest that appears in a known directory does not change the time of the stage's."""
+    rows = database.execute("SELECT directory, stamp FROM entry WHERE state != 'finished' AND stage = ?", (stage,))
+    for directory, known in rows:
+        stamp = _stamp(f"{root}/{stage}/{directory}")
+        if stamp != known:
+            found.read.append((stage, directory, stamp))
+
+
+def _stamp(directory: str) -> str | None:
+    """Tells one manifest from the next in its place; None: there is none yet."""
+    try:
+        status = os.stat(f"{directory}/{MANIFEST}")
+    except OSError:
+        return None
+    return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+
+
+# A node is an artifact, a source, or a parent that is gone; an edge's record is what a manifest says of a source.
+SCHEMA = """
+CREATE TABLE stage (name TEXT PRIMARY KEY, mtime_ns INTEGER) WITHOUT ROWID;
+CREATE TABLE entry (stage TEXT, directory TEXT, stamp TEXT, state TEXT, PRIMARY KEY (stage, directory)) WITHOUT ROWID;
+CREATE TABLE node (id INTEGER PRIMARY KEY, key TEXT UNIQUE, name TEXT, digits TEXT);
+CREATE TABLE place (id INTEGER PRIMARY KEY, pipeline TEXT, stage TEXT, method TEXT, kind TEXT,
+    UNIQUE (pipeline, stage, method, kind));
+CREATE TABLE artifact (node INTEGER PRIMARY KEY, key TEXT, fingerprint TEXT, place INTEGER, start REAL, end REAL);
+CREATE TABLE record (id INTEGER PRIMARY KEY, node INTEGER, text TEXT, UNIQUE (node, text));
+CREATE TABLE edge (child INTEGER, slot TEXT, parent INTEGER, record INTEGER, PRIMARY KEY (child, slot, parent, record))
+    WITHOUT ROWID;
+CREATE INDEX unfinished ON entry (stage, directory) WHERE state != 'finished';
+CREATE INDEX node_digits ON node (digits);
+CREATE INDEX node_name ON node (name);
+CREATE INDEX artifact_place ON artifact (place, end);
+CREATE INDEX edge_parent ON edge (parent, child);
+"""
+VERSION = zlib.crc32(SCHEMA.encode()) >> 1  # a file with other tables is built again
+# An edge from a source to the artifact whose output it names lives as long as a manifest says so; then a node goes
+# that is neither an artifact nor at an end of an edge.
+_DROP_ORPHANS = """
+DELETE FROM edge WHERE child NOT IN (SELECT node FROM artifact)
+    AND record NOT IN (SELECT record FROM edge JOIN artifact ON node = child);
+DELETE FROM record WHERE id NOT IN (SELECT record FROM edge);
+DELETE FROM place WHERE id NOT IN (SELECT place FROM artifact);
+DELETE FROM node WHERE id NOT IN (SELECT node FROM artifact UNION SELECT parent FROM edge UNION SELECT child FROM edge);
+"""
+
+
+def refresh(database: sqlite3.Connection, root: Path) -> None:
+    """One transaction, and none where nothing changed; who waited for another's finds its work done."""
+    if not changes(database, root):
+        return
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        _apply(database, root, changes(database, root))
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
+
+
+def _apply(database: sqlite3.Connection, root: Path, found: Changes) -> None:
+    forgotten = [
+        _forget(database, stage, directory)
+        for stage, directory in [*found.gone, *((stage, directory) for stage, directory, _ in found.read)]
+    ]
+    nodes: dict[str, int] = {}
+    for stage, directory, stamp in found.read:
+        manifest, state = _read(Entry(root / stage / directory), stage, directory)
+        database.execute("INSERT INTO entry VALUES (?, ?, ?, ?)", (stage, directory, stamp, state))
+        if manifest:
+            _insert(database, root, manifest, nodes)
+    database.executemany("INSERT OR REPLACE INTO stage VALUES (?, ?)", found.stages)
+    database.executemany("DELETE FROM stage WHERE name = ?", [(name,) for name in found.gone_stages])
+    if any(forgotten):
+        for statement in _DROP_ORPHANS.split(";"):
+            database.execute(statement)
+
+
+def _forget(database: sqlite3.Connection, stage: str, directory: str) -> bool:
+    """Takes an entry out; whether it was a finished one."""
+    database.execute("DELETE FROM entry WHERE stage = ? AND directory = ?", (stage, directory))
+    row = database.execute("SELECT id FROM node WHERE key = ?", (node_key(stage, directory),)).fetchone()
+    if row is None:
+        return False
+    database.execute("DELETE FROM edge WHERE child = ?", row)
+    return database.execute("DELETE FROM artifact WHERE node = ?", row).rowcount > 0
+
+
+def _read(entry: Entry, stage: str, directory: str) -> tuple[Manifest | None, str]:
+    try:
+        manifest = entry.manifest()
+    except ArtifactError:
+        return None, "broken"
+    if manifest is None:
+        return None, "pending"
+    belongs = manifest.stage == stage and short(manifest.fingerprint) == directory
+    return (manifest, "finished") if belongs else (None, "broken")
+
+
+def _insert(database: sqlite3.Connection, root: Path, manifest: Manifest, nodes: dict[str, int]) -> None:
+    key = node_key(manifest.stage, manifest.fingerprint)
+    node = _node(database, manifest.stage, manifest.fingerprint, nodes)
+    ran = manifest.provenance
+    values = (node, key, manifest.fingerprint, _place(database, manifest), ran.start, ran.end)
+    database.execute("INSERT INTO artifact VALUES (?, ?, ?, ?, ?, ?)", values)
+    for slot, given in manifest.inputs.items():
+        parent = _node(database, given.artifact, given.fingerprint, nodes)
+        record = _record_row(database, parent, given) if given.artifact.startswith(SOURCE) else 0
+        database.execute("INSERT INTO edge VALUES (?, ?, ?, ?)", (node, slot, parent, record))
+        origin = artifact_at(root, given.source.path) if given.source else None
+        if origin:
+            edge = (parent, "output", _node(database, *origin, nodes), record)
+            database.execute("INSERT OR IGNORE INTO edge VALUES (?, ?, ?, ?)", edge)
+
+
+def _node(database: sqlite3.Connection, name: str, fingerprint: str, nodes: dict[str, int]) -> int:
+    key = node_key(name, fingerprint)
+    if key not in nodes:
+        database.execute("INSERT OR IGNORE INTO node VALUES (NULL, ?, ?, ?)", (key, name, short(fingerprint)))
+        (nodes[key],) = database.execute("SELECT id FROM node WHERE key = ?", (key,)).fetchone()
+    return nodes[key]
+
+
+def _place(database: sqlite3.Connection, manifest: Manifest) -> int:
+    values = (manifest.pipeline, manifest.stage, manifest.method, manifest.produces or "")
+    database.execute("INSERT OR IGNORE INTO place VALUES (NULL, ?, ?, ?, ?)", values)
+    sql = "SELECT id FROM place WHERE pipeline = ? AND stage = ? AND method = ? AND kind = ?"
+    return int(database.execute(sql, values).fetchone()[0])
+
+
+def _record_row(database: sqlite3.Connection, node: int, given: InputRecord) -> int:
+    text = canonical_json(asdict(given))
+    database.execute("INSERT OR IGNORE INTO record VALUES (NULL, ?, ?)", (node, text))
+    (identity,) = database.execute("SELECT id FROM record WHERE node = ? AND text = ?", (node, text)).fetchone()
+    return int(identity)
+
+
+ARTIFACT = (
+    "SELECT key, stage, fingerprint, pipeline, method, kind, start, end FROM artifact JOIN place ON place.id = place"
+)
+
+
+class Indexed(NamedTuple):
+    """A finished artifact as the index knows it; its manifest says the rest.
+
+    Args:
+        id: ``stage@`` and the first 16 digits of the fingerprint.
+        kind: of the output; empty in manifests of schema 1.
+        start, end: seconds since the epoch.
+    """
+
+    id: str
+    stage: str
+    fingerprint: str
+    pipeline: str
+    method: str
+    kind: str
+    start: float
+    end: float
+
+
+def newest_where(condition: str) -> str:
+    """The query of the last artifact of a pipeline's stage, one per place at most, for which a condition holds."""
+    last = f"SELECT node FROM artifact WHERE place = each.id AND {condition} ORDER BY end DESC LIMIT 1"
+    nodes = f"SELECT ({last}) FROM place AS each WHERE pipeline = ? AND stage = ?"
+    return f"{ARTIFACT} WHERE node IN ({nodes}) ORDER BY end DESC, key LIMIT 1"
+
+
+def reached(start: str, end: str) -> str:
+    """The table ``reached(id)`` of the nodes found along the edges from ``start`` to ``end``; takes nodes as JSON."""
+    return (
+        "WITH RECURSIVE reached(id) AS ("
+        f"SELECT edge.{end} FROM json_each(?) JOIN node ON node.key = value JOIN edge ON edge.{start} = node.id "
+        f"UNION SELECT edge.{end} FROM reached JOIN edge ON edge.{start} = reached.id)"
+    )
 
 
 class Index:

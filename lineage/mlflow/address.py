@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
-from lineage.reach import why_silent
+from lineage.remote_files import why_silent
 from lineage.secrets import redacted
 
 DATABASE = "mlflow.db"

@@ -9,8 +9,8 @@ from pathlib import Path
 from lineage.artifact import QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
-from lineage.python_source import PYTHON
 from lineage.remote_files import is_url
+from lineage.source_checks import PYTHON
 
 FINGERPRINT = "posttrain.fingerprint"
 STAGE = "posttrain.stage"

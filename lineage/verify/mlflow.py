@@ -12,8 +12,7 @@ from lineage.mlflow.lookup import Key, Links
 from lineage.mlflow.names import is_model
 from lineage.mlflow.registry import links
 from lineage.promotions import PROMOTIONS, read_events, stacks
-from lineage.verify.finding import Fault, Finding
-from lineage.verify.store import Checked
+from lineage.verify.store import Checked, Fault, Finding
 
 
 def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Finding]:

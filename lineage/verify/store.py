@@ -1,11 +1,15 @@
-"""Checks the store against its own manifests: every byte, every link, every promotion."""
+"""Verification of the record: manifests, outputs, views and DVC's cache against their digests."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+
+import yaml
 
 from lineage.certificate import certificate_path, read_certificate
 from lineage.digest import DigestCache, digest_of
+from lineage.dvc import dvc_hash
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
@@ -13,7 +17,31 @@ from lineage.lease import living_holder
 from lineage.manifest import InputRecord, Manifest
 from lineage.promotions import PROMOTIONS, Event, read_events, stacks
 from lineage.store import MANIFEST, Entry, Store
-from lineage.verify.finding import Fault, Finding
+
+
+class Fault(StrEnum):
+    """How the record and what it records disagree."""
+
+    MISSING = "missing"
+    CHANGED = "changed"
+    ORPHANED = "orphaned"  # a mirror names what the store does not hold
+    NOTE = "note"  # worth knowing, and no fault: an unfinished stage, data that moved on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One of them.
+
+    Args:
+        what: the artifact, link or file.
+        why: what was found, and what was expected.
+        mend: what to do.
+    """
+
+    fault: Fault
+    what: str
+    why: str
+    mend: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,3 +192,48 @@ def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
 
 def _changed(what: str, why: str, mend: str) -> Finding:
     return Finding(fault=Fault.CHANGED, what=what, why=why, mend=mend)
+
+
+def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
+    """That each stage of each pipeline's view is a finished artifact of the store, with the same files."""
+    for view in sorted((store / "pipelines").glob(f"*/*/{MANIFEST}")):
+        what = f"{view.parents[1].name}/{view.parent.name}"
+        try:
+            manifest = Entry(view.parent).manifest()
+        except ArtifactError as error:
+            yield _finding(Fault.CHANGED, what, str(error))
+            continue
+        if manifest is None:  # moved on between the look and the reading
+            continue
+        node = node_key(manifest.stage, manifest.fingerprint)
+        if node not in checked.all:
+            yield _finding(Fault.ORPHANED, what, f"{view.parent} shows {node}, which is not in the store")
+        elif node in checked.chosen:
+            for phrase in manifest.damage(view.parent / "output"):
+                yield _finding(Fault.CHANGED, what, f"{view.parent / 'output'}: {phrase}")
+
+
+def check_lock(repository: Path, store: Path, cache: DigestCache) -> Iterator[Finding]:
+    """That every output which ``dvc.lock`` names below the store has the hash that it states."""
+    lock = repository / "dvc.lock"
+    try:
+        stages = yaml.safe_load(lock.read_text())["stages"]
+        outs = [(name, out["path"], out["md5"]) for name, stage in stages.items() for out in stage.get("outs", [])]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        yield _finding(Fault.CHANGED, "dvc.lock", f"{lock} cannot be read: {error}")
+        return
+    for name, path, md5 in outs:
+        place = repository / path
+        if not place.is_relative_to(store):
+            continue
+        if not place.exists():
+            yield _finding(Fault.MISSING, f"dvc.lock {name}", f"{path} is not there; `dvc checkout` restores it")
+        elif dvc_hash(place, cache) != md5:
+            yield _finding(Fault.CHANGED, f"dvc.lock {name}", f"{path} is not what DVC committed")
+
+
+def _finding(fault: Fault, what: str, why: str) -> Finding:
+    mend = "posttrain run, with no overrides, moves the view and commits it"
+    return Finding(fault=fault, what=what, why=why, mend=mend)

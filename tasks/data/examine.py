@@ -28,7 +28,7 @@ from tasks.data.preparing.report import (
     write_reports,
 )
 from tasks.data.preparing.row_split import HELD_OUT, TRAIN
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 from tasks.prepare_data import (
     PrepareConversations,
     PreparePreferences,
@@ -177,9 +177,8 @@ def with_labels(
     Args:
         max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
     """
-    from tasks.data.tokens.load_or_make import load_or_make
+    from tasks.data.tokens.cache import load_or_make, show
     from tasks.data.tokens.tokenization import Tokenization
-    from tasks.data.tokens.tokenized_rows import show
 
     lengths = found.report.lengths
     length = max_length or (lengths.suggested_max_length if lengths else None)

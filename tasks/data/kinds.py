@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.data.tokens.row_outcome import TokenRow
+    from tasks.data.tokens.tokenize_rows import TokenRow
 
 Row = Mapping[str, object]
 Columns = Mapping[str, object]  # of one example in a file of tokens

@@ -13,7 +13,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 from tasks.evaluate import rows as held_out
 from tasks.evaluate.measured import (
     AnswerForm,

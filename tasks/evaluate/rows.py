@@ -12,12 +12,10 @@ from tasks.data.kinds import IGNORED
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
-from tasks.data.tokens.length_policy import ANSWER_TOO_LONG
 from tasks.data.tokens.rendering import Renderer
-from tasks.data.tokens.row_outcome import TokenRow
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import RowTokenizer
+from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer, TokenRow
 from tasks.evaluate.scoring import Answer, Scored
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from lineage.python_source import PYTHON, PythonFunction, code_of, python_function
+from lineage.source_checks import PYTHON, PythonFunction, code_of, python_function
 
 TAKES = "scores as score(prompts, completions, **columns) -> list of numbers"
 

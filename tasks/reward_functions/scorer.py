@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
-from lineage.python_source import PYTHON, PythonFunction, code_of
+from lineage.source_checks import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
 from tasks.reward_functions.answer import Answer, BuiltIn
 from tasks.reward_functions.built_in import BUILT_IN

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import ALIAS, SOURCE, WHEEL, Kind, Source
 from lineage.digest import DigestCache
+from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, SourceRecord
@@ -20,7 +21,6 @@ from lineage.model_files import read_json
 from lineage.model_source import MODEL_OPTIONS, model_options
 from lineage.sources import pin
 from lineage.store import CACHE, MANIFEST, Entry
-from lineage.view import VIEWS
 from tasks.check_rows import POLICY
 from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.recipe import Input, TrainingRecipe

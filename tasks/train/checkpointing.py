@@ -22,7 +22,7 @@ from tasks.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import HELD_OUT
-from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.cache import load_or_make
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import has_diverged, step_metrics
 from tasks.train.own_optimizers import averaged

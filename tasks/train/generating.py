@@ -14,7 +14,7 @@ from lineage.errors import ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, Training
-from tasks.reward_functions import Rewards, check_rewards, identity_of
+from tasks.reward_functions import Rewards, check_rewards
 
 REWARD_MODEL_NAME = "reward_model"  # its slot, and its name among the rewards
 MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
@@ -118,11 +118,6 @@ class Generating(Completing):
         for name in (REWARD_MODEL_NAME, MISSING_EOS):
             if name in (self.rewards or {}):
                 raise ConfigError(f"rewards.{name}: this name is taken; rename the reward function")
-
-    def recipe(self) -> dict[str, object]:
-        """As of every training; of a reward function what it does, not where its file is."""
-        recipe = super().recipe()
-        return {**recipe, "rewards": identity_of(self.rewards)} if self.rewards else recipe
 
     def check_slots(self, filled: frozenset[str]) -> None:
         """Refuses a stage without any reward, and options of a slot that is empty.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.data.tokens.tokenized_rows import TokenizedRows
+    from tasks.data.tokens.cache import TokenizedRows
 
 NUM_PROMPTS = 4
 _TEXTS = (  # where a stage reads no rows

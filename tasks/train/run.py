@@ -19,10 +19,9 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS
 from tasks.chat_template import install_chat_template, template_text
-from tasks.data.tokens.load_or_make import load_or_make
-from tasks.data.tokens.stop_tokens import stop_at
+from tasks.data.tokens.cache import load_or_make, show
+from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
-from tasks.data.tokens.tokenized_rows import show
 from tasks.recipe import Role
 from tasks.train import models
 from tasks.train.adapted import (
@@ -39,7 +38,7 @@ from tasks.train.adapted import (
     upon,
 )
 from tasks.train.adapter_files import intake
-from tasks.train.adapting import AdaptiveRate
+from tasks.train.adapting import AdaptiveRate, RankBudget
 from tasks.train.callbacks import (
     NewRandomState,
     Recorder,
@@ -64,7 +63,6 @@ from tasks.train.kernels import (
 from tasks.train.optimizers import install_optimizer, optimizer_args
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
-from tasks.train.rank_budget import RankBudget
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule, schedule_args
@@ -79,7 +77,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from tasks.context import Dtype, TrainContext
-    from tasks.data.tokens.tokenized_rows import TokenizedRows
+    from tasks.data.tokens.cache import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy

@@ -6,13 +6,13 @@ from typing import ClassVar
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.batch_effects import batch_notes
+from flows.planning.data_checks import batch_notes
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
+from tasks.fetch_model import wheel_entry
 from tasks.method import Training
-from tasks.wheel_model import wheel_entry
 
 
 def write_model(folder: Path, **config: object) -> Path:

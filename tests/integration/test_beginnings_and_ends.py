@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lineage.artifact import Kind
-from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import Adapter
 from tests import tiny, training

@@ -10,11 +10,9 @@ import pytest
 import yaml
 
 from lineage.digest import DigestCache
-from lineage.dvc_hash import tracked_hash
-from lineage.dvc_store import DvcProject
+from lineage.dvc import DvcProject, View, tracked_hash
 from lineage.errors import ArtifactError
 from lineage.store import Entry
-from lineage.view import View
 from tests.command import CONF
 from tests.dvc_repository import RECIPE, WORDS, DvcRepository, disk_bytes
 

@@ -15,7 +15,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from lineage.store import Store
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import read_policies, read_scores

@@ -12,10 +12,10 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.progress.run_notes import latest
 from flows.promotion.promote import promote
+from lineage.dvc import View
 from lineage.mlflow.registry import refill, set_alias
 from lineage.store import Store
 from lineage.verify.store import Checked, check_outputs, check_promotions, read_store
-from lineage.view import View
 from tests.command import CONF, Command, wait_until
 from tests.finished import finish
 from tests.unit.lineage.test_checkpoints import commit

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.merge_check import check_merges
+from flows.planning.model_checks import check_merges
 from lineage.errors import ConfigError
 from tests import tiny
 from tests.command import Command

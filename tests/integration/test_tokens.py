@@ -6,9 +6,9 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.context import Resources, TrainContext
-from tasks.data.tokens import load_or_make as module
-from tasks.data.tokens import write_tokens
-from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens import cache as module
+from tasks.data.tokens import cache as write_tokens
+from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tests import tiny, training
 

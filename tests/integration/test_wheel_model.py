@@ -10,7 +10,7 @@ from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.sources import never_changes, pin
-from tasks import wheel_model as module
+from tasks import fetch_model as module
 from tasks.chat_template import CHATML
 from tasks.fetch_model import fetch_model
 from tasks.train.adapter_files import base_and_adapters

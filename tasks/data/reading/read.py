@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 
 from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError, DataError
-from lineage.python_source import PYTHON
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
-from lineage.source_checks import is_loaded
+from lineage.source_checks import PYTHON, is_loaded
 from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, ParsedChunk, Row

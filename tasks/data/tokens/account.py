@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from tasks.data.kinds import LABEL_NAMES
-from tasks.data.tokens.row_outcome import RowOutcome
+from tasks.data.tokens.tokenize_rows import RowOutcome
 
 MAX_NAMED = 20  # rows in one message; all of them are in the file of outcomes
 

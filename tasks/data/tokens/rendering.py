@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.schema import Message
-from tasks.data.tokens import thinking
+from tasks.data.tokens import template as thinking
 from tasks.data.tokens.encoding import common_prefix
-from tasks.data.tokens.losses import form_of, lost
-from tasks.data.tokens.stop_tokens import StopTokens
-from tasks.data.tokens.template import Template, Tools
-from tasks.data.tokens.template_cache import CachedTemplate, Span
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import StopTokens, Template, Thinking, Tools
+from tasks.data.tokens.template_cache import CachedTemplate, Span, form_of, lost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from typing import Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.tokens.thinking import Thinking
+from tasks.data.tokens.template import Thinking
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]

@@ -1,24 +1,128 @@
-"""Prepared rows -> the tokens that trainers read, with the outcome of each row: what was cut or dropped."""
+"""Rows to training examples: tokens, labels, the policy for long rows, and the outcome of each row."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED, ROW_KINDS, Row
 from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.length_policy import REFUSED, keep, keep_end
 from tasks.data.tokens.rendering import Renderer, Turns
-from tasks.data.tokens.row_outcome import RowOutcome, TokenRow
 from tasks.data.tokens.template_cache import Span
 from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from tasks.recipe import Input
+
+
+@dataclass(kw_only=True)
+class RowOutcome:
+    """What happened to a row.
+
+    Args:
+        length: its tokens before anything was cut; of a pair, those of the longer answer with the prompt.
+        tokens, trained: tokens that a trainer reads, and those of them that get loss.
+        cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
+        dropped: the reason why it is not trained on, such as ``nothing_to_train``; None: it is.
+        label: of a single answer: whether it is desirable; None: rows of its kind have none.
+        stops: the tokens that end the assistant's turns.
+        num_examples: examples that it is trained as: several where its turns cannot be rendered in one text.
+    """
+
+    row_id: str
+    length: int
+    tokens: int = 0
+    trained: int = 0
+    cut: bool = False
+    prompt_cut: bool = False
+    dropped: str | None = None
+    label: bool | None = None
+    stops: set[int] = field(default_factory=set)
+    num_examples: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A tokenized row.
+
+    Args:
+        columns: its tokens.
+        rest: further columns of a file of tokens of its kind, such as a label.
+        more: the tokens of further examples: of a conversation whose chat template renders earlier turns otherwise
+            than the last one.
+    """
+
+    outcome: RowOutcome
+    columns: dict[str, list[int]]
+    rest: Mapping[str, object] = field(default_factory=dict)
+    more: Sequence[dict[str, list[int]]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPart:
+    """The examples of some consecutive rows, and the outcomes that are known so far."""
+
+    outcomes: Sequence[RowOutcome]
+    columns: "pa.RecordBatch"
+
+
+REFUSED = "refused"  # a row with this reason is an error
+ANSWER_TOO_LONG = "answer_too_long"  # nothing of the prompt would be left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The kept tokens of a row.
+
+    Args:
+        head: first tokens that are never cut: the model's BOS, where it has one.
+        removed: tokens that are cut after those, from the beginning of the prompt.
+        max_length: of the kept tokens.
+    """
+
+    head: int
+    removed: int
+    max_length: int
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        return [*ids[: self.head], *ids[self.head + self.removed : self.removed + self.max_length]]
+
+
+def keep(tokenization: Tokenization, outcome: RowOutcome, prompt: int, head: int) -> Kept:
+    """Cuts a row of ``outcome.length`` tokens, ``prompt`` of them before the first answer; updates its outcome."""
+    longest = tokenization.max_prompt_length
+    removed = max(0, prompt - longest) if longest else 0
+    over = outcome.length - removed - tokenization.max_length
+    if over > 0:
+        match tokenization.too_long:
+            case None | "cut_answer":
+                outcome.cut = True
+            case "cut_prompt":
+                removed += over
+                if removed >= prompt - head:  # nothing of the prompt would be left
+                    outcome.dropped = ANSWER_TOO_LONG
+            case "drop":
+                outcome.dropped = "too_long"
+            case "refuse":
+                outcome.dropped = REFUSED
+    outcome.prompt_cut = removed > 0 and not outcome.dropped
+    return Kept(head=head, removed=removed, max_length=tokenization.max_length)
+
+
+def keep_end(tokenization: Tokenization, outcome: RowOutcome, head: int) -> Kept:
+    """Cuts a prompt of ``outcome.length`` tokens, which generation continues; updates its outcome."""
+    longest = tokenization.max_prompt_length or tokenization.max_length
+    removed = max(0, outcome.length - longest)
+    if removed and tokenization.too_long in ("drop", "refuse"):
+        outcome.dropped = "too_long" if tokenization.too_long == "drop" else REFUSED
+    outcome.prompt_cut = removed > 0 and not outcome.dropped
+    return Kept(head=head, removed=removed, max_length=longest)
+
 
 NOTHING_TO_TRAIN = "nothing_to_train"
 _NO_TEMPLATE = (

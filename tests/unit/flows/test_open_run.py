@@ -10,7 +10,7 @@ from flows.open_run import Trials, note_before, open_run
 from flows.planning.plan import make_plan
 from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
 from flows.rehearsal import scratch_plan
-from flows.reports.run_views import views
+from flows.reports.run import views
 from flows.reports.status import status_text
 from flows.stages.launch import StageProcesses
 from lineage.errors import ArtifactError

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, dashboard_file, new_id, note_path
-from flows.reports.run_views import views
+from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
 from flows.sweep.folder import Ledger, row_of
 from flows.sweep.trial import Trial

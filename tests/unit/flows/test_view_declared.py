@@ -3,7 +3,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.declared import show_declared
 from flows.planning.plan import make_plan
-from lineage.dvc_store import DvcProject
+from lineage.dvc import DvcProject
 from tests.command import CONF
 from tests.unit.flows.planning.test_plan import finish
 

@@ -17,8 +17,7 @@ from lineage.certificate import (
     write_certificate,
 )
 from lineage.errors import ArtifactError
-from lineage.hardware import hardware
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord, hardware
 from lineage.store import Store
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}

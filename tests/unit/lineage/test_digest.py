@@ -253,7 +253,7 @@ def test_threads_may_digest_at_once():
     gc.set_threshold(50)
     try:
         with ThreadPoolExecutor(4) as pool:
-            assert len(set(pool.map(code_digest_now, ["lineage.view"] * 8))) == 1
+            assert len(set(pool.map(code_digest_now, ["lineage.dvc"] * 8))) == 1
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(let_others_in)

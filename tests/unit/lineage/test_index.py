@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.fingerprint import short
-from lineage.graph import index_scan
+from lineage.graph import index as index_scan
 from lineage.graph.index import Index
 from tests.written_store import WrittenStore, node
 

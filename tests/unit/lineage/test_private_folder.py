@@ -7,8 +7,8 @@ import pytest
 
 from flows.stages.admission import admitted
 from flows.stages.process_settings import stage_environment
-from lineage.dvc_store import DvcProject
-from lineage.private_folder import private_folder
+from lineage.dvc import DvcProject
+from lineage.remote_files import private_folder
 
 
 @pytest.fixture

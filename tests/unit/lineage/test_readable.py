@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.checkpoint_record import Checkpoint
+from lineage.checkpoints import Checkpoint
 from lineage.lock import Lock
 from lineage.store import Store
 from tests.unit.lineage.test_store import manifest

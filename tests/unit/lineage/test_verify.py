@@ -6,9 +6,17 @@ from lineage.lock import Lock
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.promotions import Event, append
 from lineage.store import Store
-from lineage.verify.dvc import check_lock, check_view
-from lineage.verify.finding import Fault
-from lineage.verify.store import Checked, check_links, check_outputs, check_promotions, check_sources, read_store
+from lineage.verify.store import (
+    Checked,
+    Fault,
+    check_links,
+    check_lock,
+    check_outputs,
+    check_promotions,
+    check_sources,
+    check_view,
+    read_store,
+)
 
 
 def commit(root, stage, inputs=None, text="weights", **recipe):

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from lineage.dvc import View
 from lineage.lock import Lock
 from lineage.store import Entry, Store
-from lineage.view import View
 from tests.written_store import WrittenStore
 
 REPORTS = [{"step": 1, "time": 1.5, "metrics": {"loss": 2.0}}, {"step": 2, "time": 2.5, "metrics": {"loss": 1.0}}]

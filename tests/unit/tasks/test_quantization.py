@@ -7,7 +7,7 @@ import pytest
 
 from flows.declare.compose import CONF
 from flows.declare.config import load_pipeline
-from flows.planning.preflight import check_models
+from flows.planning.model_checks import check_models
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format
 from tasks.method import Adapter, Quantization

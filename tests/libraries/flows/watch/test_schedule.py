@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.declare.cron import is_cron
-from flows.declare.operation import Schedule, Trigger
+from flows.declare.operation import Schedule, Trigger, is_cron
 from flows.watch.schedule import schedule_entries
 from lineage.errors import ConfigError
 from tests.unit.flows.declare.test_config import toy

@@ -17,8 +17,8 @@ from lineage.errors import ConfigError, DataError
 from tasks.check_rows import check_rows, leaked
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import PREFERENCES, PROMPTS, ROW_KINDS, UNPAIRED, RowKind, kind_of_columns
+from tasks.data.tokens.cache import show
 from tasks.data.tokens.tokenization import Tokenization, TooLong
-from tasks.data.tokens.tokenized_rows import show
 from tasks.method import Input, Inputs, Training
 from tasks.train.checkpointing import held_out_rows
 from tests import tiny

@@ -1,12 +1,12 @@
 """The table of what works with what: every rule refuses its example, and what it says to set passes every rule."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
 
-from flows.declare.config import load_pipeline
-from flows.declare.typed import typed
+from flows.declare.config import load_pipeline, typed
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.cpt import ContinuedPretraining
@@ -94,3 +94,17 @@ def test_the_plan_refuses_an_example_and_accepts_what_its_message_says_to_paste(
     found, pasted = str(refused.value).rsplit("; set ", 1)
     assert found.startswith(f"{where}: ")
     load_pipeline([*stated, *pasted.split()])
+
+
+def test_vllm_goes_through_where_it_is_installed_and_is_refused_with_the_command_where_not(tmp_path, monkeypatch):
+    on_gpu = {"method.vllm": "colocate", "resources.gpus_per_worker": 1}
+    missing = [each for each in refusals(case(BY_ID["vllm"], on_gpu)) if each.rule == "vllm"]
+    if find_spec("vllm") is None:
+        assert "vLLM is not installed here (pip install vllm)" in missing[0].text("stages.grpo")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for mode in ("colocate", "server"):
+        assert list(refusals(case(BY_ID["vllm"], {**on_gpu, "method.vllm": mode}))) == []
+    [refusal] = refusals(case(BY_ID["vllm"], {"method.vllm": "server"}))
+    assert "vLLM generates on a GPU, and there is none" in refusal.text("stages.grpo")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.hyperparameters import former_defaults, hyperparameters, write_examples
 from flows.planning.plan import Plan, make_plan
+from flows.planning.staleness import former_defaults, hyperparameters, write_examples
 from flows.reports.run import plan_table
 from flows.stages.data_checks import DataChecks
 from tasks.dpo import DPO

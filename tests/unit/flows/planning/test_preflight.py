@@ -5,15 +5,15 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.open_run import check_machine
+from flows.planning.model_checks import check_models
 from flows.planning.needs import needs
 from flows.planning.plan import make_plan
-from flows.planning.preflight import check_models
 from flows.stages.admission import require_gpus
 from lineage.errors import ConfigError
 
 
 def test_a_store_whose_locks_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.planning.preflight.not_locking", lambda path: "/mnt is fuse.sshfs")
+    monkeypatch.setattr("flows.planning.model_checks.not_locking", lambda path: "/mnt is fuse.sshfs")
     with pytest.raises(ConfigError, match=r"do not see each other's locks \(/mnt is fuse.sshfs\); put it on NFSv4"):
         make_plan(load_pipeline([f"store={tmp_path}"]))
 

@@ -14,8 +14,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.schema import Message
 from tasks.data.tokens.rendering import Renderer, Turns
-from tasks.data.tokens.template import Tools
-from tasks.data.tokens.thinking import Thinking, in_field
+from tasks.data.tokens.template import Thinking, Tools, in_field
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer
 from tests.libraries.tasks.data.tokens.families import FAMILIES, template_of, tokenizer_of

@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.length_policy import keep
-from tasks.data.tokens.row_outcome import RowOutcome
 from tasks.data.tokens.tokenization import TooLong
+from tasks.data.tokens.tokenize_rows import RowOutcome, keep
 from tasks.dpo import DPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT

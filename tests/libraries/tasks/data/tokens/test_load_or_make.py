@@ -15,12 +15,11 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
 from tasks.data import batches
-from tasks.data.tokens import load_or_make as module
-from tasks.data.tokens import write_tokens
+from tasks.data.tokens import cache as module
+from tasks.data.tokens import cache as write_tokens
 from tasks.data.tokens.account import Account, Named
-from tasks.data.tokens.load_or_make import load_or_make
+from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenized_rows import TokenizedRows
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 

@@ -7,9 +7,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.row_outcome import TokenRow
-from tasks.data.tokens.tokenize_rows import require_chat_template
-from tasks.data.tokens.tokenized_rows import show
+from tasks.data.tokens.cache import show
+from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Kind
-from tasks.data.tokens import tokens_key as module
+from tasks.data.tokens import cache as module
+from tasks.data.tokens.cache import tokens_key
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokens_key import tokens_key
 from tests import tiny
 
 SFT = Tokenization(kind=Kind.CONVERSATIONS, max_length=64)

@@ -7,11 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lineage.artifact import Kind
 from tasks.data.kinds import kind_of_columns
-from tasks.data.tokens.load_or_make import load_or_make
-from tasks.data.tokens.row_outcome import TokenRow
+from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
-from tasks.data.tokens.tokenize_rows import RowTokenizer
-from tasks.data.tokens.tokenized_rows import TokenizedRows
+from tasks.data.tokens.tokenize_rows import RowTokenizer, TokenRow
 from tasks.method import Input
 from tests import tiny
 

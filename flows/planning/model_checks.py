@@ -1,26 +1,60 @@
-"""Checks of a pipeline's models that need no GPU and no torch: made with the plan, before anything is paid."""
+"""Checks of the models of a pipeline: files, chat templates, adapters, quantization and merges, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, nearest
-from flows.planning.champion import Champion
-from flows.planning.root_model import POLICY, root_config
+from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.lock import not_locking
 from lineage.model_files import quantization_format, read_json
-from lineage.model_source import has_tokenizer
+from lineage.model_source import has_tokenizer, vocabulary_of
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import CACHE, Entry
-from tasks.fetch_model import CONFIG, checked_config, model_json
+from tasks.chat_template import template_text
+from tasks.fetch_model import CONFIG, checked_config, fetched_model, model_json
+from tasks.merge import Merge
 from tasks.method import Training
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
 from tasks.train.adapters import STACKED
 from tasks.train.compatibility import check_compatible
+from tasks.train.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.train.quantization import require_available, why_not_on_quantized
+
+POLICY = "policy"
+
+
+def root_of(pipeline: Pipeline, reference: str) -> str:
+    """The source, as ``source:NAME``, or the stage that a model's config and tokenizer come from."""
+    while not pipeline.is_source(reference) and POLICY in pipeline.stages[reference].inputs:
+        reference = pipeline.stages[reference].inputs[POLICY]
+    return pipeline.key(reference)
+
+
+def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
+    """Where the model of ``root_of`` lies; None: a stage makes it, or it is not on this machine yet."""
+    root = root_of(pipeline, reference)
+    if not pipeline.is_source(root):
+        return None
+    return fetched_model(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE)
+
+
+def root_config(pipeline: Pipeline, reference: str) -> Mapping[str, object]:
+    """Its ``config.json``; empty where that is not known, or cannot be read: the stage that loads it reports that."""
+    found = root_json(pipeline, reference, CONFIG)
+    return found if isinstance(found, dict) else {}
+
+
+def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
+    """A JSON file of the model of ``root_of``; None where it is not known, or cannot be read."""
+    root = root_of(pipeline, reference)
+    if not pipeline.is_source(root):
+        return None
+    return model_json(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE, name)
+
 
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
 
@@ -227,3 +261,57 @@ def _has_template(directory: Path) -> bool:
         return True
     config = read_json(directory, "tokenizer_config.json")
     return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def check_merges(pipeline: Pipeline) -> None:
+    """That each merge has the models that it combines, and that they are models of one kind, where that is known.
+
+    Raises:
+        ConfigError: a slot, a weight or a base is lacking, or a model has another architecture, vocabulary or template.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Merge):
+            try:
+                stage.method.check_inputs(stage.inputs)
+                _check_alike(pipeline, name)
+            except ConfigError as error:
+                raise ConfigError(f"stages.{name}: {error}") from error
+
+
+def _check_alike(pipeline: Pipeline, name: str) -> None:
+    inputs = pipeline.stages[name].inputs
+    policy = inputs[POLICY]
+    known = vocabulary_of(root_json(pipeline, policy, "tokenizer.json"))
+    for slot, other in inputs.items():
+        if slot == POLICY:
+            continue
+        if root_of(pipeline, other) != root_of(pipeline, policy):
+            require_same_config(policy, other, _config(pipeline, policy), _config(pipeline, other))
+            vocabulary = vocabulary_of(root_json(pipeline, other, "tokenizer.json"))
+            if known and vocabulary:
+                require_same_vocabulary(policy, other, known, vocabulary)
+        templates = [_template(pipeline, each) for each in (policy, other)]
+        if slot != BASE and None not in templates:
+            require_same_template(policy, other, *templates)
+
+
+def _config(pipeline: Pipeline, reference: str) -> dict[str, object]:
+    """Of a model that was quantized before, a training saves it dequantized."""
+    config = dict(root_config(pipeline, reference))
+    if not pipeline.is_source(reference):
+        config.pop("quantization_config", None)
+    return config
+
+
+def _template(pipeline: Pipeline, reference: str) -> str | None:
+    """The chat template of a model: the last that a stage installs, or that of its first model; None: not known."""
+    while not pipeline.is_source(reference):
+        stage = pipeline.stages[reference]
+        installed = stage.method.recipe().get("chat_template")
+        if isinstance(installed, str):
+            return template_text(installed)
+        if POLICY not in stage.inputs:
+            return None
+        reference = stage.inputs[POLICY]
+    directory = root_directory(pipeline, reference)
+    return template_of(directory) if directory else None

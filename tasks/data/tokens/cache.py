@@ -1,0 +1,358 @@
+"""Token caches: the key that names them, and writing, loading and reading them."""
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from lineage.cached import cached
+from lineage.digest import DigestCache, digest_file, digest_files, digest_of
+from lineage.errors import DataError
+from lineage.fingerprint import canonical_json, short
+from lineage.model_files import TOKENIZER_FILES
+from tasks.chat_template import install_chat_template, template_text
+from tasks.data.batches import row_batches
+from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, RowKind, arrow_schema
+from tasks.data.ordered_pool import ordered_map
+from tasks.data.preparing.row_split import TRAIN
+from tasks.data.tokens.account import MAX_NAMED, Account
+from tasks.data.tokens.packing import pack
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import REFUSED, RowOutcome, RowTokenizer, TokenPart
+from tasks.train.models import CHAT_TEMPLATE_FILE, tokenizer_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    from tasks.recipe import Input
+
+TOKENS_VERSION = 3  # raise it when the same rows, tokenizer and options now give other tokens
+_LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
+_VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
+
+
+def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path) -> str:
+    """Digest of all that decides the tokens; the same before and after a stage has written its chat template into a
+    model."""
+    path = tokenizer_dir / CHAT_TEMPLATE_FILE
+    if not ROW_KINDS[tokenization.kind].chat:
+        template = ""
+    elif tokenization.chat_template:
+        template = template_text(tokenization.chat_template)
+    else:
+        template = path.read_text() if path.exists() else ""  # else it is in a file of the tokenizer
+    decides = {
+        "rows": rows_digest,
+        "tokenizer": _tokenizer_digest(tokenizer_dir),
+        "model_type": _model_type(tokenizer_dir),
+        "template": template,
+        "options": {**asdict(tokenization), "chat_template": None},
+        "version": TOKENS_VERSION,
+        "libraries": {name: version(name) for name in (*_LIBRARIES, *(("trl",) if tokenization.packing else ()))},
+    }
+    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+
+
+def _tokenizer_digest(directory: Path) -> str:
+    """Of the files that make a tokenizer: a stage's output has the same, beside weights and settings of its own."""
+    others = (path.name for pattern in _VOCABULARIES for path in directory.glob(pattern))
+    digests = {}
+    for name in sorted({*TOKENIZER_FILES, *others} - {CHAT_TEMPLATE_FILE}):
+        path = directory / name
+        if path.is_dir():
+            digests[name] = digest_of(digest_files(path))
+        elif path.exists():
+            digests[name] = digest_file(path)
+    return digest_of(digests)
+
+
+def _model_type(directory: Path) -> str | None:
+    """What the class of a tokenizer is chosen by, where its own files leave that open."""
+    path = directory / "config.json"
+    return json.loads(path.read_text()).get("model_type") if path.exists() else None
+
+
+FILLS_NO_CHUNK = "fills_no_chunk"  # the reason why a document is dropped
+
+
+def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
+    """Chunks of all tokens, except a rest at the end that fills no chunk.
+
+    The document in which the rest starts counts as cut, documents wholly inside it as dropped. The outcome of a
+    document comes with the part that decides it.
+    """
+    import pyarrow as pa
+
+    rest = pa.array([], pa.int32())
+    ended = deque[tuple[RowOutcome, int]]()  # documents, and where they end in the stream
+    total = 0  # tokens of the stream so far
+    for part in parts:
+        for outcome in part.outcomes:
+            total += outcome.length
+            ended.append((outcome, total))
+        tokens = pa.concat_arrays([rest, part.columns.column("input_ids").flatten()])
+        kept = len(tokens) // max_length * max_length
+        rest, done = tokens[kept:], list[RowOutcome]()
+        while ended and ended[0][1] <= total - len(rest):
+            outcome, _ = ended.popleft()
+            done.append(_trained(outcome, outcome.length))
+        yield TokenPart(outcomes=done, columns=_chunks(tokens[:kept], max_length))
+    # A document is trained up to the start of the rest.
+    start = total - len(rest)
+    left = [_trained(outcome, outcome.length - min(outcome.length, end - start)) for outcome, end in ended]
+    yield TokenPart(outcomes=left, columns=_chunks(rest[:0], max_length))
+
+
+def _trained(outcome: RowOutcome, tokens: int) -> RowOutcome:
+    outcome.tokens = outcome.trained = tokens
+    outcome.cut = 0 < tokens < outcome.length
+    outcome.dropped = None if tokens else FILLS_NO_CHUNK
+    return outcome
+
+
+def _chunks(tokens: "pa.Array", max_length: int) -> "pa.RecordBatch":
+    import pyarrow as pa
+
+    places = pa.array(range(0, len(tokens) + 1, max_length), pa.int32())
+    chunks = pa.ListArray.from_arrays(places, tokens)
+    return pa.RecordBatch.from_arrays([chunks, chunks], schema=arrow_schema(TEXT.tokens))
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedRows:
+    """The tokens of prepared rows, on disk, and what became of every row.
+
+    Args:
+        examples: what a trainer is given, in the order of the rows that came in: rows, chunks or packs.
+    """
+
+    kind: RowKind
+    account: Account
+    examples: "Dataset"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.account.metrics
+
+    @property
+    def columns(self) -> dict[str, list[list[int]]]:
+        """All tokens, in memory."""
+        found: dict[str, list[list[int]]] = self.examples[:]
+        return found
+
+    def dataset(self, order: Sequence[int]) -> "Dataset":
+        """The rows in the order of training, as a trainer is given those of their kind."""
+        return self.kind.examples(self.examples.select(order))
+
+    def __len__(self) -> int:
+        return self.account.num_examples
+
+    def require_like(self, previous_percent: float | None, stage: str = "STAGE") -> None:
+        """That the share of trained tokens is like that of the last run: where it halves, a mask or a template broke.
+
+        Prompts have no such share: their answers are generated.
+
+        Args:
+            previous_percent: of the last run; None: there is none.
+        Raises:
+            DataError: it is less than half of what it was.
+        """
+        percent = self.account.trained_percent
+        if not self.account.gets_loss:
+            return
+        if previous_percent is not None and percent < previous_percent / 2:
+            raise DataError(
+                f"{percent:.3g} % of the tokens get loss, and the last run trained {previous_percent:.3g} %; at least "
+                "half of the last run's share is accepted; look at the samples in the log, and mend the rows, the chat "
+                f"template or max_length; or accept it: accept_label_drop=[{stage}]"
+            )
+
+
+def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
+    """Logs what is trained and what is not, before the first step.
+
+    Raises:
+        DataError: nothing would be trained.
+    """
+    account = result.account
+    if not len(result):
+        raise _nothing_to_train(account, rows.name, max_length)
+    shares = " ".join(f"{name}={value:g}" for name, value in account.metrics.items())
+    lengths = " ".join(f"length_{name}={value}" for name, value in account.quantiles.items())
+    logger.info("rows_of=%s max_length=%d %s %s", rows.name, max_length, shares, lengths)
+    if account.cut.count:
+        logger.warning("rows_cut=%d max_length=%d row_ids=%s", account.cut.count, max_length, account.cut)
+    if account.prompts_cut.count:
+        logger.warning("prompts_cut=%d row_ids=%s", account.prompts_cut.count, account.prompts_cut)
+    for reason, named in account.dropped.items():
+        logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
+    if account.labels and len(account.labels) < len(LABEL_NAMES):
+        logger.warning("rows_of=%s labels=%s: every answer is %s", rows.name, account.labels, *account.labels)
+    for sample in account.samples:
+        logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)
+
+
+def _nothing_to_train(account: Account, name: str, max_length: int) -> DataError:
+    if FILLS_NO_CHUNK in account.dropped:
+        return DataError(
+            f"all texts of {name!r} together are {account.length} tokens, less than one chunk of "
+            f"max_length={max_length}; lower max_length, or give more text"
+        )
+    if not account.gets_loss:
+        return DataError(
+            f"no prompt of {name!r} fits max_length={max_length}: all {account.num_rows} were left out; raise "
+            "max_length or max_prompt_length, or set too_long=cut_prompt"
+        )
+    return DataError(
+        f"no row of {name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "
+        "were left out; raise max_length, or check that the rows have answers that fit it"
+    )
+
+
+TOKENS, OUTCOMES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
+_ROWS_PER_PART = 256
+_PARTS_INLINE = 16  # fewer are done before a process has started
+_OUTCOME = {
+    "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
+    "prompt_cut": "bool_", "dropped": "string", "label": "bool_",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTokenizer:
+    """Tokenizes a part of a file. Can be pickled."""
+
+    tokenizer: RowTokenizer
+
+    def __call__(self, rows: "pa.RecordBatch") -> TokenPart:
+        import pyarrow as pa
+
+        found = list(self.tokenizer(rows.to_pylist()))
+        kept = [row for row in found if not row.outcome.dropped]
+        examples = [{**columns, **row.rest} for row in kept for columns in (row.columns, *row.more)]
+        tokens = ROW_KINDS[self.tokenizer.tokenization.kind].tokens
+        schema = arrow_schema({name: tokens[name] for name in (*found[0].columns, *found[0].rest)})
+        columns = [pa.array([row[name] for row in examples], schema.field(name).type) for name in schema.names]
+        batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+        return TokenPart(outcomes=[row.outcome for row in found], columns=batch)
+
+
+def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> Account:
+    """Writes the tokens of a Parquet file of rows, and the outcome of each row.
+
+    Raises:
+        DataError: a row is too long with ``too_long=refuse``, or cannot be rendered.
+    """
+    import pyarrow as pa
+
+    kind = ROW_KINDS[tokenizer.tokenization.kind]
+    account, too_long = Account(gets_loss=kind.trained), list[RowOutcome]()
+    columns = arrow_schema(kind.tokens)
+    outcomes = pa.schema([(name, getattr(pa, of)()) for name, of in _OUTCOME.items()])
+    with (
+        pa.ipc.new_stream(str(directory / TOKENS), columns) as token_file,
+        pa.ipc.new_stream(str(directory / OUTCOMES), outcomes) as outcome_file,
+    ):
+        for part in _parts(rows, tokenizer, workers):
+            token_file.write_batch(part.columns)
+            outcome_file.write_batch(
+                pa.RecordBatch.from_pylist(
+                    [{name: getattr(outcome, name) for name in _OUTCOME} for outcome in part.outcomes], outcomes
+                )
+            )
+            account.num_examples += len(part.columns)
+            for outcome in part.outcomes:
+                account.add(outcome)
+                if outcome.dropped == REFUSED and len(too_long) < MAX_NAMED:
+                    too_long.append(outcome)
+    if too_long:
+        raise _refusal(account, too_long, tokenizer.tokenization.max_length)
+    return account
+
+
+def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
+    kind = ROW_KINDS[tokenizer.tokenization.kind]
+    batches = row_batches(rows, _ROWS_PER_PART, kind.schema.names)
+    parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers, inline_below=_PARTS_INLINE)
+    return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
+
+
+def _refusal(account: Account, too_long: Sequence[RowOutcome], max_length: int) -> DataError:
+    count = account.dropped[REFUSED].count
+    more = f" and {count - len(too_long)} more" if count > len(too_long) else ""
+    named = ", ".join(f"{outcome.row_id} ({outcome.length} tokens)" for outcome in too_long)
+    return DataError(
+        f"{count} of {account.num_rows} rows are longer than max_length={max_length}: {named}{more}; raise max_length, "
+        "shorten the rows, or set too_long to cut_answer, cut_prompt or drop"
+    )
+
+
+_ACCOUNT = "account.json"
+_NUM_SAMPLES = 3
+
+
+def load_or_make(
+    tokenization: Tokenization,
+    rows: "Input",
+    tokenizer_dir: Path,
+    cache_dir: Path | None,
+    workers: int,
+    *,
+    side: str = TRAIN,
+) -> TokenizedRows:
+    """The tokens of one side of prepared rows, from the cache where they are there.
+
+    Args:
+        tokenizer_dir: a model's directory, or one with its tokenizer alone.
+        cache_dir: may be shared by processes and machines; None: the tokens are in an unnamed file until they are no
+            longer used.
+        workers: processes, for many rows.
+    Raises:
+        DataError: a row cannot be rendered, or is too long and shall be refused.
+        ConfigError: the chat template cannot be used.
+    """
+    file = rows.path / side
+    if cache_dir is None:
+        with TemporaryDirectory() as scratch:
+            _make(tokenization, file, tokenizer_dir, workers, Path(scratch))
+            return _read(Path(scratch), tokenization)  # the file stays while it is mapped
+    cache = cache_dir / "tokens"
+    digest = DigestCache(cache / "digests.json").digest(file)
+    entry = cache / short(tokens_key(tokenization, digest, tokenizer_dir))
+    with cached(entry, lambda draft: _make(tokenization, file, tokenizer_dir, workers, draft)) as is_new:
+        logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_new else "reused")
+        return _read(entry, tokenization)
+
+
+def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
+    """Fills a directory with tokens, the outcomes of rows, and last the account."""
+    from datasets import Dataset
+
+    tokenizer = tokenizer_of(tokenizer_dir)
+    kind = ROW_KINDS[tokenization.kind]
+    if tokenization.chat_template and kind.chat:
+        install_chat_template(tokenizer, tokenization.chat_template)
+    account = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer), workers, directory)
+    examples = Dataset.from_file(str(directory / TOKENS))
+    account.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
+    if tokenization.packing and account.num_examples:
+        account.packed, account.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
+    (directory / _ACCOUNT).write_text(account.to_json())
+
+
+def _read(entry: Path, tokenization: Tokenization) -> TokenizedRows:
+    from datasets import Dataset
+
+    account = Account.from_json((entry / _ACCOUNT).read_text())
+    kind = ROW_KINDS[tokenization.kind]
+    return TokenizedRows(kind=kind, account=account, examples=Dataset.from_file(str(entry / TOKENS)))
