@@ -19,10 +19,12 @@ class ORPO(PairLoss):
 
     Args:
         beta: weight of the odds ratio in the loss, lambda in the paper.
+        chat_template: for a model that has none; written into the output. From a file: ``sources.base.chat_template``.
     """
 
     default_learning_rate: ClassVar = 8e-6  # of the paper
     beta: Annotated[float, Gt(0)] = 0.1
+    chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
 
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":
         from torch.nn.functional import logsigmoid

@@ -18,7 +18,9 @@ from lineage.code import code_digest, code_digest_now
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
 from lineage.fingerprint import without_nones
+from lineage.model_source import text_digest
 from tasks.best import HELD_OUT_LOSS, Best
+from tasks.chat_template import CHAT_TEMPLATES, template_text
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
@@ -288,6 +290,9 @@ class TrainingRecipe(Method):
         recipe |= {**self.optimizer.identity(), **self.schedule.identity()}
         recipe |= self.adapter.identity() if self.adapter else {}
         recipe |= self.quantization.identity(recipe) if self.quantization else {}
+        template = recipe.get("chat_template")
+        if isinstance(template, str) and template not in CHAT_TEMPLATES:  # the text of a family, which TRL may change
+            recipe["chat_template_text"] = text_digest(template_text(template))
         for option, (entry, raised) in self.option_versions.items():
             if _is_set(recipe, option):
                 version = recipe.get(entry, 1)

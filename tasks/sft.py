@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lineage.model_source import text_digest
-from tasks.chat_template import CHAT_TEMPLATES, check_name, template_text
 from tasks.data.kinds import CONVERSATIONS
 from tasks.data.tokens.tokenization import Packing
 from tasks.method import AnswerTraining
@@ -35,17 +33,6 @@ class SFT(AnswerTraining):
     default_learning_rate: ClassVar = 2e-5
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
     packing: Packing | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_name(self.chat_template)
-
-    def recipe(self) -> dict[str, object]:
-        """As of every training; of a family the template's text too, which TRL may change."""
-        recipe = super().recipe()
-        if self.chat_template is not None and self.chat_template not in CHAT_TEMPLATES:
-            recipe["chat_template_text"] = text_digest(template_text(self.chat_template))
-        return recipe
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

@@ -18,13 +18,20 @@ class SimPO(PairLoss):
     Args:
         beta: scale of the reward.
         gamma: target margin between the chosen and the rejected reward.
+        sft_weight: of the chosen answer's mean negative log-likelihood per token, as in the authors' code and CPO; it
+            keeps the chosen answers likely.
     """
 
     beta: Annotated[float, Gt(0)] = 2.0
     gamma: Annotated[float, Ge(0)] = 1.0
+    sft_weight: Annotated[float, Gt(0)] | None = None
 
     def loss(self, chosen: Logps, rejected: Logps) -> "tuple[Tensor, dict[str, Tensor]]":
         from torch.nn.functional import logsigmoid
 
         metrics = reward_metrics(self.beta * chosen.mean_B, self.beta * rejected.mean_B)  # eq. 4
-        return -logsigmoid(metrics["rewards/margins"] - self.gamma).mean(), metrics  # eq. 6
+        contrast_B = -logsigmoid(metrics["rewards/margins"] - self.gamma)  # eq. 6
+        if self.sft_weight is None:
+            return contrast_B.mean(), metrics
+        nll_B = -chosen.mean_B
+        return (contrast_B + self.sft_weight * nll_B).mean(), {**metrics, "nll_loss": nll_B}

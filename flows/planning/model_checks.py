@@ -101,9 +101,11 @@ def check_models(pipeline: Pipeline) -> None:
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
+            source = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
+            fields = [source, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
                 f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
-                "set chat_template=chatml on the first SFT stage (stages.sft.method.chat_template=chatml), "
+                f"set {' or '.join(f'{field}.chat_template=chatml' for field in fields)}, "
                 "or start from a model that has one"
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)

@@ -25,7 +25,8 @@ _HEAD = """\
 Every method that a stage can have: what it reads and writes, its own options, and what it works with. A stage takes one
 by the name of its file in `conf/stage`: `+stage@stages.NAME.method=dpo` in a command, `/stage@stages.NAME.method: dpo`
 among the `defaults` of a pipeline. Every training also has the fields of [settings.md](settings.md#every-training).
-[add_a_method.md](add_a_method.md) adds one of your own.
+[add_a_method.md](add_a_method.md) adds one of your own; [preference_methods.md](preference_methods.md) shows what the
+pipelines `sft-kto`, `orpo` and `simpo` reach.
 """
 _TRAININGS = """\
 ## Trainings

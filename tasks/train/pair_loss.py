@@ -1,8 +1,9 @@
-"""Methods on preference pairs whose loss is a function of the answers' log-probabilities.
+"""Methods whose loss is a function of the answers' log-probabilities: of pairs, or of single answers.
 
-Shapes: B pairs of a micro batch, R = 2B rows.
+Shapes: B pairs of a micro batch; R rows, of pairs R = 2B.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
     Measured = tuple[Tensor, dict[str, Tensor]]  # the loss, and metrics
     Loss = Callable[["Logps", "Logps"], Measured]  # of the chosen and the rejected answers
+
+logger = logging.getLogger(__name__)
+
+MAX_RATIO = 4 / 3  # of the weight of all desirable answers to that of the others: arXiv:2402.01306, section 4.2, eq. 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +150,55 @@ def rpo_loss(beta: float, sft_weight: float, chosen: Logps, rejected: Logps) -> 
         "rewards/accuracies": (margins_B > 0).float(),
     }
     return (-logsigmoid(margins_B) - sft_weight * gains_B).mean(), metrics
+
+
+def label_weights(
+    desirable: float | None, undesirable: float | None, num_desirable: int, num_undesirable: int
+) -> tuple[float, float]:
+    """The weights of desirable and undesirable answers; warns of a ratio that eq. 8 of KTO advises against.
+
+    Args:
+        desirable, undesirable: as set; None: what gives all answers of both labels the same weight, and the more
+            numerous ones 1.
+        num_desirable, num_undesirable: among the training rows.
+    """
+    ratio = num_desirable / num_undesirable if num_desirable and num_undesirable else 1.0
+    if desirable is None:
+        desirable = undesirable / ratio if undesirable is not None else max(1.0, 1 / ratio)
+    if undesirable is None:
+        undesirable = desirable * ratio
+    found = desirable * ratio / undesirable
+    logger.info(
+        "desirable_weight=%g undesirable_weight=%g desirable_rows=%d undesirable_rows=%d ratio=%.4g",
+        desirable, undesirable, num_desirable, num_undesirable, found,
+    )  # fmt: skip
+    if not 1 - 1e-6 <= found <= MAX_RATIO + 1e-6 and num_desirable and num_undesirable:
+        logger.warning(
+            "desirable_weight=%g undesirable_weight=%g: the desirable answers weigh %.4g times as much as the "
+            "others; the paper advises 1 to 4/3 (eq. 8); leave one of the weights unset to have 1",
+            desirable, undesirable, found,
+        )  # fmt: skip
+    return desirable, undesirable
+
+
+def kto_loss(beta: float, desirable_weight: float, undesirable_weight: float, rows: "Rows") -> "Measured":
+    """The weighted value lost by each answer, a mean over the rows: 1/2 where policy and reference agree.
+
+    Source:
+        Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7, less the constant weights: w (1 - v).
+    """
+    import torch
+
+    from tasks.train.pair_trainer import of_labels
+
+    assert rows.reference_R is not None and rows.desirable_R is not None
+    log_ratios_R = rows.sums_R - rows.reference_R
+    zero = 0.0 if rows.divergence is None else rows.divergence
+    sign_R = torch.where(rows.desirable_R.bool(), 1.0, -1.0)
+    weights_R = torch.where(rows.desirable_R.bool(), desirable_weight, undesirable_weight)
+    values_R = torch.sigmoid(sign_R * beta * (log_ratios_R - zero))
+    metrics = {
+        **of_labels("rewards", beta * log_ratios_R, rows.desirable_R),
+        "rewards/accuracies": (values_R > 0.5).float(),
+    }
+    return (weights_R * (1 - values_R)).mean(), metrics

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tasks.context import Resources, TrainContext
-from tasks.kto import KTO, kto_loss
+from tasks.kto import KTO
 from tasks.method import Adapter, Validation
+from tasks.train.pair_loss import kto_loss, label_weights
 from tasks.train.pair_trainer import Rows
 from tasks.train.run import TrainingRun
 from tests import tiny, training
@@ -92,7 +93,8 @@ def test_a_reward_below_the_divergence_is_that_of_no_desirable_answer() -> None:
 def test_weights_make_up_for_the_counts(
     counts: tuple[int, int], fields: dict[str, float], weights: tuple[float, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert stage(**fields).weights(*counts) == pytest.approx(weights)
+    found = label_weights(fields.get("desirable_weight"), fields.get("undesirable_weight"), *counts)
+    assert found == pytest.approx(weights)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
@@ -100,7 +102,7 @@ def test_weights_make_up_for_the_counts(
 def test_weights_outside_the_advised_range_are_warned_of(
     undesirable: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert stage(desirable_weight=1.0, undesirable_weight=undesirable).weights(8, 4) == (1.0, undesirable)
+    assert label_weights(1.0, undesirable, 8, 4) == (1.0, undesirable)
     assert ("the paper advises 1 to 4/3 (eq. 8)" in caplog.text) == warns
 
 

@@ -91,7 +91,7 @@ class TrlSimPO(SimPO):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-        own = {"beta": self.beta, "simpo_gamma": self.gamma, "loss_type": "simpo", "cpo_alpha": 0.0}
+        own = {"beta": self.beta, "simpo_gamma": self.gamma, "loss_type": "simpo", "cpo_alpha": self.sft_weight or 0.0}
         return trl_trainer(run, CPOTrainer, CPOConfig, **own)
 
 
@@ -141,6 +141,8 @@ def test_simpo_is_that_of_the_paper() -> None:
     loss, metrics = stage(SimPO, beta=2.0, gamma=0.5).loss(logps(-2.0), logps(-4.0))  # type: ignore[attr-defined]
     assert float(loss) == pytest.approx(0.2014133, abs=1e-6)
     assert float(metrics["rewards/margins"]) == 2.0 and float(metrics["rewards/accuracies"]) == 1.0
+    likely, metrics = stage(SimPO, beta=2.0, gamma=0.5, sft_weight=0.25).loss(logps(-2.0), logps(-4.0))  # type: ignore[attr-defined]
+    assert float(likely) == pytest.approx(0.2014133 + 0.25 * 1.0, abs=1e-6) and float(metrics["nll_loss"]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,7 @@ CASES = {
     "orpo": (ORPO, TrlORPO, {}, 4),
     "simpo": (SimPO, TrlSimPO, {}, 4),
     # TRL's likelihood is a mean over the tokens of a micro batch: that of an answer where it has one pair.
+    "simpo-sft": (SimPO, TrlSimPO, {"sft_weight": 0.5}, 1),
     "cpo": (CPO, TrlCPO, {}, 1),
     "cpo-hinge": (CPO, TrlCPO, {"loss_type": "hinge", "sft_weight": 0.0}, 4),
     "cpo-ipo": (CPO, TrlCPO, {"loss_type": "ipo"}, 1),

@@ -5,6 +5,7 @@ from typing import Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.chat_template import check_name
 from tasks.data.tokens.template import Thinking
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
@@ -37,6 +38,7 @@ class Tokenization:
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
+        check_name(self.chat_template)
         if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
             raise ConfigError(
                 f"max_prompt_length={self.max_prompt_length} leaves no room for an answer in "

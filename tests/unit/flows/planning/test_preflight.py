@@ -50,6 +50,19 @@ def test_a_missing_chat_template_is_refused_by_the_plan(tmp_path):
     check_models(load_pipeline([f"model={model}", "stages.sft.method.chat_template=chatml"]))
 
 
+def test_the_field_that_gives_a_chat_template_is_named(tmp_path):
+    orpo = ["pipeline=orpo", f"model={write_model(tmp_path / 'model')}"]
+    fields = r"set sources.base.chat_template=chatml or stages.orpo.method.chat_template=chatml, or start"
+    with pytest.raises(ConfigError, match=rf"stages.orpo.inputs.policy=cpt: .*{fields}"):
+        check_models(load_pipeline(orpo))
+    # Of the base, which is measured too, no stage sets one.
+    with pytest.raises(
+        ConfigError, match=r"evaluate.inputs.reference=cpt: .*set sources.base.chat_template=chatml, or"
+    ):
+        check_models(load_pipeline([*orpo, "stages.orpo.method.chat_template=chatml"]))
+    check_models(load_pipeline([*orpo, "sources.base.chat_template=chatml"]))
+
+
 def test_a_template_in_the_tokenizer_config_or_beside_it_is_one(tmp_path):
     assert not is_refused(load_pipeline([f"model={write_model(tmp_path / 'a', template='{{ messages }}')}"]))
     beside = write_model(tmp_path / "b")
