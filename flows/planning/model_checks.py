@@ -8,6 +8,7 @@ from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.lock import not_locking
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import has_tokenizer, vocabulary_of
 from lineage.peft_adapter import base_source, is_peft
@@ -56,6 +57,20 @@ def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
 
 
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
+
+
+def check_store(pipeline: Pipeline) -> None:
+    """Two hosts must not write one output at once.
+
+    Raises:
+        ConfigError: hosts that share the store do not see each other's locks.
+    """
+    why = not_locking(pipeline.store)
+    if why:
+        raise ConfigError(
+            f"store={pipeline.store}: hosts that share it do not see each other's locks ({why}); put it on NFSv4 "
+            "without that option, on Lustre or CephFS, or on a local disk"
+        )
 
 
 def check_models(pipeline: Pipeline) -> None:
