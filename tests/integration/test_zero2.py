@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lineage.checkpoint_record import read_record, write_record
-from lineage.checkpoints import RECORD, Checkpoints
+from lineage.checkpoints import RECORD, Checkpoints, read_record, write_record
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError, ConfigError
 from tasks.best import Best
