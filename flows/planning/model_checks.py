@@ -101,8 +101,8 @@ def check_models(pipeline: Pipeline) -> None:
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
-            source = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
-            fields = [source, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
+            root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
+            fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
                 f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
                 f"set {' or '.join(f'{field}.chat_template=chatml' for field in fields)}, "
