@@ -32,7 +32,6 @@ from packaging.version import Version
 from flows.prefect_address import own_auth
 from flows.wording import counted
 from lineage.errors import ConfigError
-from lineage.lock import not_locking
 from lineage.mlflow.address import is_server, shown, tracking_uri
 from lineage.remote_files import basic, request
 from lineage.store import Store
@@ -235,10 +234,6 @@ def check_store(store: Path, stages: Iterable[str]) -> Iterator[Finding]:
         yield Finding("store", level, found, "free space, or choose another disk: store=DIRECTORY")
     else:
         yield Finding("store", "ok", found)
-    why = not_locking(store)
-    if why:
-        yield Finding("store", "error", f"hosts that share {store} do not see each other's locks ({why})",
-                      "put it on NFSv4 without that option, on Lustre or CephFS, or on a local disk")  # fmt: skip
     if not linked:
         yield Finding("store", "warn", f"the file system of {store} has no hard links",
                       "use a local disk, or accept that its view and DVC's cache are copies")  # fmt: skip

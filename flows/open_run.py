@@ -21,7 +21,7 @@ from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError
 from lineage.stated_labels import Statement, record_labels
-from lineage.tracker import Execution, NoTracker
+from lineage.tracker import Execution, Tracker
 from tasks.context import Launcher
 
 
@@ -71,7 +71,7 @@ def open_run(
     """
     check_machine(stages)
     require_plan_room(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
-    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
+    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = _sweep_note(plan, trials) if trials else None

@@ -13,7 +13,7 @@ from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from lineage.errors import LostError, StageError
-from lineage.tracker import NoTracker
+from lineage.tracker import Tracker
 from tests.command import CONF
 from tests.memory_group import memory_group
 from tests.toy_interrupted import GROUP_FILE, TROUBLE_FILE
@@ -50,7 +50,7 @@ class Toy:
         plan = self.plan(*words)
         plan.pipeline.store.mkdir(exist_ok=True)
         (plan.pipeline.store / TROUBLE_FILE).write_text(trouble)
-        run = Run(plan=plan, processes=self.processes, observer=self.heard, tracker=NoTracker())
+        run = Run(plan=plan, processes=self.processes, observer=self.heard, tracker=Tracker())
         for name in ("data", "train"):
             result = execute(run, plan.stage(name))
         return result

@@ -105,13 +105,6 @@ def test_a_store_is_checked_where_it_will_lie(tmp_path, monkeypatch):
     assert found(50) == [("error", f"{path} cannot be written: Read-only file system")]
 
 
-def test_a_store_whose_locks_other_hosts_do_not_see_is_an_error(tmp_path, monkeypatch):
-    assert faults(doctor.check_store(tmp_path, [])) == []
-    monkeypatch.setattr(doctor, "not_locking", lambda path: "/mnt is fuse.sshfs")
-    [(_, level, found)] = faults(doctor.check_store(tmp_path, []))
-    assert level == "error" and found.endswith("do not see each other's locks (/mnt is fuse.sshfs)")
-
-
 def _refuse(*_, **__):
     raise OSError(30, "Read-only file system")
 

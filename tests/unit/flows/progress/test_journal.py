@@ -19,13 +19,13 @@ from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_pa
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
 from lineage.holder import Holder
-from lineage.tracker import NoTracker
+from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
 from tests.written_store import WrittenStore, node
 
 
-class Recorded(NoTracker):
+class Recorded(Tracker):
     """A tracker whose record is opened a moment later."""
 
     run_id: str | None = None
