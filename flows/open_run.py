@@ -15,14 +15,13 @@ from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
-from flows.stages.launch import StageProcesses
+from flows.stages.launch import StageProcesses, shared_modules
 from flows.stages.run import Run
-from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError
 from lineage.stated_labels import Statement, record_labels
-from lineage.tracker import Execution, NoTracker
+from lineage.tracker import Execution, Tracker
 from tasks.context import Launcher
 
 
@@ -72,7 +71,7 @@ def open_run(
     """
     check_machine(stages)
     require_plan_room(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
-    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else NoTracker()
+    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = _sweep_note(plan, trials) if trials else None

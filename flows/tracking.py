@@ -1,4 +1,4 @@
-"""Chooses who records a run, and completes what an earlier one left open."""
+"""What commands do with MLflow: choose who records a run, complete an earlier record, mirror an alias."""
 
 import sys
 
@@ -6,21 +6,24 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.progress.run_notes import silent_drivers
 from lineage.errors import PipelineError
+from lineage.manifest import Manifest
 from lineage.mlflow.address import require_reachable, tracking_uri
-from lineage.mlflow.open_records import is_left, open_records
-from lineage.mlflow.registry import refill
+from lineage.mlflow.registry import refill, set_alias
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.tracker import NoTracker, Tracker
+from lineage.promotions import locked, read_events, stacks
+from lineage.run_file import is_left, open_records
+from lineage.store import Entry, Store
+from lineage.tracker import Tracker
 
 
 def make_tracker(tracking: Tracking) -> Tracker:
-    """MLflow, or nobody.
+    """MLflow, or one that records nothing.
 
     Raises:
         ConfigError: MLflow's address is none, or nothing answers there.
     """
     if not tracking.mlflow:
-        return NoTracker()
+        return Tracker()
     uri = tracking_uri(tracking.uri)
     require_reachable(uri, tracking.uri)
     return MlflowTracker(uri)
@@ -28,9 +31,7 @@ def make_tracker(tracking: Tracking) -> Tracker:
 
 def complete_record(pipeline: Pipeline) -> None:
     """Closes in MLflow what a killed command left open there, and adds what it committed; costs nothing otherwise."""
-    if not pipeline.tracking.mlflow:
-        return
-    opened = open_records(pipeline.store)
+    opened = open_records(pipeline.store) if pipeline.tracking.mlflow else []
     silent = silent_drivers(pipeline.store) if opened else []
     notes = [note for note in opened if is_left(note, silent)]
     if not notes:
@@ -42,3 +43,35 @@ def complete_record(pipeline: Pipeline) -> None:
         return
     for note in notes:
         note.unlink(missing_ok=True)
+
+
+def mirror_alias(pipeline: Pipeline, alias: str) -> None:
+    """Shows in MLflow's registry who holds an alias by now: of two moves at once the later one.
+
+    The move stands, whatever MLflow answers: an error is printed to stderr.
+    """
+    if not pipeline.tracking.mlflow:
+        return
+    uri, store = pipeline.tracking.uri, Store(pipeline.store)
+    try:
+        with locked(pipeline.store):
+            events = read_events(pipeline.store)
+            last = stacks(events)[alias][-1]
+            holder = store.entry(str(last.stage), last.fingerprint).manifest()
+            assert holder is not None  # it was read a moment ago
+            named = [store.entry(str(event.stage), event.fingerprint) for event in events if event.alias == alias]
+            for pipeline_name in {each.pipeline for each in map(_manifest, named) if each} - {holder.pipeline}:
+                set_alias(uri, pipeline_name, alias, None)  # there, too, it would name a model
+            set_alias(uri, holder.pipeline, alias, holder.fingerprint, holder.stage)
+    except PipelineError as error:
+        print(
+            f"posttrain: the alias is moved, and MLflow does not show it: {error}; repair: posttrain rebuild",
+            file=sys.stderr,
+        )
+
+
+def _manifest(entry: Entry) -> Manifest | None:
+    try:
+        return entry.manifest()
+    except PipelineError:  # of an earlier holder: it names no pipeline any more
+        return None

@@ -1,20 +1,32 @@
-"""The note of a stage's run in MLflow, beside its output."""
+"""Notes for MLflow: the start record beside each stage, and one per execution that is not wholly recorded."""
 
 import json
-from dataclasses import asdict, dataclass, field
+import threading
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from lineage.holder import Holder
+from lineage.manifest import Manifest
+
 _RUN_FILE = "mlflow.json"
+_OPEN = Path("logs/mlflow-open")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """``mlflow.json`` beside a stage: which run its last attempt was, and the words of the command.
+    """The start record of the last attempt, and where it is recorded.
 
     Args:
-        uri: of MLflow, without secrets.
+        uri: of MLflow, without secrets; the run ids are those of this MLflow.
+        words: options and overrides of the command.
         version: of the registered model; None: it is none, or not registered yet.
         registries: addresses of every MLflow in which it is registered, without secrets.
+        title: name of the run; empty: that of the stage.
+        resumes: whether the attempt continues the run of the attempt before.
+        writer: the process that runs the stage.
+        start: its manifest before it ran: no files, metrics or digest. None: written by an earlier version.
+        status: RUNNING until the attempt failed or was stopped; the manifest says that it finished.
     """
 
     uri: str
@@ -23,20 +35,72 @@ class RunFile:
     words: list[str]
     version: int | None = None
     registries: list[str] = field(default_factory=list)
+    title: str = ""
+    resumes: bool = False
+    writer: Holder | None = None
+    start: Manifest | None = None
+    status: str = "RUNNING"
+    cause: str = ""
 
     @property
     def registered_in(self) -> list[str]:
-        """The same, also of a note that was written before all of them were noted."""
+        """Addresses in which it is registered, also of a note that was written before all of them were noted."""
         return self.registries or ([self.uri] if self.uri and self.version is not None else [])
 
     @staticmethod
     def read(directory: Path) -> "RunFile | None":
         try:
-            return RunFile(**json.loads((directory / _RUN_FILE).read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or cut by a kill
+            fields = json.loads((directory / _RUN_FILE).read_text())
+            if fields.get("start"):
+                fields["start"] = Manifest.from_json(json.dumps(fields["start"]))
+            if fields.get("writer"):
+                fields["writer"] = Holder(**fields["writer"])
+            return RunFile(**fields)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or cut by a kill
             return None
 
     def write(self, directory: Path) -> None:
-        draft = directory / (_RUN_FILE + ".tmp")
+        draft = directory / f"{_RUN_FILE}.{threading.get_ident()}.tmp"
         draft.write_text(json.dumps(asdict(self)) + "\n")
         draft.replace(directory / _RUN_FILE)
+
+
+class OpenRecord:
+    """The note of an execution: written when it starts, removed when MLflow has all of it."""
+
+    def __init__(self, store: Path, writer: Holder) -> None:
+        self._writer = writer
+        self._path = store / _OPEN / f"{writer.host}-{writer.pid}-{writer.token[:8]}.json"
+
+    def write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(asdict(self._writer)))
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def open_records(store: Path) -> list[Path]:
+    """All notes, also of executions that are running."""
+    return sorted((store / _OPEN).glob("*.json"))
+
+
+def is_left(path: Path, silent: Collection[Holder]) -> bool:
+    """Whether the process of a note is gone: it was killed, or no MLflow answered it.
+
+    Args:
+        silent: processes of other hosts that have not been heard of for too long.
+    """
+    try:
+        return is_gone(Holder(**json.loads(path.read_text())), silent)
+    except FileNotFoundError:
+        return False
+    except (ValueError, TypeError):  # cut by the kill
+        return True
+
+
+def is_gone(writer: Holder, silent: Collection[Holder]) -> bool:
+    """Whether a process that writes to MLflow has ended; ``silent`` as above."""
+    # By pid and start alone, which is what MLflow's tags say: it may be of an earlier boot, or of a container.
+    ended = replace(writer, machine="", booted=None).is_dead(silent_seconds=0.0)
+    return ended or any(writer.is_process(each) for each in silent)

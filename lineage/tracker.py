@@ -1,12 +1,13 @@
-"""What a run tells whoever records it while it goes: MLflow, or nobody."""
+"""What a run reports to its record while it goes, and a record of nothing."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
-from lineage.manifest import InputRecord, Manifest
+from lineage.manifest import InputRecord, Manifest, Provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class Execution:
     Args:
         words: the options and overrides of the command.
         reused: stage's title -> record of the finished output that is used as it is.
-        folder: of a sweep: the record of its last execution is gone on with, found by a note there.
+        folder: of a sweep: the record of its last execution is continued, by a note there.
     """
 
     pipeline: str
@@ -28,15 +29,15 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class StageStart:
-    """A stage that begins.
+    """A stage that starts.
 
     Args:
         method: full name of the class.
         produces: kind of the output.
         directory: of the stage in the store; reports appear in its ``metrics.jsonl``.
         parents: name of a stage that it reads -> record of that stage's output.
-        resumes: whether it goes on from a checkpoint, and so in the run of the attempt before.
-        title: what it is called in this execution; empty: by its stage's name.
+        resumes: whether it resumes from a checkpoint, and so continues the run of the attempt before.
+        title: its name in this execution; empty: its stage's name.
     """
 
     stage: str
@@ -50,10 +51,22 @@ class StageStart:
     resumes: bool = False
     title: str = ""
 
+    def manifest(self, pipeline: str) -> Manifest:
+        """What its manifest will say that is known now."""
+        now = Provenance(
+            start=time.time(), end=0.0, hosts=[], python="", libraries={}, git_commit=None, git_dirty=None,
+            code_digest="", seed=None, resources={},
+        )  # fmt: skip
+        return Manifest(
+            pipeline=pipeline, stage=self.stage, method=self.method, recipe=dict(self.recipe),
+            fingerprint=self.fingerprint, inputs=dict(self.inputs), files={}, output_digest="", metrics={},
+            provenance=now, produces=self.produces,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrialEnd:
-    """What became of a trial of a sweep.
+    """The result of a trial of a sweep.
 
     Args:
         manifests: stage -> record of its output, of all that is finished.
@@ -69,37 +82,40 @@ class TrialEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIds:
-    """How a tracker names a stage's run, the execution's, and those of the stages that it reads; None: unrecorded."""
+    """The ids of a stage's run, the execution's, and those of the stages that it reads; None: unrecorded."""
 
     stage: str | None = None
     execution: str | None = None
     parents: tuple[str, ...] = ()
 
 
-class StageTracker(Protocol):
-    """The record of one running stage. No method raises: a lost record ends no training."""
+class StageTracker:
+    """The record of one running stage: nothing. No method raises: a lost record ends no training."""
 
     def run_ids(self) -> RunIds:
-        """For the manifest; may wait a moment for a run that is still being made."""
+        """For the manifest; may wait a moment for a run that is still being created."""
+        return RunIds()
 
     def finished(self, manifest: Manifest) -> None:
-        """After the commit: the last reports, the output, its links."""
+        """After the commit."""
 
     def failed(self, error: BaseException) -> None:
         """The stage raised, or was stopped."""
 
 
-class Tracker(Protocol):
-    """The record of one execution, open as long as its context. No method raises."""
+class Tracker:
+    """The record of one execution: nothing (``tracking=none``). No method raises; all may come from any thread."""
 
     def execution(self, execution: Execution) -> AbstractContextManager[None]:
         """Opens the record; closes it as failed, stopped or finished with what leaves the context."""
+        return nullcontext()
 
     def stage(self, start: StageStart) -> StageTracker:
-        """Begins the record of a stage; from any thread."""
+        """Opens the record of a stage."""
+        return StageTracker()
 
     def reused(self, title: str, manifest: Manifest) -> None:
-        """Another execution has made a stage meanwhile."""
+        """Another execution has produced a stage meanwhile."""
 
     def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
         """A trial of this execution, which is a sweep."""
@@ -111,42 +127,5 @@ class Tracker(Protocol):
         """Small files that belong to the execution: tables, pages."""
 
     def execution_id(self) -> str | None:
-        """How the record is found; None: unrecorded."""
-
-
-class NoStageTracker:
-    """Records nothing."""
-
-    def run_ids(self) -> RunIds:
-        return RunIds()
-
-    def finished(self, manifest: Manifest) -> None:
-        """Nothing to close."""
-
-    def failed(self, error: BaseException) -> None:
-        """Nothing to close."""
-
-
-class NoTracker:
-    """Records nothing: ``tracking=none``."""
-
-    def execution(self, execution: Execution) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def stage(self, start: StageStart) -> StageTracker:
-        return NoStageTracker()
-
-    def reused(self, title: str, manifest: Manifest) -> None:
-        """Nothing to link."""
-
-    def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
-        """Nothing to open."""
-
-    def trial_ends(self, number: int, end: TrialEnd) -> None:
-        """Nothing to close."""
-
-    def keep(self, files: Sequence[Path]) -> None:
-        """Nothing to keep them in."""
-
-    def execution_id(self) -> str | None:
+        """The id of the record; None: unrecorded."""
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from lineage.mlflow.client import connect
+from lineage.mlflow.address import connect
 from tests.command import REPOSITORY
 from tests.finished import finish
 

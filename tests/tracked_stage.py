@@ -1,6 +1,8 @@
-"""Stages that are told to the MLflow tracker and never run: what a test says of them is all there is."""
+"""Stages that are reported to the MLflow tracker and never run: what a test says of them is all there is."""
 
+import contextlib
 import json
+from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.tracker import Execution, StageStart
@@ -11,8 +13,10 @@ def execution(store, reused=()):
 
 
 def start_of(store, manifest, parents=(), resumes=False):
+    """A stage whose output is there, and whose manifest is not committed yet."""
     directory = store.root / manifest.stage / manifest.fingerprint[:16]
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "manifest.json").unlink(missing_ok=True)
     return StageStart(
         stage=manifest.stage, method=manifest.method, produces=manifest.produces, fingerprint=manifest.fingerprint,
         recipe=manifest.recipe, inputs=manifest.inputs, directory=directory,
@@ -27,21 +31,36 @@ def report(start, *steps):
             file.write(json.dumps({"step": step, "time": 1000.0 + step, "metrics": metrics}) + "\n")
 
 
+def commit(start, manifest, ids=None):
+    """Writes the manifest as a stage does, with the ids of its run."""
+    if ids:
+        manifest = replace(manifest, mlflow_run_id=ids.stage, execution_run_id=ids.execution)
+    (start.directory / "manifest.json").write_text(manifest.to_json())
+    return manifest
+
+
+def finish(stage, manifest):
+    """Commits a tracked stage and reports it."""
+    stage.finished(commit(stage.start, manifest, stage.run_ids()))
+
+
 def record(uri, store, manifest, parents=()):
     """One execution with one stage, from start to end."""
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
         stage = tracker.stage(start_of(store, manifest, parents))
         ids = stage.run_ids()
-        stage.finished(manifest)
+        finish(stage, manifest)
     return tracker, ids
 
 
-def attempt(tracker, store, start, error, *steps):
-    """One execution with one stage that raises after some steps."""
-    with tracker.execution(execution(store)):
+def attempt(uri, store, start, error, *steps):
+    """One execution with one stage that raises after some steps; returns its tracker."""
+    tracker = MlflowTracker(uri)
+    with contextlib.suppress(type(error)), tracker.execution(execution(store)):
         stage = tracker.stage(start)
         stage.run_ids()
         report(start, *steps)
         stage.failed(error)
         raise error
+    return tracker

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 def report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
     """Mirrors the alias in MLflow's registry and says what was done; the move stands, whatever MLflow answers."""
-    from flows.promotion.alias_mirror import mirror
+    from flows.tracking import mirror_alias
 
     model = f"{moved.manifest.stage}@{short(moved.manifest.fingerprint)}"
-    mirror(pipeline, moved.alias)
+    mirror_alias(pipeline, moved.alias)
     if as_json:
         print(json.dumps(_document(moved, model), indent=2))
         return

@@ -19,7 +19,7 @@ from flows.progress.stage_progress import Progress
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.tracker import NoTracker, Tracker
+from lineage.tracker import Tracker
 from lineage.verdict import VERDICT_TABLE
 from tasks.context import Metrics
 from tasks.evaluate.report import TABLE_FILE
@@ -74,7 +74,7 @@ class RunPage:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._pipeline = plan.pipeline.name
-        self._tracker: Tracker = NoTracker()
+        self._tracker: Tracker = Tracker()
         self._is_linked = False
         self._bars: dict[str, tuple[UUID, Progress]] = {}
         self._lock = threading.Lock()

@@ -8,8 +8,8 @@ from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
 from flows.planning.verdicts import judgements, standing
 from flows.prefect_address import configured_api_url
-from flows.promotion.alias_mirror import mirror
 from flows.promotion.promote import outcome, promote
+from flows.tracking import mirror_alias
 from lineage.errors import ArtifactError, GateError, PipelineError
 from lineage.graph.places import node_key
 from lineage.promotions import read_events, stacks, taken_back
@@ -77,7 +77,7 @@ def _promote(plan: Plan, retrain: Retrain) -> str:
         promote(plan.pipeline, _model(plan, retrain), retrain.alias, why=f"retrain: passed {gates}", force=False)
     except GateError as error:  # its licence; or someone has moved the alias meanwhile
         return str(error)
-    mirror(plan.pipeline, retrain.alias)
+    mirror_alias(plan.pipeline, retrain.alias)
     return ""
 
 

@@ -30,7 +30,7 @@ from flows.sweep.trial import Trial
 from flows.sweep.watcher import Watcher
 from lineage.errors import PipelineError
 from lineage.store import create_store
-from lineage.tracker import NoTracker
+from lineage.tracker import Tracker
 
 _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: what goes to MLflow too
 
@@ -107,7 +107,7 @@ class _Sweep:
             if self.stated.stale if is_known else first:
                 self._run(board, first)
             else:  # no trial has anything to do: their records are read, and that is all
-                run = Run(plan=self._plan, processes=StageProcesses(), observer=board, tracker=NoTracker())
+                run = Run(plan=self._plan, processes=StageProcesses(), observer=board, tracker=Tracker())
                 book = self._book(run)
                 self._engine(run, book, first, queue.Queue()).drive(_start_nothing)
                 _require_none_failed(book)

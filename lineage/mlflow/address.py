@@ -1,12 +1,21 @@
-"""Which MLflow is meant, and whether anything answers there; imports no mlflow."""
+"""Which MLflow is used, whether it answers, and a client of it. The import of mlflow, which takes a second, waits."""
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+from uuid import uuid4
+
+from filelock import FileLock
 
 from lineage.errors import ConfigError
 from lineage.remote_files import why_silent
 from lineage.secrets import redacted
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 DATABASE = "mlflow.db"
 
@@ -14,50 +23,33 @@ _SERVERS = ("http", "https")
 _SCHEMES = (*_SERVERS, "sqlite", "postgresql", "mysql", "mssql", "databricks")
 _SQLITE = "sqlite:///"
 _REACH_SECONDS = 10.0
-
-# Read when mlflow is imported. Its own retries take minutes a call; the user's settings win.
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-}
+_LOCKED_SECONDS = 120.0
+_MIGRATION_SECONDS = 180.0
 
 
-def set_environment() -> None:
-    """What mlflow must find before it is imported."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def tracking_uri(stated: str | None) -> str:
-    """The MLflow that is meant: stated, or ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` where the command is called.
+def tracking_uri(configured: str | None) -> str:
+    """The configured MLflow, or ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` in the working directory.
 
     Raises:
         ConfigError: it is neither a database nor a server.
     """
-    uri = stated or os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}{Path.cwd() / DATABASE}"
+    uri = configured or os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}{Path.cwd() / DATABASE}"
     if urlsplit(uri).scheme.partition("+")[0] not in _SCHEMES:
         raise ConfigError(
-            f"{_setting(stated)}={shown(uri)}: is no address of an MLflow database or server (its store in "
+            f"{_setting(configured)}={shown(uri)}: is no address of an MLflow database or server (its store in "
             "plain files links no models); accepted: sqlite:///FILE, http://HOST:PORT, postgresql://, mysql://; "
             "or leave it unset for mlflow.db in this folder"
         )
     return uri
 
 
-def require_reachable(uri: str, stated: str | None) -> None:
-    """Sees to it that an MLflow server is there, where one is stated.
-
-    Raises:
-        ConfigError: nothing answers there.
-    """
+def require_reachable(uri: str, configured: str | None) -> None:
+    """Raises ConfigError where ``uri`` is a server and nothing answers there."""
     error = why_silent(uri, _REACH_SECONDS) if is_server(uri) else None
     if error:
         raise ConfigError(
-            f"{_setting(stated)}={shown(uri)}: no MLflow server answers there ({error}); start it, mend the address, "
-            "unset it for mlflow.db in this folder, or turn the record off with tracking.mlflow=false"
+            f"{_setting(configured)}={shown(uri)}: no MLflow server answers there ({error}); start it, mend the "
+            "address, unset it for mlflow.db in this folder, or turn the record off with tracking.mlflow=false"
         ) from error
 
 
@@ -72,9 +64,45 @@ def shown(uri: str) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file of an SQLite database, or None: it is another kind of store."""
+    """The file of an SQLite database; None: it is another kind of store."""
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
-def _setting(stated: str | None) -> str:
-    return "tracking.uri" if stated else "MLFLOW_TRACKING_URI"
+def _setting(configured: str | None) -> str:
+    return "tracking.uri" if configured else "MLFLOW_TRACKING_URI"
+
+
+def connect(uri: str) -> "MlflowClient":
+    """A client whose database exists and is migrated, and that waits while other processes lock it."""
+    client_class = _patient_client()
+    for name in ("mlflow", "alembic", "urllib3.connectionpool"):  # tracebacks of what is retried; every migration
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    file = sqlite_file(uri)
+    if file is None:
+        return client_class(uri)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock", timeout=_MIGRATION_SECONDS):  # two processes that migrate one file break it
+        if not file.exists():
+            for rest in file.parent.glob(f"{file.name}.*.draft*"):  # of a process that was killed here
+                rest.unlink()
+            # Migrated aside: a file that a kill left half migrated could never be opened again.
+            draft = file.with_name(f"{file.name}.{uuid4().hex[:8]}.draft")
+            client_class(f"{_SQLITE}{draft}").search_registered_models(max_results=1)
+            draft.replace(file)
+        client = client_class(uri)
+        client.search_registered_models(max_results=1)
+    return client
+
+
+@cache
+def _patient_client() -> "type[MlflowClient]":
+    """MLflow's client; each call is retried while the database is locked: SQLite's own wait ends after 20 s."""
+    from mlflow import MlflowClient
+    from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
+
+    patient = retry(
+        retry=retry_if_exception(lambda error: "database is locked" in str(error)),
+        wait=wait_random_exponential(multiplier=0.1, max=2), stop=stop_after_delay(_LOCKED_SECONDS), reraise=True,
+    )  # fmt: skip
+    calls = {name: call for name, call in vars(MlflowClient).items() if callable(call) and not name.startswith("_")}
+    return type("PatientClient", (MlflowClient,), {name: patient(call) for name, call in calls.items()})

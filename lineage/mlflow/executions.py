@@ -1,149 +1,279 @@
-"""The runs that stand for executions: their description, and those that are rebuilt from manifests."""
+"""The runs of executions and trials in MLflow, which hold those of stages, and what all runs share."""
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 
 from lineage.fingerprint import short
 from lineage.holder import Holder
 from lineage.manifest import Manifest
-from lineage.mlflow.client import MlflowException, PatientClient, RunTag
-from lineage.mlflow.lookup import ABSENT, Recorded, is_dead, running
-from lineage.mlflow.names import CAUSE, NOTE, RECORDED_RUN, REUSED, WORDS
-from lineage.mlflow.runs import Runs
-from lineage.mlflow.shelf import Shelf
-from lineage.run_file import RunFile
+from lineage.mlflow.address import shown
+from lineage.mlflow.entities import (
+    CAUSE,
+    EXPERIMENT_KIND,
+    HOST,
+    NOTE,
+    PARENT_RUN,
+    PID,
+    RECORDED_RUN,
+    REUSED,
+    SOURCE_NAME,
+    SOURCE_TYPE,
+    STAGE_RUN,
+    STARTED,
+    STORE,
+    TRIAL,
+    TRIAL_STATE,
+    USER,
+    WORDS,
+    ExecutionRun,
+    Recorded,
+    accepted,
+    execution_name,
+    process_tags,
+    stage_table,
+    user,
+)  # fmt: skip
+from lineage.run_file import RunFile, is_gone
+from lineage.tracker import TrialEnd
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.store.entities import PagedList
+
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # what MLflow says of a run that it has not
+EXISTS = "RESOURCE_ALREADY_EXISTS"
+KILLED_CAUSE = "its process was killed"
+_CAUSE_LENGTH = 4000
 _UNRECORDED = "unrecorded"  # stages whose manifests name no execution
-_ROWS = 50  # of a description: MLflow takes 8,000 characters
+_TRIAL_STATUS = {"complete": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What an execution did about one stage, and the run of it."""
-
-    state: str
-    experiment_id: str
-    run_id: str
-
-
-def description(words: Iterable[str] | None, store: object, rows: Mapping[str, Row]) -> str:
-    """Markdown: what was called, and a line per stage that links to its run.
+class Executions:
+    """Writes executions and trials.
 
     Args:
-        words: of the command; None: it is told elsewhere.
+        writer: this process, where it runs an execution.
+        silent: processes of other hosts that have not been heard of for too long.
+
+    Attributes:
+        added: what was not there before: executions, runs, models, versions.
+        began: execution -> when its first stage did, of those that are rebuilt.
+        current: the execution that this process runs.
+        lock: one process at a time writes what several may miss.
     """
-    called = [] if words is None else [f"`{' '.join(['posttrain run', shlex.join(words)]).strip()}`", ""]
-    lines = ["| stage | state | run |", "| --- | --- | --- |"]
-    for stage, row in list(rows.items())[:_ROWS]:
-        link = f"#/experiments/{row.experiment_id}/runs/{row.run_id}"
-        lines.append(f"| {stage} | {row.state} | [{row.run_id[:8]}]({link}) |")
-    if len(rows) > _ROWS:
-        lines.append(f"| {len(rows) - _ROWS} more | | |")
-    return "\n".join([*called, f"store `{store}`", "", *lines])
 
+    def __init__(
+        self, client: "MlflowClient", root: Path, writer: Holder | None = None, silent: Collection[Holder] = ()
+    ) -> None:
+        self.client, self.root, self.writer, self.silent = client, root, writer, silent
+        self.uri = shown(client.tracking_uri)
+        self.added: Counter[str] = Counter()
+        self.began: dict[str, float] = {}
+        self.current: ExecutionRun | None = None
+        self.lock = FileLock(root / "mlflow.lock")
+        self._experiments: dict[str, str] = {}
+        self._rebuilt: dict[tuple[str, str], ExecutionRun] = {}
 
-def run_name(pipeline: str, start: float) -> str:
-    """How an execution is told from the others of its pipeline."""
-    return f"{pipeline} {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
+    def open(self, pipeline: str, words: list[str], folder: Path | None, start: float) -> ExecutionRun:
+        """The run of this process's execution; that of a sweep is opened again, by the note in its folder."""
+        assert self.writer
+        self.close_dead(self.experiment(pipeline))
+        note = RunFile.read(folder) if folder else None
+        run = self.find(note.run_id) if note and note.uri == self.uri else None
+        tags = {WORDS: shlex.join(words), **process_tags(self.writer)}
+        if run:
+            self.client.update_run(run.info.run_id, status="RUNNING")
+            self.tag(run.info.run_id, tags)
+        else:
+            name = f"sweep {folder.name}" if folder else execution_name(pipeline, start)
+            run = self.create(pipeline, name, tags, start)
+        run_id = str(run.info.run_id)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            RunFile(uri=self.uri, run_id=run_id, execution_id=run_id, words=words).write(folder)
+        self.current = ExecutionRun(run_id, words)
+        return self.current
 
+    def write_table(self, execution: ExecutionRun) -> None:
+        """Shows what an execution did about each stage."""
+        called = f"`{' '.join(['posttrain run', shlex.join(execution.words)]).strip()}`"
+        text = "\n".join([called, "", f"store `{self.root}`", "", stage_table(execution.rows)])
+        if text != execution.written:
+            rows = execution.rows.items()
+            reused = {REUSED + accepted(title): run.run_id for title, (state, run) in rows if state == "reused"}
+            self.tag(execution.run_id, {NOTE: text, **reused})
+            execution.written = text
 
-def end_dead_runs(client: PatientClient, experiment_id: str, silent: Collection[Holder] = ()) -> None:
-    """Closes the runs that a killed process left open; a living one's stay.
+    def sync_trial(
+        self,
+        pipeline: str,
+        number: int,
+        params: Mapping[str, str],
+        end: TrialEnd | None,
+        stages: Mapping[str, Recorded],
+    ) -> None:
+        """The run of a trial, child of the sweep's: opened, or ended with its metrics and the runs of its stages."""
+        assert self.current and self.writer
+        place = {PARENT_RUN: self.current.run_id, TRIAL: str(number)}
+        found = self.client.search_runs([self.experiment(pipeline)], where(place), max_results=1)
+        tags = {**place, **process_tags(self.writer)}
+        run = found[0] if found else self.create(pipeline, f"trial {number}", tags, time.time())
+        run_id = str(run.info.run_id)
+        if end is None:
+            self.client.update_run(run_id, status="RUNNING")
+            self.tag(run_id, tags)
+            self.client.log_batch(run_id, params=[Param(accepted(name), value) for name, value in params.items()])
+            return
+        now = int(time.time() * 1000)
+        metrics = [Metric(accepted(name), value, now, 0) for name, value in end.metrics.items()]
+        self.client.log_batch(run_id, metrics=metrics)
+        table = stage_table({stage: ("finished", each) for stage, each in stages.items()})
+        made_of = {STAGE_RUN + accepted(stage): each.run_id for stage, each in stages.items()}
+        self.tag(run_id, {TRIAL_STATE: end.state, NOTE: f"store `{self.root}`\n\n{table}", **made_of})
+        self.end(run_id, _TRIAL_STATUS[end.state], end.cause)
 
-    Args:
-        silent: processes of other hosts of which nothing is heard any more.
-    """
-    for run in running(client, experiment_id):
-        if is_dead(run, silent):
-            tags = {CAUSE: "its process was killed"}
-            if NOTE in run.data.tags:
-                tags[NOTE] = run.data.tags[NOTE].replace("| running |", "| killed |")
-            client.log_batch(run.info.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-            client.set_terminated(run.info.run_id, "KILLED")
+    def end_trials(self, pipeline: str, cause: str) -> None:
+        """Ends the trials that were under way when the sweep was stopped."""
+        assert self.current
+        place = where({PARENT_RUN: self.current.run_id})
+        filters = f"attributes.status = 'RUNNING' and tags.`{TRIAL}` LIKE '%' and {place}"
+        for run in list(pages(self.client.search_runs, [self.experiment(pipeline)], filters)):
+            self.end(run.info.run_id, "KILLED", cause)
 
-
-@dataclass
-class _Execution:
-    """One that is being rebuilt."""
-
-    words: list[str]
-    end: float = 0.0
-    rows: dict[str, Row] = field(default_factory=dict)
-
-
-class RebuiltExecutions:
-    """Executions that MLflow has lost: a run each, told by the stages that were made in it."""
-
-    def __init__(self, runs: Runs, shelf: Shelf) -> None:
-        self._runs = runs
-        self._shelf = shelf
-        self._ids: dict[tuple[str, str], str] = {}
-        self._open: dict[str, _Execution] = {}
-        self._began: dict[str | None, float] = {}
-
-    def expect(self, manifests: Iterable[Manifest]) -> None:
-        """All that will be added: an execution begins with the first of its stages."""
-        for manifest in manifests:
-            began = self._began.get(manifest.execution_run_id, manifest.provenance.start)
-            self._began[manifest.execution_run_id] = min(began, manifest.provenance.start)
-
-    def of(self, manifest: Manifest) -> str:
-        """The run of the execution that made an output; opened where there is none."""
-        recorded = manifest.execution_run_id or _UNRECORDED
-        key = (manifest.pipeline, recorded)
-        if key not in self._ids:
-            self._ids[key] = self._find(manifest.pipeline, recorded) or self._create(manifest, recorded)
-        return self._ids[key]
-
-    def _find(self, pipeline: str, recorded: str) -> str | None:
-        if recorded != _UNRECORDED:
-            try:
-                return str(self._runs.client.get_run(recorded).info.run_id)
-            except MlflowException as error:
-                if error.error_code not in ABSENT:
-                    raise
-        where = f"tags.`{RECORDED_RUN}` = '{recorded}'"
-        found = self._runs.client.search_runs([self._runs.experiment(pipeline)], where, max_results=1)
-        return str(found[0].info.run_id) if found else None
-
-    def _create(self, manifest: Manifest, recorded: str) -> str:
-        start = self._began.get(manifest.execution_run_id, manifest.provenance.start)
-        note = RunFile.read(self._shelf.entry(manifest).path)
-        words = note.words if note and note.execution_id == manifest.execution_run_id else []
-        name = run_name(manifest.pipeline, start)
-        run_id = self._runs.create_run(
-            manifest.pipeline, name, {RECORDED_RUN: recorded, WORDS: shlex.join(words)}, start
+    def of(self, start: Manifest, note: RunFile | None) -> str:
+        """The run of the execution in which a stage ran; rebuilt where MLflow has lost it."""
+        if self.current and note and note.writer and self.writer and note.writer.token == self.writer.token:
+            return self.current.run_id
+        noted = note.execution_id if note and note.uri == self.uri else None
+        recorded = start.execution_run_id or noted or _UNRECORDED
+        key = (start.pipeline, recorded)
+        if key in self._rebuilt:
+            return self._rebuilt[key].run_id
+        if recorded != _UNRECORDED and self.find(recorded):
+            return recorded
+        found = self.client.search_runs(
+            [self.experiment(start.pipeline)], where({RECORDED_RUN: recorded}), max_results=1
         )
-        self._runs.added["executions"] += 1
-        self._open[run_id] = _Execution(words=words)
-        return run_id
+        if found:
+            return str(found[0].info.run_id)
+        words = note.words if note and note.execution_id == recorded else []
+        began = self.began.get(recorded, start.provenance.start)
+        tags = {RECORDED_RUN: recorded, WORDS: shlex.join(words)}
+        run = self.create(start.pipeline, execution_name(start.pipeline, began), tags, began)
+        self.added["executions"] += 1
+        self._rebuilt[key] = ExecutionRun(str(run.info.run_id), words)
+        return str(run.info.run_id)
 
-    def add(self, run_id: str, manifest: Manifest, recorded: Recorded, parents: Mapping[str, Recorded]) -> None:
-        """A stage that was made in an execution, from parents of which others may have been made before."""
-        execution = self._open.get(run_id)
+    def add_row(
+        self, execution_id: str, manifest: Manifest, recorded: Recorded, parents: Mapping[str, Recorded]
+    ) -> None:
+        """Adds a stage to a rebuilt execution, after those that it read, which other executions may have produced."""
+        execution = next((each for each in self._rebuilt.values() if each.run_id == execution_id), None)
         if execution is None:  # one that was not lost
             return
         execution.end = max(execution.end, manifest.provenance.end)
-        known = {row.run_id for row in execution.rows.values()}
+        known = {run.run_id for _, run in execution.rows.values()}
         for stage, parent in parents.items():
             if parent.run_id not in known:
-                execution.rows.setdefault(stage, _row("reused", parent))
-        title = manifest.stage  # a sweep makes a stage more than once
-        if title in execution.rows:
-            title = f"{title}@{short(manifest.fingerprint)}"
-        execution.rows[title] = _row("finished", recorded)
+                execution.rows.setdefault(stage, ("reused", parent))
+        # A sweep runs a stage more than once.
+        again = manifest.stage in execution.rows
+        title = f"{manifest.stage}@{short(manifest.fingerprint)}" if again else manifest.stage
+        execution.rows[title] = "finished", recorded
 
-    def close(self) -> None:
-        """Describes and ends what was opened."""
-        for run_id, execution in self._open.items():
-            reused = {REUSED + stage: row.run_id for stage, row in execution.rows.items() if row.state == "reused"}
-            tags = {NOTE: description(execution.words, self._shelf.root, execution.rows), **reused}
-            self._runs.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-            self._runs.client.set_terminated(run_id, "FINISHED", int(execution.end * 1000))
-        self._open.clear()
+    def close_rebuilt(self) -> None:
+        """Ends the executions that were rebuilt."""
+        for execution in self._rebuilt.values():
+            self.write_table(execution)
+            self.client.set_terminated(execution.run_id, "FINISHED", int(execution.end * 1000) or None)
+        self._rebuilt.clear()
+
+    def close_dead(self, experiment: str) -> None:
+        """Ends the runs that a killed process left open; those of a live one stay."""
+        with self.lock:
+            for run in list(pages(self.client.search_runs, [experiment], "attributes.status = 'RUNNING'")):
+                if is_dead(run, self.silent):
+                    if NOTE in run.data.tags:
+                        killed = run.data.tags[NOTE].replace("| running |", "| killed |")
+                        self.tag(run.info.run_id, {NOTE: killed})
+                    self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
+
+    def experiment(self, pipeline: str) -> str:
+        """Id of a pipeline's experiment, created or restored where it is not there."""
+        if pipeline not in self._experiments:
+            found = self.client.get_experiment_by_name(pipeline)
+            if found is None:
+                try:
+                    self.client.create_experiment(pipeline, tags={EXPERIMENT_KIND: "custom_model_development"})
+                except MlflowException as error:  # another process was faster
+                    if error.error_code != EXISTS:
+                        raise
+                found = self.client.get_experiment_by_name(pipeline)
+            if found.lifecycle_stage != "active":
+                self.client.restore_experiment(found.experiment_id)
+            self._experiments[pipeline] = str(found.experiment_id)
+        return self._experiments[pipeline]
+
+    def create(self, pipeline: str, name: str, tags: Mapping[str, str], start: float) -> Run:
+        """Opens a run; ``start`` in seconds since the epoch."""
+        common = {STORE: str(self.root), USER: user(), SOURCE_NAME: "posttrain", SOURCE_TYPE: "LOCAL"}
+        return self.client.create_run(
+            self.experiment(pipeline), start_time=int(start * 1000), tags={**common, **tags}, run_name=name
+        )
+
+    def find(self, run_id: str) -> Run | None:
+        """A run; None: this MLflow has none, or it was deleted."""
+        run = present(self.client.get_run, run_id)
+        return run if run and run.info.lifecycle_stage == "active" else None
+
+    def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Sets tags of a run."""
+        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def end(self, run_id: str, status: str, cause: str | None) -> None:
+        """Ends a run."""
+        if cause:
+            self.client.set_tag(run_id, CAUSE, cause[:_CAUSE_LENGTH])
+        self.client.set_terminated(run_id, status)
 
 
-def _row(state: str, recorded: Recorded) -> Row:
-    return Row(state=state, experiment_id=recorded.experiment_id, run_id=recorded.run_id)
+def is_dead(run: Run, silent: Collection[Holder] = ()) -> bool:
+    """Whether the process that writes a run is gone; ``silent``: those of other hosts that are."""
+    tags = run.data.tags
+    if not {HOST, PID, STARTED} <= tags.keys():
+        return False
+    return is_gone(Holder(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token=""), silent)
+
+
+def present(call: Callable[[str], Run], name: str) -> Run | None:
+    """What MLflow has by an id; None: nothing."""
+    try:
+        return call(name)
+    except MlflowException as error:
+        if error.error_code not in ABSENT:
+            raise
+        return None
+
+
+def pages(search: Callable[..., "PagedList"], *args: object, **filters: object) -> Iterator[Run]:
+    """All results of a search."""
+    token = None
+    while True:
+        page = search(*args, page_token=token, **filters)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def where(tags: Mapping[str, str]) -> str:
+    """A filter by tags."""
+    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())

@@ -1,6 +1,9 @@
-"""The model registry for other commands: aliases, and what MLflow knows of a store. Imports no mlflow until asked."""
+"""What other commands ask of MLflow: its links, aliases, a refill from the manifests. Imports no mlflow until asked."""
 
-from collections.abc import Collection
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -8,76 +11,117 @@ from urllib.parse import unquote, urlsplit
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.holder import Holder
-from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
+from lineage.manifest import Manifest
+from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
+from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
+from lineage.store import Entry, Store
 
 if TYPE_CHECKING:
-    from lineage.mlflow.client import PatientClient
-    from lineage.mlflow.lookup import Links
-    from lineage.mlflow.rebuild import Rebuilt
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
-_GONE = "RESOURCE_DOES_NOT_EXIST"
+    from lineage.mlflow.entities import Key, Recorded
+
+_COUNTED = ("executions", "runs", "models", "versions", "aliases")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt:
+    """What was added, and how many runs were there before."""
+
+    added: Mapping[str, int]
+    present: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """All that MLflow says of the artifacts of some pipelines.
+
+    Args:
+        runs: finished ones.
+        stores: artifact -> the store that it was recorded from.
+        models: artifact -> id of the logged model.
+        versions: artifact -> number of the registered version.
+        aliases: registered model -> alias -> artifact; None: a version that is none of ours.
+        live, dead: ids of open runs, whose process writes them still, or is gone.
+    """
+
+    runs: "Mapping[Key, Recorded]"
+    stores: "Mapping[Key, str]"
+    models: "Mapping[Key, str]"
+    versions: "Mapping[Key, int]"
+    aliases: "Mapping[str, Mapping[str, Key | None]]"
+    live: Collection[str]
+    dead: Collection[str]
+
+
+@contextlib.contextmanager
+def _client(uri: str | None, refusal: str) -> "Iterator[MlflowClient]":
+    """A client of the configured MLflow; its errors are ours.
+
+    Raises:
+        ConfigError: ``uri`` is no address of an MLflow that answers.
+        ArtifactError: its database cannot be opened, or a call fails.
+    """
+    address = tracking_uri(uri)
+    require_reachable(address, uri)
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    place, doing = f"MLflow at {shown(address)}", "cannot be opened"
+    remedy = "; move a damaged database file away, and `posttrain rebuild` makes a new one"
+    try:
+        client = connect(address)
+        doing, remedy = refusal, ""
+        yield client
+    except (MlflowException, SQLAlchemyError) as error:
+        cause = redacted(str(error).strip().partition("\n")[0])
+        raise ArtifactError(f"{place} {doing}: {cause}{remedy}") from error
+    except ImportError as error:
+        raise ArtifactError(f"{place} cannot be opened: {error}; install the driver of its database") from error
+
+
+def links(uri: str | None, pipelines: Collection[str]) -> Links:
+    """All that MLflow says of the artifacts of some pipelines, in a few calls. Raises as ``_client``."""
+    with _client(uri, "cannot be read") as client:
+        return _links(client, pipelines)
+
+
+def aliases(uri: str | None, pipelines: Collection[str]) -> dict[tuple[str, str], str]:
+    """Stage and fingerprint of every model that these pipelines' registered models name, and the alias."""
+    with _client(uri, "cannot be read") as client:
+        _, named = _registered(client, pipelines)
+        found = [(key, alias) for given in named.values() for alias, key in given.items() if key]
+        return {(key.stage, key.fingerprint): alias for key, alias in found}
 
 
 def set_alias(uri: str | None, pipeline: str, alias: str, fingerprint: str | None, stage: str | None = None) -> None:
     """Gives an alias of a pipeline's registered model to the newest version of a fingerprint; None takes it away.
 
     Args:
-        uri: as ``tracking.uri`` states it.
+        uri: as ``tracking.uri`` has it.
         stage: where two stages share a fingerprint.
 
     Raises:
         ConfigError: ``uri`` is no address of an MLflow that answers.
         ArtifactError: MLflow has no such version, or refuses.
     """
-    from lineage.mlflow.client import MlflowException
-
-    client = _client(uri)
-    try:
-        move_alias(client, pipeline, alias, fingerprint, stage)
-    except MlflowException as error:
-        raise ArtifactError(
-            f"MLflow at {shown(client.tracking_uri)} does not move the alias {alias}: {error}"
-        ) from error
-
-
-def move_alias(
-    client: "PatientClient", pipeline: str, alias: str, fingerprint: str | None, stage: str | None = None
-) -> None:
-    """As ``set_alias``, with a client that is there."""
-    from lineage.mlflow.client import MlflowException
-    from lineage.mlflow.lookup import versions_of
-
-    if fingerprint is None:
-        try:
-            client.delete_registered_model_alias(pipeline, alias)
-        except MlflowException as error:
-            if error.error_code != _GONE:
-                raise
-        return
-    found = versions_of(client, pipeline, fingerprint, stage)
-    if not found:
-        raise ArtifactError(
-            f"registered model {pipeline} of MLflow at {shown(client.tracking_uri)} has no version of "
-            f"{stage or 'a model'}@{short(fingerprint)}; `posttrain rebuild` adds what its manifests say"
-        )
-    client.set_registered_model_alias(pipeline, alias, found[-1])
+    with _client(uri, f"does not move the alias {alias}") as client:
+        _move_alias(client, pipeline, alias, fingerprint, stage)
 
 
 def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
     """Deletes the versions of a pipeline's registered model that lay below a folder and are gone; then the empty model.
 
-    Raises:
-        ConfigError: ``uri`` is no address of an MLflow that answers.
-        ArtifactError: MLflow refuses.
+    Raises as ``_client``.
     """
-    from lineage.mlflow.client import FAILURES
-    from lineage.mlflow.lookup import registered_versions
-    from lineage.mlflow.names import OUTPUT
+    with _client(uri, f"does not delete the versions of registered model {pipeline} whose weights are gone") as client:
+        from lineage.mlflow.entities import OUTPUT
 
-    client = _client(uri)
-    try:
-        versions = list(registered_versions(client, pipeline))
+        versions = _versions(client, f"name = '{pipeline}'")
         places = [Path(unquote(urlsplit(each.tags.get(OUTPUT, "")).path)) for each in versions]
         gone = [
             each for each, place in zip(versions, places, strict=True)
@@ -87,87 +131,156 @@ def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
             client.delete_model_version(pipeline, str(version.version))
         if gone and len(gone) == len(versions):
             client.delete_registered_model(pipeline)
-    except FAILURES as error:
-        raise ArtifactError(
-            f"MLflow at {shown(client.tracking_uri)} does not delete the versions of registered model {pipeline} whose "
-            f"weights are gone: {_first_line(error)}"
-        ) from error
 
 
-def links(uri: str | None, pipelines: Collection[str]) -> "Links":
-    """All that MLflow says of the artifacts of some pipelines, in a few calls.
-
-    Raises:
-        ConfigError: ``uri`` is no address of an MLflow that answers.
-        ArtifactError: MLflow's database cannot be read.
-    """
-    from lineage.mlflow.client import FAILURES
-    from lineage.mlflow.lookup import read_links
-
-    client = _client(uri)
-    try:
-        return read_links(client, pipelines)
-    except FAILURES as error:
-        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {_first_line(error)}") from error
-
-
-def aliases(uri: str | None, pipelines: Collection[str]) -> dict[tuple[str, str], str]:
-    """Stage and fingerprint of every model that an alias of these pipelines' registered models names; and that alias.
-
-    Raises:
-        ConfigError: ``uri`` is no address of an MLflow that answers.
-        ArtifactError: MLflow's database cannot be read.
-    """
-    from lineage.mlflow.client import FAILURES
-    from lineage.mlflow.lookup import aliased
-
-    client = _client(uri)
-    try:
-        return dict(aliased(client, pipelines))
-    except FAILURES as error:
-        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} cannot be read: {_first_line(error)}") from error
-
-
-def refill(uri: str | None, store: Path, silent: Collection[Holder] = ()) -> "Rebuilt":
-    """Writes to MLflow all that the manifests of a store say and it does not know.
+def refill(uri: str | None, store: Path, silent: Collection[Holder] = ()) -> Rebuilt:
+    """Writes every run, model, version and alias that the store knows and MLflow does not.
 
     Args:
-        silent: as in ``rebuild``.
+        silent: processes of other hosts that have not been heard of for too long: their open runs are closed.
 
-    Raises:
-        ConfigError: ``uri`` is no address of an MLflow that answers.
-        ArtifactError: MLflow refuses.
+    Raises as ``_client``.
     """
-    from lineage.mlflow.client import FAILURES, write_without_waiting
-    from lineage.mlflow.rebuild import rebuild
+    with _client(uri, "is not refilled") as client:
+        from lineage.mlflow.entities import Key, is_model
+        from lineage.mlflow.executions import Executions
+        from lineage.mlflow.sync import Mirror
 
-    file = sqlite_file(tracking_uri(uri))
-    if file and not file.exists():
-        write_without_waiting()
-    client = _client(uri)
-    try:
-        return rebuild(client, store, silent)
-    except FAILURES as error:
-        raise ArtifactError(f"MLflow at {shown(client.tracking_uri)} is not refilled: {_first_line(error)}") from error
+        runs = Executions(client, store, silent=silent)
+        mirror = Mirror(runs)
+        finished, unfinished = _entries(store)
+        manifests = [manifest for _, manifest in finished]
+        pipelines = sorted({manifest.pipeline for manifest in manifests})
+        there = _links(client, pipelines)
+        mirror.versions.update(there.versions)
+        present = 0
+        for manifest in manifests:
+            key, execution = Key.of(manifest), manifest.execution_run_id
+            run = there.runs.get(key)
+            if run and (run.num_inputs or not manifest.inputs) and (key in there.models or not is_model(manifest)):
+                present += 1
+                if key in there.versions or not is_model(manifest):
+                    mirror.finished[key] = run
+            elif execution:
+                runs.began[execution] = min(
+                    runs.began.get(execution, manifest.provenance.start), manifest.provenance.start
+                )
+        for entry, _ in finished:
+            mirror.sync(entry)
+        for entry in unfinished:
+            mirror.sync(entry)
+        runs.close_rebuilt()
+        for pipeline in pipelines:
+            runs.close_dead(runs.experiment(pipeline))
+        moved = _restore_aliases(client, store, manifests, there)
+    counted = {**runs.added, "aliases": moved}
+    return Rebuilt(added={name: counted.get(name, 0) for name in _COUNTED}, present=present)
 
 
-def _client(uri: str | None) -> "PatientClient":
-    address = tracking_uri(uri)
-    require_reachable(address, uri)
-    from lineage.mlflow.client import FAILURES, connect
+def _entries(store: Path) -> tuple[list[tuple[Entry, Manifest]], list[Entry]]:
+    """Finished ones in the order of their end, as they were registered, a parent before its children; and the rest."""
+    finished, unfinished = [], []
+    for _, entry in Store(store).entries():
+        try:
+            manifest = entry.manifest()
+        except ArtifactError as error:
+            logger.warning("%s", error)
+            continue
+        if manifest:
+            finished.append((entry, manifest))
+        else:
+            unfinished.append(entry)
+    return sorted(finished, key=lambda each: each[1].provenance.end), unfinished
 
-    try:
-        return connect(address)
-    except FAILURES as error:
+
+def _restore_aliases(client: "MlflowClient", store: Path, manifests: list[Manifest], there: Links) -> int:
+    """Gives each alias to its holder, in the registered model of the holder's pipeline; returns how many moved."""
+    from lineage.mlflow.entities import Key
+
+    moved = 0
+    for alias, stack in stacks(read_events(store)).items():
+        holder = stack[-1] if stack else None
+        if holder is None:
+            continue
+        found = [each for each in manifests if each.fingerprint == holder.fingerprint]
+        found = [each for each in found if holder.stage in (None, each.stage)]
+        if not found:
+            logger.warning("alias=%s fingerprint=%s state=lost: the store has no such model", alias, holder.fingerprint)
+        elif holder.digest and found[0].output_digest != holder.digest:
+            logger.warning("alias=%s fingerprint=%s state=changed: other bytes now", alias, holder.fingerprint)
+        elif there.aliases.get(found[0].pipeline, {}).get(alias) != Key.of(found[0]):
+            _move_alias(client, found[0].pipeline, alias, holder.fingerprint, found[0].stage)
+            moved += 1
+    return moved
+
+
+def _move_alias(client: "MlflowClient", pipeline: str, alias: str, fingerprint: str | None, stage: str | None) -> None:
+    from mlflow.exceptions import MlflowException
+
+    from lineage.mlflow.entities import FINGERPRINT, STAGE
+
+    if fingerprint is None:
+        try:
+            client.delete_registered_model_alias(pipeline, alias)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        return
+    found = _versions(client, f"name = '{pipeline}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
+    numbers = [int(version.version) for version in found if stage in (None, version.tags.get(STAGE))]
+    if not numbers:
         raise ArtifactError(
-            f"MLflow at {shown(address)} cannot be opened: {_first_line(error)}; move a damaged database file away, "
-            "and `posttrain rebuild` makes a new one"
-        ) from error
-    except ImportError as error:
-        raise ArtifactError(
-            f"MLflow at {shown(address)} cannot be opened: {_first_line(error)}; install the driver of its database"
-        ) from error
+            f"registered model {pipeline} of MLflow at {shown(client.tracking_uri)} has no version of "
+            f"{stage or 'a model'}@{short(fingerprint)}; `posttrain rebuild` adds what its manifests say"
+        )
+    client.set_registered_model_alias(pipeline, alias, str(max(numbers)))
 
 
-def _first_line(error: Exception) -> str:
-    return redacted(str(error).strip().partition("\n")[0])
+def _links(client: "MlflowClient", pipelines: Collection[str]) -> Links:
+    from lineage.mlflow.entities import FINGERPRINT, STORE, Key
+    from lineage.mlflow.executions import is_dead, pages
+    from lineage.mlflow.sync import recorded_of
+
+    found = [client.get_experiment_by_name(name) for name in pipelines]
+    known = [each.experiment_id for each in found if each and each.lifecycle_stage == "active"]
+    runs: dict[Key, Recorded] = {}
+    stores: dict[Key, str] = {}
+    models: dict[Key, str] = {}
+    opened = []
+    if known:
+        finished = f"attributes.status = 'FINISHED' and tags.`{FINGERPRINT}` LIKE '%'"
+        for run in pages(client.search_runs, known, finished, order_by=["attributes.end_time ASC"]):  # the newest wins
+            # A search does not tell the input models: where a run read no data, the run itself is asked for.
+            whole = run if run.inputs and run.inputs.dataset_inputs else client.get_run(run.info.run_id)
+            runs[Key.tagged(run.data.tags)] = recorded_of(whole)
+            stores[Key.tagged(run.data.tags)] = str(run.data.tags.get(STORE))
+        logged = (each for each in pages(client.search_logged_models, known) if FINGERPRINT in each.tags)
+        models = {Key.tagged(model.tags): str(model.model_id) for model in logged}
+        opened = list(pages(client.search_runs, known, "attributes.status = 'RUNNING'"))
+    dead = {str(run.info.run_id) for run in opened if is_dead(run)}
+    live = {str(run.info.run_id) for run in opened} - dead
+    versions, named = _registered(client, pipelines)
+    return Links(runs=runs, stores=stores, models=models, versions=versions, aliases=named, live=live, dead=dead)
+
+
+def _registered(
+    client: "MlflowClient", pipelines: Collection[str]
+) -> "tuple[dict[Key, int], dict[str, dict[str, Key | None]]]":
+    """Artifact -> number of its newest version; registered model -> alias -> artifact."""
+    from lineage.mlflow.entities import FINGERPRINT, Key
+
+    versions: dict[Key, int] = {}
+    named: dict[str, dict[str, Key | None]] = {}
+    for name in pipelines:
+        ours = [each for each in _versions(client, f"name = '{name}'") if FINGERPRINT in each.tags]
+        numbers = {int(each.version): Key.tagged(each.tags) for each in ours}
+        versions |= {key: number for number, key in sorted(numbers.items())}
+        for registered in client.search_registered_models(f"name = '{name}'"):
+            named[name] = {alias: numbers.get(int(number)) for alias, number in registered.aliases.items()}
+    return versions, named
+
+
+def _versions(client: "MlflowClient", filters: str) -> "list[ModelVersion]":
+    from lineage.mlflow.executions import pages
+
+    return list(pages(client.search_model_versions, filters))

@@ -1,144 +1,283 @@
-"""Records a run in MLflow beside it: no stage waits for MLflow, and none fails with it."""
+"""Records a run in MLflow beside it: one thread writes, no stage waits for it, and none fails with it."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import PrunedError, StoppedError, TakenOverError
+from lineage.holder import Holder
 from lineage.manifest import Manifest
-from lineage.mlflow.address import shown
-from lineage.mlflow.open_records import OpenRecord
-from lineage.mlflow.worker import Task, Worker
-from lineage.tracker import Execution, RunIds, StageStart, TrialEnd
+from lineage.mlflow.address import connect, shown
+from lineage.run_file import OpenRecord, RunFile
+from lineage.store import Entry
+from lineage.tracker import Execution, RunIds, StageStart, StageTracker, Tracker, TrialEnd
 
 if TYPE_CHECKING:
-    from lineage.mlflow.live import LiveRecord
+    from lineage.mlflow.sync import Mirror
 
 POLL_SECONDS = 1.0
 _RUN_IDS_SECONDS = 30.0  # a commit waits no longer than this for the run's id
 _CLOSE_SECONDS = 60.0
-_STOP_SECONDS = 5.0  # of the 30 that whoever stops us gives; stages that save have had most of them
+_STOP_SECONDS = 5.0  # of the 30 that a process manager gives before it kills; stages that save use most of them
+_FAILED_SECONDS = 10.0
+_JOIN_SECONDS = 0.2
+_CAUSE_LENGTH = 200
+_STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+_HALF_RECORDED = "the stage finished, its record did not: `posttrain rebuild` writes it again"
 
 
-class MlflowTracker:
-    """The tracker of one execution; all that it is told goes to one thread, in order."""
+class MlflowStageTracker(StageTracker):
+    """The record of one running stage in MLflow."""
+
+    def __init__(self, tracker: "MlflowTracker", start: StageStart) -> None:
+        self.start, self.entry = start, Entry(start.directory)
+        self.title = start.title or start.stage
+        self.began = 0.0
+        self.ids: RunIds | None = None
+        self.was_tried = False  # to write it
+        self.ended: tuple[str, str] | None = None  # status and cause
+        self._tracker = tracker
+
+    def run_ids(self) -> RunIds:
+        return self._tracker.run_ids(self)
+
+    def finished(self, manifest: Manifest) -> None:
+        self.ended = "FINISHED", ""
+        self._tracker.wake()
+
+    def failed(self, error: BaseException) -> None:
+        self._tracker.stage_failed(self, error)
+
+
+class MlflowTracker(Tracker):
+    """The record of one execution in MLflow.
+
+    One thread writes what MLflow lacks, every second and whenever something happens; what fails is reported once on
+    stderr and tried again the next time. What is left at the end, the next command or ``posttrain rebuild`` writes.
+    """
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._worker = Worker(shown(uri), self._follow, POLL_SECONDS)
-        self._live: LiveRecord | None = None
+        self._me = Holder.here()
+        self._mirror: Mirror | None = None
+        self._stages: list[MlflowStageTracker] = []  # that run, or whose end is not written
+        self._tasks: list[Callable[[Mirror], None]] = []
+        self._artifacts: set[tuple[str, str]] = set()  # stage and fingerprint, of the rows of the table
+        self._status: tuple[str, str] | None = None  # of the execution, at its end
         self._was_stopped = False
+        self._is_complete = True  # all was written the last time
+        self._is_reported = False
+        self._changed = threading.Condition()
+        self._is_woken = False
 
     @contextlib.contextmanager
     def execution(self, execution: Execution) -> Iterator[None]:
         """Opens the record, beside all else that starts; closes it with what leaves the context."""
-        note = OpenRecord(execution.store)
-        with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+        self._execution, self._start = execution, time.time()
+        note = OpenRecord(execution.store, self._me)
+        with contextlib.suppress(OSError):  # a store that cannot be written is reported by the run
             note.write()
-        self._worker.start()
-        self._worker.do(partial(self._open, execution))
+        thread = threading.Thread(target=self._write, daemon=True, name="mlflow")
+        for title, manifest in execution.reused.items():
+            self.reused(title, manifest)
+        thread.start()
+        status = "FINISHED", ""
         try:
             yield
         except BaseException as error:
-            stopped = self._was_stopped or not isinstance(error, Exception) or isinstance(error, StoppedError)
-            self._close(str(error) or type(error).__name__, stopped=stopped)
+            self._was_stopped |= not isinstance(error, Exception) or isinstance(error, StoppedError)
+            status = "KILLED" if self._was_stopped else "FAILED", str(error) or type(error).__name__
             raise
-        else:
-            self._close(None, stopped=False)
         finally:
-            if not self._worker.has_failed():
+            self._status = status
+            self.wake()
+            self._join(thread, _STOP_SECONDS if self._was_stopped else _CLOSE_SECONDS)
+            if not thread.is_alive() and self._is_complete:
                 note.remove()
 
-    def stage(self, start: StageStart) -> "MlflowStageTracker":
-        """Begins the record of a stage; from any thread."""
-        tracked = MlflowStageTracker(self, start)
-        self.do(partial(self._open_stage, start, tracked.opened))
-        return tracked
+    def stage(self, start: StageStart) -> MlflowStageTracker:
+        stage = MlflowStageTracker(self, start)
+        before, uri = RunFile.read(start.directory), shown(self._uri)
+        manifest = start.manifest(self._execution.pipeline)
+        stage.began = manifest.provenance.start
+        note = RunFile(
+            uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
+            words=self._execution.words, title=stage.title, resumes=start.resumes, writer=self._me,
+            start=manifest,
+            registries=before.registered_in if before else [],  # an alias there still names this fingerprint
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            note.write(start.directory)
+        self._stages.append(stage)
+        self.wake()
+        return stage
+
+    def stage_failed(self, stage: MlflowStageTracker, error: BaseException) -> None:
+        """Ends a stage that raised, as failed or as killed."""
+        stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
+        self._was_stopped |= stopped
+        killed = stopped or isinstance(error, PrunedError | TakenOverError)
+        stage.ended = "KILLED" if killed else "FAILED", str(error)
+        self.wake()
 
     def reused(self, title: str, manifest: Manifest) -> None:
-        self.do(lambda: self.live().reuse(title, manifest))
+        self._do(lambda mirror: self._reuse(mirror, title, manifest))
 
     def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
-        self.do(lambda: self.live().open_trial(number, params))
+        self._do(lambda mirror: mirror.runs.sync_trial(self._execution.pipeline, number, params, None, {}))
 
     def trial_ends(self, number: int, end: TrialEnd) -> None:
-        self.do(lambda: self.live().close_trial(number, end))
+        def write(mirror: "Mirror") -> None:
+            stages = {stage: mirror.recorded(manifest) for stage, manifest in end.manifests.items()}
+            mirror.runs.sync_trial(self._execution.pipeline, number, {}, end, stages)
+
+        self._do(write)
 
     def keep(self, files: Sequence[Path]) -> None:
-        self.do(lambda: self.live().keep(files))
+        def write(mirror: "Mirror") -> None:
+            for file in files:
+                mirror.client.log_artifact(self.execution_id(), str(file))
+
+        self._do(write)
 
     def execution_id(self) -> str | None:
-        return self._live.run_id or None if self._live else None
+        current = self._mirror.runs.current if self._mirror else None
+        return current.run_id if current else None
 
-    def do(self, task: Task) -> None:
-        """Asks the one thread that writes."""
-        self._worker.do(task)
+    def run_ids(self, stage: MlflowStageTracker) -> RunIds:
+        """The ids of a stage's run; waits for them while nothing fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: stage.ids or stage.was_tried, _RUN_IDS_SECONDS)
+        return stage.ids or RunIds()
 
-    def live(self) -> "LiveRecord":
-        """For the one thread that writes.
+    def wake(self) -> None:
+        """Lets the thread write now."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
-        Raises:
-            ConnectionError: the record was never opened.
-        """
-        if self._live is None or not self._live.run_id:
-            raise ConnectionError("there is no run of this execution")
-        return self._live
+    def _do(self, task: "Callable[[Mirror], None]") -> None:
+        self._tasks.append(task)
+        self.wake()
 
-    def stopping(self) -> None:
-        """A stage was stopped, so the execution is."""
-        self._was_stopped = True
+    def _write(self) -> None:
+        """The thread."""
+        status = None
+        while status is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken, POLL_SECONDS)
+                self._is_woken = False
+            status = self._status
+            stages = list(self._stages)
+            if status:
+                for stage in stages:
+                    cause = status[1] or _HALF_RECORDED
+                    stage.ended = stage.ended or ("FAILED" if status[0] == "FAILED" else "KILLED", cause)
+            self._is_complete = self._write_all(stages, status) or (
+                status is not None and self._write_all(list(self._stages), status)  # there is no next time
+            )
+            with self._changed:
+                for stage in stages:
+                    stage.was_tried = True
+                self._changed.notify_all()
 
-    def _open(self, execution: Execution) -> None:
-        from lineage.mlflow.client import connect  # takes a second: in this thread, beside the other imports
-        from lineage.mlflow.live import LiveRecord
+    def _write_all(self, stages: list[MlflowStageTracker], status: tuple[str, str] | None) -> bool:
+        """Writes what MLflow lacks; what fails does not keep the rest. Returns whether nothing failed."""
+        results = [self._attempt(partial(self._note_end, stage)) for stage in stages]
+        if self._mirror is None and not self._attempt(self._open):
+            return False
+        mirror = self._mirror
+        assert mirror
+        results += [self._attempt(partial(self._sync_stage, mirror, stage)) for stage in stages]
+        for task in list(self._tasks):
+            results.append(self._attempt(partial(task, mirror)))
+            if results[-1]:
+                self._tasks.remove(task)
+        results.append(self._attempt(partial(self._sync_execution, mirror, status)))
+        return all(results)
 
-        self._live = LiveRecord(connect(self._uri), shown(self._uri), execution)
-        self._live.open()
+    def _open(self) -> None:
+        from lineage.mlflow.executions import Executions  # takes a second: in this thread, beside the other imports
+        from lineage.mlflow.sync import Mirror
 
-    def _open_stage(self, start: StageStart, opened: "Future[RunIds]") -> None:
+        execution = self._execution
+        runs = Executions(connect(self._uri), execution.store, self._me)
+        runs.open(execution.pipeline, execution.words, execution.folder, self._start)
+        self._mirror = Mirror(runs)
+
+    def _note_end(self, stage: MlflowStageTracker) -> None:
+        """Notes a failure in the start record, unless that is of another attempt by now."""
+        if stage.ended and stage.ended[0] != "FINISHED":
+            note = RunFile.read(stage.start.directory)
+            is_ours = note and note.writer and note.writer.token == self._me.token
+            if note and is_ours and note.start and note.start.provenance.start == stage.began:
+                replace(note, status=stage.ended[0], cause=stage.ended[1]).write(stage.start.directory)
+
+    def _sync_stage(self, mirror: "Mirror", stage: MlflowStageTracker) -> None:
+        ended, start, execution = stage.ended, stage.start, mirror.runs.current
+        assert execution
+        recorded = mirror.sync(stage.entry)
+        if recorded:
+            self._artifacts.add((start.stage, start.fingerprint))
+            if stage.ids is None:
+                for name, parent in start.parents.items():
+                    if (parent.stage, parent.fingerprint) not in self._artifacts:  # of another execution
+                        self._reuse(mirror, name, parent)
+                parents = tuple(mirror.recorded(parent).run_id for parent in start.parents.values())
+                stage.ids = RunIds(stage=recorded.run_id, execution=execution.run_id, parents=parents)
+            execution.rows[stage.title] = _STATES[ended[0]] if ended else "running", recorded
+        elif ended:
+            mirror.abandon(stage.entry, ended[1])
+        if ended:
+            self._stages.remove(stage)
+
+    def _reuse(self, mirror: "Mirror", title: str, manifest: Manifest) -> None:
+        assert mirror.runs.current
+        self._artifacts.add((manifest.stage, manifest.fingerprint))
+        mirror.runs.current.rows[title] = "reused", mirror.recorded(manifest)
+
+    def _sync_execution(self, mirror: "Mirror", status: tuple[str, str] | None) -> None:
+        runs = mirror.runs
+        assert runs.current
+        runs.close_rebuilt()
+        runs.write_table(runs.current)
+        if status:
+            if self._execution.folder:
+                runs.end_trials(self._execution.pipeline, status[1] or "the sweep ended")
+            runs.end(runs.current.run_id, *status)
+
+    def _join(self, thread: threading.Thread, seconds: float) -> None:
+        """Waits for the last writes; gives up when they take too long, sooner where something failed before."""
+        start = time.monotonic()
+        end = start + seconds
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_JOIN_SECONDS)
+            if self._is_reported:
+                end = min(end, start + _FAILED_SECONDS)
+        if thread.is_alive():
+            self._report(f"no answer within {end - start:.0f} s")
+
+    def _attempt(self, write: Callable[[], None]) -> bool:
         try:
-            opened.set_result(self.live().open_stage(start))
-        except Exception:
-            opened.set_result(RunIds())
-            raise
+            write()
+        except Exception as error:  # MLflow's own, its HTTP library's, its database's: no common base
+            cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self._report(cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]} ...")
+            return False
+        return True
 
-    def _follow(self) -> None:
-        if self._live:
-            self._live.follow()
-
-    def _close(self, cause: str | None, *, stopped: bool) -> None:
-        self.do(lambda: self.live().close(cause, stopped=stopped))
-        self._worker.close(_STOP_SECONDS if stopped else _CLOSE_SECONDS)
-
-
-class MlflowStageTracker:
-    """The record of one running stage."""
-
-    def __init__(self, tracker: MlflowTracker, start: StageStart) -> None:
-        self._tracker = tracker
-        self._start = start
-        self.opened: Future[RunIds] = Future()
-
-    def run_ids(self) -> RunIds:
-        """For the manifest; waits a moment for a run that is still being made."""
-        try:
-            return self.opened.result(_RUN_IDS_SECONDS)
-        except TimeoutError:
-            return RunIds()
-
-    def finished(self, manifest: Manifest) -> None:
-        self._tracker.do(lambda: self._tracker.live().close_stage(manifest))
-
-    def failed(self, error: BaseException) -> None:
-        stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
-        if stopped:
-            self._tracker.stopping()
-        killed = stopped or isinstance(error, PrunedError)
-        artifact = self._start.stage, self._start.fingerprint
-        if isinstance(error, TakenOverError):
-            self._tracker.do(lambda: self._tracker.live().leave_stage(artifact, str(error)))
-        else:
-            self._tracker.do(lambda: self._tracker.live().end_stage(artifact, str(error), killed=killed))
+    def _report(self, cause: str) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            with contextlib.suppress(OSError):  # stderr is closed
+                print(
+                    f"posttrain: MLflow at {shown(self._uri)}: {cause}; the run goes on, part of its record is missing "
+                    "there; `posttrain rebuild` fills it in later from the manifests",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip

@@ -8,9 +8,8 @@ from lineage.gc import deleted
 from lineage.graph.places import node_key
 from lineage.manifest import Manifest
 from lineage.mlflow.address import sqlite_file, tracking_uri
-from lineage.mlflow.lookup import Key, Links
-from lineage.mlflow.names import is_model
-from lineage.mlflow.registry import links
+from lineage.mlflow.entities import Key, is_model
+from lineage.mlflow.registry import Links, links
 from lineage.promotions import PROMOTIONS, read_events, stacks
 from lineage.verify.store import Checked, Fault, Finding
 
@@ -37,7 +36,7 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Fin
     for run_id in sorted(found.dead):
         yield _finding(Fault.CHANGED, "MLflow", f"run {run_id} is open, and the process that wrote it is gone")
     for manifest in recorded:
-        if manifest.mlflow_run_id in found.living:  # committed a moment ago
+        if manifest.mlflow_run_id in found.live:  # committed a moment ago
             continue
         node = node_key(manifest.stage, manifest.fingerprint)
         for what in _lacking(manifest, found):

@@ -15,13 +15,13 @@ from pathlib import Path
 
 # Event -> module, class and method of the driver, whether the signal comes before or after its call, and which call.
 CALLS = {
-    "the MLflow run of a stage was created": ("lineage.mlflow.runs", "Runs", "create_run", "after", 2),
+    "the MLflow run of a stage was created": ("lineage.mlflow.executions", "Executions", "create", "after", 2),
     "an output is about to be committed": ("lineage.store", "Entry", "commit", "before", 1),
     "an output was committed": ("lineage.store", "Entry", "commit", "after", 1),
     "the MLflow run of a stage is about to close": (
-        "lineage.mlflow.live",
-        "LiveRecord",
-        "close_stage",
+        "lineage.mlflow.sync",
+        "Mirror",
+        "_complete",
         "before",
         1,
     ),

@@ -74,7 +74,7 @@ def _prefect_server(database: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
     """An MLflow database without a run: its migrations take a second."""
-    from lineage.mlflow.client import connect
+    from lineage.mlflow.address import connect
 
     file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     connect(f"sqlite:///{file}")

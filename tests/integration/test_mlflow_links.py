@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.mlflow.client import connect
+from lineage.mlflow.address import connect
 from lineage.mlflow.tracker import MlflowTracker
 from tests.tracked_stage import execution, record
 from tests.written_store import WrittenStore

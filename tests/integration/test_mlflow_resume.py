@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from lineage.mlflow.client import connect
+from lineage.mlflow.address import connect
 from tests.chaos.record import digests
 from tests.command import Command, family, wait_until
 from tests.toy_methods import ToyTraining

@@ -1,22 +1,29 @@
-"""The tracker against a real SQLite database: resumes, kills, failures, parents that MLflow does not know."""
+"""The tracker against a real SQLite database: live, resumed, killed and failed stages, and an MLflow that is away."""
 
+import json
 import socket
-import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from lineage.errors import ArtifactError, StoppedError, TakenOverError
-from lineage.lease import Holder
-from lineage.mlflow.client import connect
-from lineage.mlflow.names import HOST, PID, STARTED
-from lineage.mlflow.registry import aliases, refill
-from lineage.mlflow.runs import Runs
+from lineage.errors import StoppedError, TakenOverError
+from lineage.holder import Holder
+from lineage.mlflow import address
+from lineage.mlflow.address import connect
+from lineage.mlflow.entities import HOST, PID, STARTED
+from lineage.mlflow.executions import Executions
+from lineage.mlflow.registry import refill
+from lineage.mlflow.sync import Mirror
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.run_file import RunFile
-from tests.tracked_stage import attempt, execution, record, report, start_of
+from lineage.store import Entry
+from tests.command import wait_until
+from tests.tracked_stage import attempt, commit, execution, finish, record, report, start_of
 from tests.written_store import WrittenStore
+
+DEAD = replace(Holder.here(), pid=4194304)
 
 
 @pytest.fixture
@@ -33,9 +40,16 @@ def steps(client, run_id, name="loss"):
     return [each.step for each in client.get_metric_history(run_id, name)]
 
 
-def runs(client, pipeline="p"):
+def runs(client, name="", pipeline="p"):
     experiment = client.get_experiment_by_name(pipeline)
-    return [client.get_run(each.info.run_id) for each in client.search_runs([experiment.experiment_id])]
+    found = [client.get_run(each.info.run_id) for each in client.search_runs([experiment.experiment_id])]
+    return [run for run in found if run.info.run_name.startswith(name)]
+
+
+def killed(start, *, run_id=""):
+    """Leaves the start record of a process that is gone."""
+    note = RunFile.read(start.directory)
+    replace(note, run_id=run_id or note.run_id, writer=DEAD, status="RUNNING", cause="").write(start.directory)
 
 
 def test_a_stage_is_a_run_of_its_execution_with_its_recipe_as_parameters(uri, client, store):
@@ -48,6 +62,7 @@ def test_a_stage_is_a_run_of_its_execution_with_its_recipe_as_parameters(uri, cl
     assert run.data.metrics == {"loss": 0.1, "parameters": 7.0}
     parent = client.get_run(ids.execution)
     assert parent.info.status == "FINISHED"
+    assert parent.info.start_time <= run.info.start_time
     assert parent.data.tags["posttrain.words"] == "pipeline=p"
     assert "| base | finished |" in parent.data.tags["mlflow.note.content"]
 
@@ -55,129 +70,132 @@ def test_a_stage_is_a_run_of_its_execution_with_its_recipe_as_parameters(uri, cl
 def test_reports_appear_while_the_stage_runs(uri, client, store):
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        manifest = store.stage("base", {})
+        manifest = store.stage("base", {}, metrics={"loss": 9.0, "train_seconds": 4.0})
         start = start_of(store, manifest)
         stage = tracker.stage(start)
         report(start, 1, 2)
         run_id = stage.run_ids().stage
-        deadline = time.monotonic() + 20
-        while steps(client, run_id) != [1, 2]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: steps(client, run_id) == [1, 2], "the reports are recorded")
         assert client.get_run(run_id).info.status == "RUNNING"
         report(start, 3)
-        stage.finished(replace(manifest, metrics={"loss": 9.0, "train_seconds": 4.0}))
+        finish(stage, manifest)
     assert steps(client, run_id) == [1, 2, 3]
     assert [each.timestamp for each in client.get_metric_history(run_id, "loss")] == [1001000, 1002000, 1003000]
-    # The final mean of a metric that was followed is not mixed with its steps.
+    # The final mean of a metric that was reported is not mixed with its steps.
     assert client.get_run(run_id).data.metrics == {"loss": 1 / 3, "grad_norm": 0.5, "train_seconds": 4.0}
 
 
-def test_a_resumed_stage_goes_on_in_its_run_and_no_step_is_there_twice(uri, client, store):
+def test_a_resumed_stage_continues_its_run_and_no_step_is_there_twice(uri, client, store):
     manifest = store.stage("base", {})
     start = start_of(store, manifest)
-    first, second = MlflowTracker(uri), MlflowTracker(uri)
-    with pytest.raises(KeyboardInterrupt):
-        attempt(first, store, start, KeyboardInterrupt(), 1, 2, 3)
-    [run_id] = [run.info.run_id for run in runs(client) if run.info.run_name == "base"]
-    assert client.get_run(run_id).info.status == "KILLED"
+    attempt(uri, store, start, KeyboardInterrupt(), 1, 2, 3)
+    [run] = runs(client, "base")
+    assert run.info.status == "KILLED"
+    second = MlflowTracker(uri)
     with second.execution(execution(store)):
         stage = second.stage(replace(start, resumes=True))
-        assert stage.run_ids().stage == run_id
-        assert client.get_run(run_id).info.status == "RUNNING"
+        assert stage.run_ids().stage == run.info.run_id
+        assert client.get_run(run.info.run_id).info.status == "RUNNING"
         report(start, 3, 4)  # from the checkpoint after step 2
-        stage.finished(manifest)
-    run = client.get_run(run_id)
+        finish(stage, manifest)
+    [run] = runs(client, "base")
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", second.execution_id())
-    assert steps(client, run_id) == steps(client, run_id, "grad_norm") == [1, 2, 3, 4]
+    assert "posttrain.cause" not in run.data.tags
+    assert steps(client, run.info.run_id) == steps(client, run.info.run_id, "grad_norm") == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("window", ["before its inputs", "before its id is written down"])
-def test_a_run_whose_driver_was_killed_while_it_was_opened_is_resumed(uri, client, store, monkeypatch, window):
-    base = store.stage("base", {})
-    record(uri, store, base)
-    manifest = store.stage("cpt", {"policy": base}, recipe={"beta": 0.1})
-    start = start_of(store, manifest, [base])
-    tracker = MlflowTracker(uri)
-    with monkeypatch.context() as patch, tracker.execution(execution(store)):
-        patch.setattr(*{"before its inputs": (Runs, "log_inputs")}.get(window, (RunFile, "write")), _killed)
-        assert tracker.stage(start).run_ids().stage is None
-    [opened] = [run for run in runs(client) if run.info.run_name == "cpt"]
-    assert opened.info.status == "RUNNING" and RunFile.read(start.directory) is None
-
-    again = MlflowTracker(uri)
-    with again.execution(execution(store)):
-        stage = again.stage(replace(start, resumes=True))
-        assert stage.run_ids().stage == opened.info.run_id
-        stage.finished(manifest)
-    [run] = [run for run in runs(client) if run.info.run_name == "cpt"]
-    assert (run.info.status, run.data.params["beta"], len(run.inputs.model_inputs)) == ("FINISHED", "0.1", 1)
-
-
-def _killed(*args, **kwargs):
-    raise ConnectionError("the driver was killed here")
-
-
-def test_a_stage_that_starts_over_gets_a_new_run_and_the_old_one_is_closed(uri, client, store):
+def test_a_stage_that_restarts_gets_a_new_run_and_the_old_one_is_closed(uri, client, store):
     manifest = store.stage("base", {})
     start = start_of(store, manifest)
-    tracker = MlflowTracker(uri)
-    with tracker.execution(execution(store)):
-        old = tracker.stage(start).run_ids().stage
-        stage = tracker.stage(start)
-        new = stage.run_ids().stage
-        assert new != old
-        assert client.get_run(old).info.status == "KILLED"
-        stage.finished(manifest)
-    assert client.get_run(new).info.status == "FINISHED"
+    attempt(uri, store, start, ValueError("full"), 1)
+    [old] = runs(client, "base")
+    client.update_run(old.info.run_id, status="RUNNING")  # as a kill leaves it
+    _, ids = record(uri, store, manifest)
+    assert {run.info.run_id: run.info.status for run in runs(client, "base")} == {
+        old.info.run_id: "KILLED", ids.stage: "FINISHED"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("stopped", "status"), [(False, "FAILED"), (True, "KILLED")])
 def test_what_fails_or_is_stopped_is_closed_with_its_cause(uri, client, store, stopped, status):
-    tracker = MlflowTracker(uri)
     error = StoppedError("the run was stopped") if stopped else ValueError("no such column")
-    with pytest.raises(type(error)):
-        attempt(tracker, store, start_of(store, store.stage("base", {})), error)
+    attempt(uri, store, start_of(store, store.stage("base", {})), error)
     closed = {run.info.run_name[:4]: (run.info.status, run.data.tags["posttrain.cause"]) for run in runs(client)}
     assert closed == {"base": (status, str(error)), "p 20": (status, str(error))}
+
+
+@pytest.mark.parametrize("window", ["create_run", "log_inputs", "set_terminated"])
+def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, monkeypatch, window):
+    base = store.stage("base", {})
+    record(uri, store, base)
+    manifest = store.stage("cpt", {"policy": base}, recipe={"beta": 0.1}, metrics={"loss": 1.0})
+    start, patient = start_of(store, manifest, [base]), address._patient_client()
+    original, calls = getattr(patient, window), []
+
+    def fails_after_the_call(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == (2 if window == "create_run" else 1):  # the first run is the execution's
+            raise ConnectionError("away")
+        return result
+
+    tracker = MlflowTracker(uri)
+    with monkeypatch.context() as patch, tracker.execution(execution(store)):
+        patch.setattr(patient, window, fails_after_the_call)
+        stage = tracker.stage(start)
+        report(start, 1, 2)
+        finish(stage, manifest)
+    [run] = runs(client, "cpt")
+    assert (run.info.status, run.data.params["beta"], len(run.inputs.model_inputs)) == ("FINISHED", "0.1", 1)
+    assert len(run.outputs.model_outputs) == 1
+    assert steps(client, run.info.run_id) == [1, 2]
+    assert set(refill(uri, store.root).added.values()) == {0}
+
+
+def test_syncing_again_changes_nothing(uri, client, store):
+    made = store.chain()
+    for name in made:
+        mirror = Mirror(Executions(client, store.root))
+        mirror.sync(mirror.store.entry(name, made[name].fingerprint))
+    before = [run.to_dictionary() for run in runs(client)]
+    for name in made:
+        mirror = Mirror(Executions(client, store.root))
+        mirror.sync(mirror.store.entry(name, made[name].fingerprint))
+    assert [run.to_dictionary() for run in runs(client)] == before
 
 
 def test_who_lost_a_stage_to_another_run_leaves_its_record_to_it(uri, client, store):
     manifest = store.stage("base", {})
     start = start_of(store, manifest)
-    lost, winner = MlflowTracker(uri), MlflowTracker(uri)
-    with lost.execution(execution(store)):
-        stage = lost.stage(start)
+    loser, winner = MlflowTracker(uri), MlflowTracker(uri)
+    with loser.execution(execution(store)):
+        stage = loser.stage(start)
         run_id = stage.run_ids().stage
         with winner.execution(execution(store)):
-            going_on = winner.stage(replace(start, resumes=True))
-            assert going_on.run_ids().stage == run_id
+            resumed = winner.stage(replace(start, resumes=True))
+            assert resumed.run_ids().stage == run_id
             report(start, 1, 2)
-            going_on.finished(manifest)
-        report(start, 3)
-        stage.failed(TakenOverError("was lost to process 7"))
+            stage.failed(TakenOverError("was lost to process 7"))
+            finish(resumed, manifest)
     run = client.get_run(run_id)
-    assert run.info.status == "FINISHED"
+    assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", winner.execution_id())
     assert "posttrain.cause" not in run.data.tags
     assert steps(client, run_id) == [1, 2]
 
 
-@pytest.mark.parametrize(("heir", "status"), [(None, "KILLED"), ("7", "RUNNING")])
-def test_a_run_that_no_heir_goes_on_with_is_ended_by_who_lost_it(uri, client, store, heir, status):
-    start, lost = start_of(store, store.stage("base", {})), MlflowTracker(uri)
-    with lost.execution(execution(store)):
-        stage = lost.stage(start)
+def test_a_run_whose_directory_was_deleted_is_closed(uri, client, store):
+    start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(start)
         run_id = stage.run_ids().stage
-        if heir:
-            client.set_tag(run_id, PID, heir)
-        stage.failed(TakenOverError("was lost to process 7"))
+        store.delete(store.stage("base", {}))
+        stage.failed(TakenOverError("was lost to gc"))
     run = client.get_run(run_id)
-    cause = None if heir else "was lost to process 7"
-    assert (run.info.status, run.data.tags.get("posttrain.cause")) == (status, cause)
+    assert (run.info.status, run.data.tags["posttrain.cause"]) == ("KILLED", "was lost to gc")
 
 
 @pytest.mark.parametrize("fields", [{"version": None, "registries": ["http://other"]}, {"version": 3}])
-def test_a_stage_that_begins_again_stays_registered_where_it_was(uri, store, fields):
+def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields):
     start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
     RunFile(uri="http://other", run_id="1", execution_id="2", words=[], **fields).write(start.directory)
     with tracker.execution(execution(store)):
@@ -186,94 +204,98 @@ def test_a_stage_that_begins_again_stays_registered_where_it_was(uri, store, fie
     assert note and (note.run_id, note.registered_in) == (run_id, ["http://other"])
 
 
-def test_a_database_whose_driver_is_not_installed_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "psycopg2", None)
-    with pytest.raises(ArtifactError, match=r"postgresql://127.0.0.1:1/x cannot be opened: .*install the driver"):
-        aliases("postgresql://me:secret@127.0.0.1:1/x", ["p"])
-
-
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
-    experiment = client.create_experiment("p")
-    me = Holder.here()
+    experiment, me = client.create_experiment("p"), Holder.here()
     tags = {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}
     others = {
         "dead": {**tags, PID: "4194304"},
         "another process with its number": {**tags, STARTED: repr(me.started - 1000)},
         "living": tags,
         "of another host": {**tags, HOST: socket.gethostname() + "-2", PID: "4194304"},
-        "of somebody else": {},
+        "of no process": {},
     }
     left = {name: client.create_run(experiment, tags=about).info.run_id for name, about in others.items()}
     record(uri, store, store.stage("base", {}))
-    status = {name: client.get_run(run_id).info.status for name, run_id in left.items()}
-    assert status == {
-        "dead": "KILLED", "another process with its number": "KILLED", "living": "RUNNING",
-        "of another host": "RUNNING", "of somebody else": "RUNNING",
-    }  # fmt: skip
+    closed = [name for name, run_id in left.items() if client.get_run(run_id).info.status == "KILLED"]
+    assert closed == ["dead", "another process with its number"]
+    elsewhere = replace(DEAD, host=socket.gethostname() + "-2")
+    refill(uri, store.root, [elsewhere])
+    assert client.get_run(left["of another host"]).info.status == "KILLED"
 
 
-def test_an_mlflow_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, store, capsys):
-    (tmp_path / "file").write_text("no directory")
-    manifest = store.stage("base", {})
-    tracker, ids = record(f"sqlite:///{tmp_path}/file/mlflow.db", store, manifest)
-    assert (ids.stage, ids.execution, tracker.execution_id()) == (None, None, None)
-    assert capsys.readouterr().err.count("posttrain: MLflow at sqlite:///") == 1
+def test_a_killed_stage_is_completed_with_its_last_reports_by_the_next_command(uri, client, store):
+    start = start_of(store, store.stage("base", {}))
+    attempt(uri, store, start, KeyboardInterrupt(), 1, 2)
+    [run] = runs(client, "base")
+    client.update_run(run.info.run_id, status="RUNNING")  # as a kill leaves it
+    killed(start)
+    report(start, 3)  # after the last sync
+    refill(uri, store.root)
+    [run] = runs(client, "base")
+    assert (run.info.status, run.data.tags["posttrain.cause"]) == ("KILLED", "its process was killed")
+    assert steps(client, run.info.run_id) == [1, 2, 3]
+    ended = run.info.end_time
+    refill(uri, store.root)
+    assert client.get_run(run.info.run_id).info.end_time == ended
 
 
-def test_a_stage_whose_beginning_was_lost_is_written_whole_at_its_end(uri, client, store, monkeypatch, capsys):
-    from lineage.mlflow.live import LiveRecord
-
-    def lost(self, start):
-        raise ConnectionError("away for a moment")
-
-    monkeypatch.setattr(LiveRecord, "open_stage", lost)
-    manifest = store.stage("base", {})
-    tracker, ids = record(uri, store, manifest)
-    assert ids.stage is None
-    assert "away for a moment" in capsys.readouterr().err
-    [stage] = [run for run in runs(client) if run.info.run_name == "base"]
-    assert (stage.info.status, stage.data.params) == ("FINISHED", {"method": "Base"})
-    assert "| base | finished |" in client.get_run(tracker.execution_id()).data.tags["mlflow.note.content"]
-
-
-def test_a_stage_that_was_committed_before_anybody_was_told_ends_its_own_run(uri, client, store):
+def test_a_stage_that_was_committed_before_mlflow_knew_ends_its_own_run(uri, client, store):
     manifest = store.stage("base", {}, metrics={"loss": 0.1, "parameters": 7.0})
     start = start_of(store, manifest)
-    tracker = MlflowTracker(uri)
-    with pytest.raises(KeyboardInterrupt):  # as the next command ends what a killed one left
-        attempt(tracker, store, start, KeyboardInterrupt(), 1, 2)
-    [run_id] = [run.info.run_id for run in runs(client) if run.info.run_name == "base"]
+    attempt(uri, store, start, KeyboardInterrupt(), 1, 2)
+    [before] = runs(client, "base")
     report(start, 3)
-    path = start.directory / "manifest.json"
-    path.write_text(replace(manifest, mlflow_run_id=run_id, execution_run_id=tracker.execution_id()).to_json())
+    commit(start, replace(manifest, mlflow_run_id=before.info.run_id))
+    (start.directory / "mlflow.json").unlink()  # as after `dvc pull`
     refill(uri, store.root)
-    [run] = [run for run in runs(client) if run.info.run_name == "base"]
-    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    [run] = runs(client, "base")
+    assert (run.info.run_id, run.info.status, run.data.metrics["parameters"]) == (before.info.run_id, "FINISHED", 7.0)
     assert "posttrain.cause" not in run.data.tags
-    assert steps(client, run_id) == [1, 2, 3]
-    assert run.data.metrics["parameters"] == 7.0
+    assert steps(client, run.info.run_id) == [1, 2, 3]
     assert refill(uri, store.root).added["runs"] == 0
 
 
-def test_a_run_that_was_killed_before_it_was_told_anything_is_completed(uri, client, store):
-    base = store.stage("base", {})
-    manifest = store.stage("cpt", {"policy": base}, recipe={"beta": 0.1})
-    record(uri, store, base)
-    start = start_of(store, manifest, [base])
-    tags = {"posttrain.stage": "cpt", "posttrain.fingerprint": manifest.fingerprint}
-    experiment = client.get_experiment_by_name("p").experiment_id
-    run_id = client.create_run(experiment, tags=tags, run_name="cpt").info.run_id
-    client.set_terminated(run_id, "KILLED")
-    path = start.directory / "manifest.json"
-    path.write_text(replace(manifest, mlflow_run_id=run_id).to_json())
+def test_an_mlflow_that_cannot_be_written_is_reported_once_and_filled_in_later(tmp_path, uri, client, store, capsys):
+    (tmp_path / "file").write_text("no directory")
+    manifest, failed = store.stage("base", {}), store.stage("sft", {})
+    away = f"sqlite:///{tmp_path}/file/mlflow.db"
+    tracker, ids = record(away, store, manifest)
+    assert (ids.stage, ids.execution, tracker.execution_id()) == (None, None, None)
+    attempt(away, store, start_of(store, failed), ValueError("full"), 1)
+    assert capsys.readouterr().err.count(f"posttrain: MLflow at {away}: ") == 2  # once per command
     refill(uri, store.root)
-    [run] = [run for run in runs(client) if run.info.run_name == "cpt"]
-    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    assert run.data.params["beta"] == "0.1"
-    assert len(run.inputs.model_inputs) == 1
+    assert {run.info.run_name: run.info.status for run in runs(client) if run.info.run_name in ("base", "sft")} == {
+        "base": "FINISHED", "sft": "FAILED"
+    }  # fmt: skip
 
 
-def test_a_database_that_was_lost_is_begun_anew(uri, client, store):
+def test_an_mlflow_that_answers_again_gets_all_of_the_run(uri, client, store, monkeypatch, capsys):
+    away, original = [True], Executions.open
+    monkeypatch.setattr(Executions, "open", lambda *args: 1 / 0 if away[0] else original(*args))
+    manifest = store.stage("base", {})
+    start, tracker = start_of(store, manifest), MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(start)
+        report(start, 1)
+        assert stage.run_ids().stage is None
+        away[0] = False
+        stage.finished(commit(start, manifest))
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    [run] = runs(client, "base")
+    assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", tracker.execution_id())
+    assert not list(store.root.glob("logs/mlflow-open/*"))  # nothing is left to complete
+
+
+def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monkeypatch, capsys):
+    monkeypatch.setattr("lineage.mlflow.tracker._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(MlflowTracker, "_open", lambda self: time.sleep(2))
+    with MlflowTracker(uri).execution(execution(store)):
+        pass
+    assert "no answer within 0 s" in capsys.readouterr().err
+    assert len(list(store.root.glob("logs/mlflow-open/*"))) == 1  # for the next command
+
+
+def test_a_database_that_was_lost_gets_a_new_run(uri, client, store):
     manifest = store.stage("base", {})
     start = start_of(store, manifest)
     RunFile(uri=uri, run_id="0" * 32, execution_id="", words=[]).write(start.directory)
@@ -281,20 +303,36 @@ def test_a_database_that_was_lost_is_begun_anew(uri, client, store):
     with tracker.execution(execution(store)):
         stage = tracker.stage(replace(start, resumes=True))
         assert stage.run_ids().stage is not None
-        stage.finished(manifest)
+        finish(stage, manifest)
+    assert len(runs(client, "base")) == 1
 
 
 def test_a_database_whose_migration_was_cut_short_is_made_anew(tmp_path, monkeypatch):
-    from lineage.mlflow import client as module
-
-    def killed(*_, **__):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    address = f"sqlite:///{tmp_path / 'fresh.db'}"
+    uri = f"sqlite:///{tmp_path / 'fresh.db'}"
     with monkeypatch.context() as patch:
-        patch.setattr(module.PatientClient, "search_registered_models", killed)
+        patch.setattr(address._patient_client(), "search_registered_models", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            connect(address)
+            connect(uri)
     assert not (tmp_path / "fresh.db").exists()
-    assert connect(address).search_registered_models() == []
+    assert connect(uri).search_registered_models() == []
     assert sorted(path.name for path in tmp_path.glob("fresh*")) == ["fresh.db", "fresh.db.lock"]
+
+
+def test_ten_samples_of_a_policy_are_a_table_of_its_run(uri, client, store):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    manifest = store.stage("grpo", {})
+    start = start_of(store, manifest)
+    rows = [{"step": step, "prompt": "1+1", "completion": "2", "reward": float(step)} for step in range(25)]
+    pq.write_table(pa.Table.from_pylist(rows), start.directory / "output" / "samples.parquet")
+    commit(start, manifest)
+    for _ in range(2):
+        Mirror(Executions(client, store.root)).sync(Entry(start.directory))
+    [run] = runs(client, "grpo")
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json")).read_text())
+    assert table["columns"] == ["step", "prompt", "completion", "reward"]
+    assert table["data"] == [[step, "1+1", "2", float(step)] for step in range(15, 25)]

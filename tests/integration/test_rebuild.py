@@ -2,14 +2,15 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.mlflow.client import connect
-from lineage.mlflow.lookup import Key
-from lineage.mlflow.registry import links, refill, set_alias
+from lineage.mlflow.address import connect
+from lineage.mlflow.entities import Key
+from lineage.mlflow.registry import aliases, links, refill, set_alias
 from lineage.promotions import Event, append
 from tests.written_store import WrittenStore
 
@@ -122,3 +123,9 @@ def test_pipelines_are_experiments_and_registered_models_of_their_own(uri, store
     [recorded] = links(uri, ["second"]).runs.values()
     [parent] = client.get_run(recorded.run_id).inputs.model_inputs
     assert client.get_logged_model(parent.model_id).name == "base"
+
+
+def test_a_database_whose_driver_is_not_installed_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg2", None)
+    with pytest.raises(ArtifactError, match=r"postgresql://127.0.0.1:1/x cannot be opened: .*install the driver"):
+        aliases("postgresql://me:secret@127.0.0.1:1/x", ["p"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.mlflow.names import OUTPUT
+from lineage.mlflow.entities import OUTPUT
 from lineage.mlflow.registry import unregister_gone
 from tasks.evaluate.row_scores import read_scores
 from tests.command import Command

@@ -148,7 +148,7 @@ def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_noth
     _, errors = sweep(tracked, TWO_LEVELS, BEST, "stages.right.method.num_steps=2")  # another sweep
     assert started(errors) == ["right"]
 
-    from lineage.mlflow.client import connect
+    from lineage.mlflow.address import connect
 
     client = connect(uri)
     runs = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
@@ -187,7 +187,7 @@ def test_a_pruned_trial_ends_its_process_and_the_sweep_goes_on(tracked, folder, 
     [left] = [path for path in (folder / "artifacts/left").iterdir() if not (path / "manifest.json").exists()]
     assert len((left / "metrics.jsonl").read_text().splitlines()) < 40
 
-    from lineage.mlflow.client import connect
+    from lineage.mlflow.address import connect
 
     client = connect(uri)
     runs = client.search_runs([client.get_experiment_by_name("toy").experiment_id])

@@ -1,8 +1,6 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
-import os
 import sys
-import time
 
 import optuna
 import pytest
@@ -92,18 +90,6 @@ def test_the_trials_of_a_living_process_are_its_own(tmp_path):
         assert [ours.ask().number, theirs.ask().number] == [0, 1]
         assert _study(tmp_path, num_trials=2).ask() is None
     assert _study(tmp_path, num_trials=2).ask().number == 0
-
-
-@pytest.mark.parametrize(("silent_seconds", "number"), [(0, 1), (3600, 0)])
-def test_of_another_host_the_heartbeat_says_whether_it_is_at_work(tmp_path, monkeypatch, silent_seconds, number):
-    theirs = _study(tmp_path)
-    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    with theirs.at_work():
-        assert theirs.ask().number == 0
-        monkeypatch.undo()
-        (lock,) = (tmp_path / "processes").glob("*/lock")
-        os.utime(lock, (time.time() - silent_seconds,) * 2)
-        assert _study(tmp_path).ask().number == number
 
 
 def test_of_a_trial_that_fails_twice_optuna_is_told(tmp_path):

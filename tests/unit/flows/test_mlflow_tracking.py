@@ -1,8 +1,7 @@
 """Who records a run, as the configuration says."""
 
-import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -12,14 +11,14 @@ from flows.progress.run_notes import RunNote, note_path
 from flows.tracking import make_tracker
 from lineage.errors import ConfigError
 from lineage.holder import Holder
-from lineage.mlflow.open_records import OpenRecord, open_records
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.tracker import NoTracker
+from lineage.run_file import OpenRecord, open_records
+from lineage.tracker import Tracker
 
 
 def test_mlflow_records_unless_it_is_off():
     assert isinstance(make_tracker(Tracking(mlflow=True, uri=None, dvc=False)), MlflowTracker)
-    assert isinstance(make_tracker(Tracking(mlflow=False, uri=None, dvc=False)), NoTracker)
+    assert isinstance(make_tracker(Tracking(mlflow=False, uri=None, dvc=False)), Tracker)
 
 
 def test_a_wrong_address_is_told_before_anything_starts():
@@ -31,10 +30,8 @@ def test_a_wrong_address_is_told_before_anything_starts():
 
 def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(toy, tmp_path, monkeypatch):
     elsewhere = replace(Holder.here(), host="elsewhere")
-    record = OpenRecord(tmp_path)
-    record.write()
+    OpenRecord(tmp_path, elsewhere).write()
     [path] = open_records(tmp_path)
-    path.write_text(json.dumps(asdict(elsewhere)))
     run = RunNote(id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={})
     run.write(tmp_path)
     told = []

@@ -11,8 +11,7 @@ from flows.reports.status import status_dict, status_text
 from flows.sweep.folder import Ledger, row_of
 from flows.sweep.trial import Trial
 from lineage.attempts import note_attempt
-from lineage.holder import host
-from lineage.lease import Holder
+from lineage.holder import Holder, host
 from tests.sweeps import complete, ended
 
 

@@ -18,14 +18,14 @@ from flows.progress.journal import Journal
 from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
-from lineage.lease import Holder
-from lineage.tracker import NoTracker
+from lineage.holder import Holder
+from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
 from tests.written_store import WrittenStore, node
 
 
-class Recorded(NoTracker):
+class Recorded(Tracker):
     """A tracker whose record is opened a moment later."""
 
     run_id: str | None = None

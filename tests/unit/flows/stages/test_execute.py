@@ -3,22 +3,21 @@
 import contextlib
 import os
 import signal
+import socket
 
 import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages import attempts as attempts_module
+from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
-from flows.stages.attempts import begin, workers_hardware
-from flows.stages.execute import execute
+from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt
-from lineage.errors import LostError, PipelineError, PrunedError, StageError, StoppedError, TakenOverError
-from lineage.lease import Lease
-from lineage.store import Entry
-from lineage.tracker import NoStageTracker, NoTracker
+from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
+from lineage.lock import Lock
+from lineage.tracker import StageTracker, Tracker
 from tests.command import CONF
 from tests.finished import finish, save
 
@@ -60,40 +59,33 @@ def plan(tmp_path):
 )  # fmt: skip
 def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, heard):
     observer = Heard()
-    run = Run(plan=plan, processes=Ending(error), observer=observer, tracker=NoTracker(), titles={"data": "data#1"})
+    run = Run(plan=plan, processes=Ending(error), observer=observer, tracker=Tracker(), titles={"data": "data#1"})
     with pytest.raises(PipelineError):
         execute(run, plan.stage("data"))
     assert observer.calls[-1] == heard
     assert [call[0] for call in observer.calls if call[0] in ("pruned", "failed")] == [heard[0]]
 
 
-class TakenOver(Ending):
-    """Processes whose stage fails because another run has taken its directory over."""
+def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
+    observer, entry = Heard(), plan.entry(plan.stage("data"))
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    run = Run(plan=plan, processes=Ending(StoppedError("stopped")), observer=observer, tracker=Tracker())
+    monkeypatch.setattr(run.processes, "raise_if_unwanted", lambda _: None, raising=False)
+    stops = iter([None, StoppedError("stopped")])
 
-    def run(self, job):
-        (job.directory / "lock").unlink()
-        assert Lease(job.directory).try_acquire()
-        Entry(job.directory).fence()
-        raise self.error
+    def raise_if_stopped():
+        if stop := next(stops):
+            raise stop
 
-
-@pytest.mark.parametrize(
-    "error",
-    [StageError("data", "FileNotFoundError: work/alive/.rank-0.tmp", "x"), LostError("data", "died", "x"),
-     FileNotFoundError("work/stop"), StoppedError("stopped at step 3 of 9")],
-    ids=lambda error: type(error).__name__,
-)  # fmt: skip
-def test_whatever_fails_once_another_run_has_its_lease_fails_of_that(plan, error):
-    observer, tracker = Heard(), Recording()
-    run = Run(plan=plan, processes=TakenOver(error), observer=observer, tracker=tracker)
-    with pytest.raises(TakenOverError, match=f"was lost to process {os.getpid()} on ") as raised:
+    monkeypatch.setattr(run.processes, "raise_if_stopped", raise_if_stopped)
+    with lock.holding(), pytest.raises(StoppedError):
         execute(run, plan.stage("data"))
-    assert observer.calls[-1] == ("failed", "data", str(raised.value))
-    [told] = tracker.failures
-    assert isinstance(told, TakenOverError)
+    who = f"another run that makes it (process {os.getpid()} on {socket.gethostname()})"
+    assert observer.calls == [("waiting", "data", who)]
 
 
-class Recording(NoTracker, NoStageTracker):
+class Recording(Tracker, StageTracker):
     """What a tracker was told of stages that failed."""
 
     def __init__(self):
@@ -139,15 +131,13 @@ def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monke
     before = entry.metrics.read_text()
     monkeypatch.setattr(execute_module, "admitted", stopped)
     with pytest.raises(StoppedError):
-        execute(
-            Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker()), half_done.stage("left")
-        )
+        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
     assert [each.step for each in attempts(entry.path)] == [0]
     assert entry.metrics.read_text() == before
 
 
 def test_the_manifest_names_all_code_that_trained_it(half_done):
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker())
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
     made_by = execute(run, half_done.stage("left")).manifest.provenance
     assert made_by.resumed_at == [4]
     assert made_by.code_digests == ["other code", half_done.stage("left").code_digest]
@@ -158,7 +148,7 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
     write = Writing.run
     monkeypatch.setattr(Writing, "run", lambda self, job: {**write(self, job), **did})
     heard = Heard()
-    execute(Run(plan=half_done, processes=Writing(), observer=heard, tracker=NoTracker()), half_done.stage("left"))
+    execute(Run(plan=half_done, processes=Writing(), observer=heard, tracker=Tracker()), half_done.stage("left"))
     assert [call[1] for call in heard.calls if call[0] == "announce"] == [
         "left: ended early at step 60: val/loss no longer fell (validation.patience)",
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
@@ -172,7 +162,7 @@ def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_do
     begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
     save(entry, 4)
     monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker())
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
     made_by = execute(run, planned).manifest.provenance
     assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
     assert made_by.hardware == {"cpu": "another"}
@@ -196,7 +186,7 @@ class AskedInItsLastStep(Writing):
 def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_output(toy):
     plan, observer = toy("stages.left.resources.launcher=foreground"), Heard()
     finish(plan, "data", "model")
-    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=NoTracker())
+    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=Tracker())
     with pytest.raises(KeyboardInterrupt), stoppable():
         execute(run, plan.stage("left"))
     assert plan.entry(plan.stage("left")).is_finished()
@@ -210,7 +200,7 @@ def test_what_an_attempt_before_has_left_is_ended_while_its_note_is_there(plan, 
     monkeypatch.setattr(execute_module, "end_left_session", lambda work: ended.append((work, work.is_dir())))
     processes = Ending(StageError("data", "no rows", "log"))
     with pytest.raises(StageError):
-        execute(Run(plan=plan, processes=processes, observer=Heard(), tracker=NoTracker()), planned)
+        execute(Run(plan=plan, processes=processes, observer=Heard(), tracker=Tracker()), planned)
     assert ended == [(entry.work, True)]
 
 
@@ -225,7 +215,7 @@ def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monk
         yield ()
 
     monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=NoTracker())
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
     assert execute(run, planned).manifest.provenance.resumed_at == [4]
 
 
@@ -236,6 +226,6 @@ def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monke
         yield ()
 
     monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=NoTracker())
+    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=Tracker())
     with pytest.raises(StageError, match="has changed since the plan was made"):
         execute(run, plan.stage("data"))

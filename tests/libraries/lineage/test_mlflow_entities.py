@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.mlflow.names import model_name, parameters, produces, source_data, stage_data
+from lineage.mlflow.entities import model_name, parameters, produces, source_data, stage_data
 from tests.written_store import WrittenStore
 
 
@@ -23,7 +23,7 @@ def test_parameters_are_the_recipe_flat():
 
 def test_a_source_keeps_its_whole_digest_where_mlflow_cuts_it(store):
     record = store.source("corpus", labels=["cc-by-4.0"])
-    data = source_data(record, 7.0)
+    data = source_data("rows", record, 7.0).dataset
     assert (data.name, data.digest, data.source_type) == ("corpus", record.digest[:36], "local")
     assert json.loads(data.source) == {"uri": "/data/corpus.jsonl"}
     profile = json.loads(data.profile)
@@ -36,14 +36,14 @@ def test_a_source_keeps_its_whole_digest_where_mlflow_cuts_it(store):
 )
 def test_a_source_without_bytes_is_told_by_its_revision(store, path, source_type):
     record = replace(store.source("corpus", path=path, revision="abc", files={}), digest=None)
-    data = source_data(record, None)
+    data = source_data("rows", record, None).dataset
     assert (data.source_type, data.digest) == (source_type, record.fingerprint[:36])
     assert json.loads(data.source)["revision"] == "abc"
 
 
 def test_prepared_rows_are_a_data_set_with_the_labels_above_them(store, tmp_path):
     manifest = store.stage("corpus", {"rows": store.source("corpus")}, metrics={"rows": 5.0})
-    data = stage_data(manifest, tmp_path, ["cc-by-4.0"])
+    data = stage_data("rows", manifest, tmp_path, ["cc-by-4.0"]).dataset
     assert data.digest == manifest.output_digest[:36]
     profile = json.loads(data.profile)
     assert (profile["num_rows"], profile["labels"]) == (5, ["cc-by-4.0"])

@@ -1,0 +1,250 @@
+"""How manifests and reports read as MLflow's tags, parameters, data sets and metrics."""
+
+import contextlib
+import getpass
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+
+from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
+from lineage.fingerprint import short
+from lineage.holder import Holder
+from lineage.manifest import InputRecord, Manifest, SourceRecord
+from lineage.remote_files import is_url
+from lineage.source_checks import PYTHON
+
+FINGERPRINT, STAGE, METHOD = "posttrain.fingerprint", "posttrain.stage", "posttrain.method"
+STORE, OUTPUT, DIGEST = "posttrain.store", "posttrain.output", "posttrain.digest"
+LABELS, WORDS, CAUSE = "posttrain.labels", "posttrain.words", "posttrain.cause"
+RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was resumed from
+HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
+RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: its id in the manifest
+REUSED = "posttrain.reused."  # + stage: the run that produced what this execution reused
+TRIAL, TRIAL_STATE = "posttrain.trial", "posttrain.trial_state"  # its number; complete, pruned or failed
+STAGE_RUN = "posttrain.stage_run."  # + stage: the run of a stage of a trial
+INPUT = "posttrain.input."  # + slot: what fills it, NAME@FINGERPRINT
+
+# MLflow's own.
+PARENT_RUN, NOTE, USER = "mlflow.parentRunId", "mlflow.note.content", "mlflow.user"
+SOURCE_NAME, SOURCE_TYPE, GIT_COMMIT = "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit"
+EXTERNAL_MODEL, MODEL_VERSIONS = "mlflow.model.isExternal", "mlflow.modelVersions"
+EXPERIMENT_KIND, DATA_CONTEXT = "mlflow.experimentKind", "mlflow.data.context"
+
+_DIGEST_LENGTH = 36  # what MLflow keeps of a data set's digest
+_ROWS = 50  # of a description: MLflow takes 8,000 characters
+
+
+class Key(NamedTuple):
+    """One artifact: two stages may share a fingerprint, and a stage that ran again may have given other bytes."""
+
+    stage: str
+    fingerprint: str
+    digest: str
+
+    @staticmethod
+    def of(manifest: Manifest) -> "Key":
+        return Key(manifest.stage, manifest.fingerprint, manifest.output_digest)
+
+    @staticmethod
+    def tagged(tags: Mapping[str, str]) -> "Key":
+        """By the tags of a run, model or version."""
+        return Key(tags.get(STAGE, ""), tags[FINGERPRINT], tags.get(DIGEST, ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The run of a stage, and the model that it gave."""
+
+    run_id: str
+    experiment_id: str
+    model_id: str | None = None
+    num_inputs: int = 0
+
+
+@dataclass
+class ExecutionRun:
+    """The run of an execution of a pipeline, and its table of stages.
+
+    Args:
+        rows: title of a stage -> what the execution did about it, and its run.
+        written: the table as MLflow has it.
+    """
+
+    run_id: str
+    words: list[str]
+    rows: dict[str, tuple[str, Recorded]] = field(default_factory=dict)
+    end: float = 0.0
+    written: str = ""
+
+
+def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
+    """Markdown: a line per stage that links to its run."""
+    lines = ["| stage | state | run |", "| --- | --- | --- |"]
+    for stage, (state, run) in list(rows.items())[:_ROWS]:
+        link = f"#/experiments/{run.experiment_id}/runs/{run.run_id}"
+        lines.append(f"| {stage} | {state} | [{run.run_id[:8]}]({link}) |")
+    if len(rows) > _ROWS:
+        lines.append(f"| {len(rows) - _ROWS} more | | |")
+    return "\n".join(lines)
+
+
+def execution_name(pipeline: str, start: float) -> str:
+    """What tells an execution from the others of its pipeline."""
+    return f"{pipeline} {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
+
+
+def process_tags(writer: Holder) -> dict[str, str]:
+    """Who writes a run: the next command closes it once that process is gone."""
+    return {HOST: writer.host, PID: str(writer.pid), STARTED: repr(writer.started)}
+
+
+def user() -> str:
+    """The account that runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "unknown"
+
+
+def parameters(recipe: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A recipe, flat: ``adapter.rank``."""
+    for key, value in recipe.items():
+        name = accepted(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            yield from parameters(value, f"{name}.")
+        else:
+            yield name, json.dumps(value) if isinstance(value, list | tuple) else str(value)
+
+
+def accepted(name: str) -> str:
+    """A name of a parameter or metric in the characters that MLflow takes."""
+    return re.sub(r"[^\w.\- :/]", "_", name)
+
+
+def model_name(stage: str) -> str:
+    """A stage's or source's name in the characters that a logged model's may have."""
+    return re.sub(r"[/:.%\"']", "-", stage.removeprefix(SOURCE))
+
+
+def produces(manifest: Manifest) -> str:
+    """The kind of an output; manifests of the first schema tell it by their files."""
+    if manifest.produces:
+        return manifest.produces
+    if not any(name.endswith(".safetensors") for name in manifest.files):
+        return Kind.ROWS
+    return Kind.REWARD_MODEL if manifest.method.endswith(".RewardModel") else Kind.CHECKPOINT
+
+
+def is_model(manifest: Manifest) -> bool:
+    """Whether an output is weights: a logged model, not a data set."""
+    return produces(manifest) in MODELS
+
+
+def is_model_source(record: InputRecord) -> bool:
+    """Whether a slot is filled by weights that no stage of ours produced."""
+    return record.source is not None and record.source.kind == Kind.CHECKPOINT
+
+
+def input_tags(inputs: Mapping[str, InputRecord]) -> dict[str, str]:
+    """What fills each slot, for people and for searches."""
+    return {INPUT + accepted(slot): f"{record.artifact}@{short(record.fingerprint)}" for slot, record in inputs.items()}
+
+
+def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str, str]:
+    """What a logged model and a registered version say of weights, and where they are."""
+    return {
+        FINGERPRINT: manifest.fingerprint, STAGE: manifest.stage, DIGEST: manifest.output_digest,
+        OUTPUT: output.as_uri(), LABELS: json.dumps(labels),
+    }  # fmt: skip
+
+
+def source_data(slot: str, record: InputRecord, rows: float | None) -> DatasetInput:
+    """The data set that a source is; ``rows`` as the stage that read it counted them."""
+    source, digest = record.source, record.digest or record.fingerprint
+    name, about = record.artifact.removeprefix(SOURCE), {"digest": digest, "fingerprint": record.fingerprint}
+    if source is None:  # of an old manifest, which says no more
+        return _data(slot, name, "unknown", {}, {**about, "labels": []}, rows)
+    kind, place = _place(source)
+    about = {**about, "labels": source.labels, "files": len(source.files), "dvc": source.dvc}  # type: ignore[dict-item]
+    return _data(slot, name, kind, place, about, rows)
+
+
+def stage_data(slot: str, manifest: Manifest, output: Path, labels: list[str]) -> DatasetInput:
+    """The data set that a stage's rows are."""
+    about = {"digest": manifest.output_digest, "fingerprint": manifest.fingerprint, "labels": labels}
+    return _data(slot, manifest.stage, "local", {"uri": output.as_uri()}, about, manifest.metrics.get("rows"))
+
+
+def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
+    """Type and place of a source, as MLflow's own classes write them."""
+    for prefix, kind in ((QUICKSTART, "quickstart"), (PYTHON, "code"), (WHEEL, "wheel")):
+        if source.path.startswith(prefix):
+            return kind, {"uri": source.path, "revision": source.revision}
+    if is_url(source.path):
+        return source.path.partition("://")[0], {"uri": source.path}
+    if source.revision:
+        return "hugging_face", {"path": source.path, "revision": source.revision, "split": source.split}
+    return "local", {"uri": source.path}
+
+
+def _data(
+    slot: str, name: str, source_type: str, place: Mapping[str, object], about: Mapping[str, object],
+    rows: float | None,
+) -> DatasetInput:  # fmt: skip
+    profile = json.dumps({"num_rows": None if rows is None else int(rows), **about})
+    digest = str(about["digest"])[:_DIGEST_LENGTH]  # the whole one is in the profile
+    dataset = Dataset(name, digest, source_type, json.dumps(place), profile=profile)
+    return DatasetInput(dataset, [InputTag(DATA_CONTEXT, slot)])
+
+
+class Reports:
+    """The metrics of a ``metrics.jsonl`` that MLflow lacks.
+
+    Args:
+        logged: metric -> the last step that is recorded: a resumed stage reports its last steps again.
+    """
+
+    def __init__(self, path: Path, logged: Mapping[str, int] | None = None) -> None:
+        self._path = path
+        self._offset = self._inode = 0
+        self.logged = dict(logged or {})
+
+    @property
+    def last_step(self) -> int:
+        return max(self.logged.values(), default=0)
+
+    def new(self) -> list[Metric]:
+        """Those that were appended since the last call; a line that is still being written waits."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:  # cut to a checkpoint, or restarted
+                    self._offset, self._inode = 0, found.st_ino
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        metrics = (metric for line in whole.splitlines() for metric in _metrics(line))
+        return [metric for metric in metrics if self._is_new(metric)]
+
+    def _is_new(self, metric: Metric) -> bool:
+        if metric.step <= self.logged.get(metric.key, -1):
+            return False
+        self.logged[metric.key] = metric.step
+        return True
+
+
+def _metrics(line: bytes) -> Iterator[Metric]:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # a kill may have cut a line
+        report = json.loads(line)
+        for name, value in report["metrics"].items():
+            yield Metric(accepted(name), float(value), int(report["time"] * 1000), int(report["step"]))
