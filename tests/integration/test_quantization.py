@@ -120,7 +120,9 @@ def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path, adapte
     assert not torch.equal(original, merged)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral"))]
+)
 @pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
 def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
