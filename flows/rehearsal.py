@@ -222,7 +222,7 @@ def _require_recorded(plan: Plan) -> None:
     everything, _ = read_store(plan.pipeline.store)
     lacking = [f"{node} has no run in MLflow" for node, (_, made) in everything.items() if made.mlflow_run_id is None]
     checked = Checked(all=everything, chosen=sorted(everything))
-    found = check_mlflow(plan.pipeline.tracking.uri, plan.pipeline.store, checked)
+    found = check_mlflow(plan.pipeline.tracking.uri, plan.pipeline.store, checked, is_over=True)
     lacking += [f"{each.what}: {each.why}" for each in found]
     if lacking:
         raise ArtifactError(

@@ -264,6 +264,7 @@ def test_a_format_that_rounds_no_layer_of_gpt2_is_refused_before_a_step(
         train(sft(quantization=Quantization(format=name)), root, tmp_path, policies["gpt2"])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_golden_prompts_before_and_after_the_merge_are_recorded(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture
