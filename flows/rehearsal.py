@@ -25,7 +25,7 @@ from flows.tracking import make_tracker
 from flows.wording import counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
-from lineage.lease import Lease, living_holder
+from lineage.lock import Lock, owner
 from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
 from lineage.store import REHEARSALS, Entry, create_store
@@ -222,7 +222,7 @@ def _require_recorded(plan: Plan) -> None:
     everything, _ = read_store(plan.pipeline.store)
     lacking = [f"{node} has no run in MLflow" for node, (_, made) in everything.items() if made.mlflow_run_id is None]
     checked = Checked(all=everything, chosen=sorted(everything))
-    found = check_mlflow(plan.pipeline.tracking.uri, plan.pipeline.store, checked)
+    found = check_mlflow(plan.pipeline.tracking.uri, plan.pipeline.store, checked, is_over=True)
     lacking += [f"{each.what}: {each.why}" for each in found]
     if lacking:
         raise ArtifactError(
@@ -246,11 +246,11 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / uuid.uuid4().hex[:8]
     with FileLock(folder / "guard"):
-        lease = Lease(place)
-        assert lease.try_acquire()  # its name is new
+        lock = Lock(place)
+        assert lock.try_acquire()  # its name is new
     kept = keep
     try:
-        with lease.holding():
+        with lock.holding():
             yield place
     except PipelineError as error:
         kept = keep or not isinstance(error, ConfigError)  # which comes before anything runs
@@ -264,7 +264,7 @@ def delete_others(place: Path) -> None:
     """Deletes what earlier commands left beside a temporary store: kept, after a failure, or killed."""
     with FileLock(place.parent / "guard"):
         for other in place.parent.iterdir():
-            if other.is_dir() and other != place and not living_holder(other):
+            if other.is_dir() and other != place and not owner(other):
                 shutil.rmtree(other, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from lineage.digest import file_names
 from lineage.errors import TakenOverError
 from lineage.files import append_jsonl, read_jsonl
 from lineage.graph.places import node_key
-from lineage.lease import LOCK, Lease, living_holder
+from lineage.lock import LOCK, Lock, owner
 from lineage.manifest import Manifest
 from lineage.promotions import locked
 from lineage.store import CACHE, ENTRY_NAME, MANIFEST, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
@@ -42,7 +42,7 @@ class Garbage:
         last_used: in seconds since the epoch.
         key: the root that keeps it; None: none does, it is the rest of a kill.
         fingerprint: of a finished output.
-        lock: the lock of a thing that has no lease.
+        lock: the lock file of a thing that is no artifact.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Garbage:
     lock: Path | None = None
 
     def used_since(self) -> bool:
-        """Whether a run has used or written it since it was found; taking its lease is no use."""
+        """Whether a run has used or written it since it was found; taking its lock is no use."""
         below = [path for path in self.path.iterdir() if path.name != LOCK]
         return _newest([*below, self.path] if self.lock else below) > self.last_used
 
@@ -128,18 +128,18 @@ def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) 
     if garbage.lock:
         with contextlib.suppress(Timeout), FileLock(garbage.lock, timeout=0):
             path = garbage.path
-            if path.exists() and not (living_holder(path) or garbage.used_since() or garbage.key in roots()):
+            if path.exists() and not (owner(path) or garbage.used_since() or garbage.key in roots()):
                 shutil.rmtree(path, ignore_errors=True)
                 return not path.exists()
         return False
     if not garbage.path.is_dir():
         return False
-    lease = Lease(garbage.path)
+    lock = Lock(garbage.path)
     try:
-        if not lease.try_acquire():
+        if not lock.try_acquire():
             return False
-        with lease.holding():
-            trash = _set_aside(store, garbage, lease, roots)
+        with lock.holding():
+            trash = _set_aside(store, garbage, lock, roots)
             if trash:
                 shutil.rmtree(trash, ignore_errors=True)
             return trash is not None and not trash.exists()
@@ -156,7 +156,7 @@ def deleted(store: Path) -> set[tuple[str, str]]:
     return set(read_jsonl(store / DELETED, lambda stage, fingerprint, **_: (stage, fingerprint)))
 
 
-def _set_aside(store: Path, garbage: Garbage, lease: Lease, roots: Callable[[], Collection[str]]) -> Path | None:
+def _set_aside(store: Path, garbage: Garbage, lock: Lock, roots: Callable[[], Collection[str]]) -> Path | None:
     """Moves it into a folder that no run reads; None: it has to stay."""
     entry, trash = Entry(garbage.path), garbage.path / f"work.{uuid.uuid4().hex[:8]}.gone"
     with guard(store), locked(store):
@@ -164,7 +164,7 @@ def _set_aside(store: Path, garbage: Garbage, lease: Lease, roots: Callable[[], 
         is_other = (manifest.fingerprint if manifest else None) != garbage.fingerprint
         if is_other or garbage.used_since() or garbage.key in roots():
             return None
-        lease.require()
+        lock.require()
         trash.mkdir()
         paths = garbage.paths
         if garbage.key:
@@ -190,7 +190,7 @@ def _outputs(store: Path, roots: Collection[str]) -> list[Garbage]:
             if node in roots:
                 paths = tuple(_left_by_kill(entry, manifest)) if manifest else ()
                 why = f"left by a kill beside a finished output: {', '.join(path.name for path in paths)}"
-            if paths and not living_holder(entry.path):
+            if paths and not owner(entry.path):
                 garbage = Garbage(
                     what=node, why=why, path=entry.path, paths=paths, last_used=last_used,
                     key=None if node in roots else node, fingerprint=manifest.fingerprint if manifest else None,
@@ -214,9 +214,7 @@ def _unfinished(entry: Entry) -> str:
 def _folders(parent: Path, prefix: str, lock: Path | None) -> Iterator[Garbage]:
     """Rehearsals under one lock; or cached tokens, models and log-probabilities, which a run makes again."""
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        is_one = (
-            path.is_dir() and not living_holder(path) if lock else ENTRY_NAME.fullmatch(path.stem) and path.is_dir()
-        )
+        is_one = path.is_dir() and not owner(path) if lock else ENTRY_NAME.fullmatch(path.stem) and path.is_dir()
         if is_one:
             with contextlib.suppress(FileNotFoundError):
                 yield Garbage(

@@ -32,10 +32,6 @@ class TAID(SFT):
         t_n = min(t_end, max(t_linear, t_(n-1) + alpha sigma(m_n) (1 - t_(n-1))))
 
     ``t_linear`` lies on the straight line from ``t_start`` to ``t_end`` over the steps of the training.
-
-    Args:
-        alpha: largest part of 1 - t that a step adds to t, beside the line.
-        momentum: of the mean relative fall of the objective, which says how much of ``alpha`` is added.
     """
 
     version: ClassVar[int] = 1
@@ -44,8 +40,8 @@ class TAID(SFT):
 
     t_start: Annotated[float, Ge(0), Lt(1)] = 0.4
     t_end: Annotated[float, Gt(0), Le(1)] = 1.0
-    alpha: Annotated[float, Ge(0), Le(1)] = 5e-4
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.99
+    alpha: Annotated[float, Ge(0), Le(1)] = 5e-4  # largest part of 1 - t that a step adds to t, beside the line
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.99  # of the mean relative fall of J, which decides the part of alpha
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,6 +41,10 @@ METHODS: dict[str, type[Training]] = {
 # Methods that train as another does: what all methods share is a quick test of that one, and a slow one of these.
 TRAINED_LIKE = {"kto": "orpo", "simpo": "orpo", "cpo": "orpo", "taid": "distill", "rloo": "grpo", "online_dpo": "grpo"}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED_LIKE else []) for name in METHODS]
+# One of each trainer, for quick tests of what all methods share.
+FEW = [
+    pytest.param(name, marks=[] if name in ("sft", "dpo", "grpo", "ppo") else [pytest.mark.slow]) for name in METHODS
+]
 REINFORCED = ("grpo", "rloo", "online_dpo")
 GENERATING = ("on_policy_distill", "ppo", *REINFORCED)
 GENERATED: dict[str, object] = {

@@ -3,7 +3,7 @@
 import argparse
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.declare.compose import asked_store
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

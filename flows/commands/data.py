@@ -176,7 +176,7 @@ def _finished_data(words: Sequence[str], config_dir: Path | None) -> "Examined |
     """What a data stage of the store left behind, where the one word names it; None: it names rows, or nothing."""
     from contextlib import suppress
 
-    from flows.declare.compose import store_root
+    from flows.declare.store_root import store_root
     from lineage.artifact import DATA, Kind
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         PipelineError: the roots are unknown, so that nothing is deleted.
     """
-    from flows.declare.compose import asked_store
     from flows.declare.config import load_pipeline
+    from flows.declare.store_root import asked_store
     from flows.gc_roots import add_present, find_roots
     from lineage.gc import delete, find
 

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.declare.compose import asked_store
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.declare.compose import asked_store
+from flows.declare.store_root import asked_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

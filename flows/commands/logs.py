@@ -5,7 +5,7 @@ import contextlib
 import sys
 
 from flows.commands.arguments import add_overrides, name_among
-from flows.declare.compose import asked_store
+from flows.declare.store_root import asked_store
 from flows.wording import printable_text
 from lineage.errors import StoppedError
 

@@ -34,7 +34,7 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.declare.compose import store_root
+    from flows.declare.store_root import store_root
     from flows.deploy.pipelines import deployable
     from flows.deploy.preset import Preset
     from flows.prefect_address import configured_api_url

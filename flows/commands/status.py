@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from flows.commands.arguments import add_overrides
-from flows.declare.compose import store_root
+from flows.declare.store_root import store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
 from lineage.errors import StoppedError

@@ -12,7 +12,7 @@ from prefect.states import Cancelled, Crashed
 
 from flows.declare.pipeline import Pipeline
 from flows.deploy.telling import tell
-from lineage.lease import Holder
+from lineage.holder import Holder
 
 _LABEL = "posttrain.process"
 _STARTING_SECONDS = 300.0  # by then a run that was handed to a process has said who it is

@@ -11,7 +11,7 @@ from flows.declare.pipeline import Pipeline
 from flows.progress.waiting_note import WaitingNote
 from lineage.digest import digest_of
 from lineage.fingerprint import short
-from lineage.lease import Lease, acquire_or
+from lineage.lock import Lock, acquire_or
 
 _HOLDER = "run"  # the file in a place that names the run that has it
 
@@ -33,8 +33,8 @@ def turn(pipeline: Pipeline, words: Sequence[str], run: str, *, may_leave: bool)
     """
     runs = pipeline.store / "runs"
     place = runs / f"{pipeline.name}.turn"
-    lease = Lease(place)
-    if not lease.try_acquire():
+    lock = Lock(place)
+    if not lock.try_acquire():
         alike = f"{pipeline.name}.next-{short(digest_of({'words': shlex.join(words)}))}"
         with _waiting(runs / alike, run) if may_leave else contextlib.nullcontext() as other:
             if other:
@@ -43,8 +43,8 @@ def turn(pipeline: Pipeline, words: Sequence[str], run: str, *, may_leave: bool)
             get_run_logger().info(f"waits for another run of {pipeline.name}")
             note = WaitingNote(pipeline.store, pipeline.name, words)
             with note.open():
-                acquire_or(lease, lambda: False, lambda: note.waits_for(_other(pipeline.name, place)))
-    with lease.holding():
+                acquire_or(lock, lambda: False, lambda: note.waits_for(_other(pipeline.name, place)))
+    with lock.holding():
         (place / _HOLDER).write_text(run)
         yield None
 
@@ -58,9 +58,9 @@ def _other(pipeline: str, place: Path) -> str:
 @contextlib.contextmanager
 def _waiting(place: Path, run: str) -> Iterator[str | None]:
     """Takes the one place there is to wait in; else who has it."""
-    lease = Lease(place)
-    if lease.try_acquire():
-        with lease.holding():
+    lock = Lock(place)
+    if lock.try_acquire():
+        with lock.holding():
             (place / _HOLDER).write_text(run)
             yield None
     else:

@@ -16,7 +16,8 @@ from flows.sweep.dimension import Dimension
 from flows.sweep.draws import draw, num_combinations, overrides_of
 from flows.sweep.sampling import direction_sign, directions, make_pruner, make_sampler, silence
 from flows.sweep.trial import Outcome, Trial
-from lineage.lease import Holder, Lease, living_holder
+from lineage.holder import Holder
+from lineage.lock import Lock, owner
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,10 @@ class Study:
     def at_work(self) -> Iterator[None]:
         """By a heartbeat, which other hosts hear too."""
         place = self._processes / self._me
-        lease = Lease(place)
-        lease.try_acquire()
+        lock = Lock(place)
+        lock.try_acquire()
         try:
-            with lease.holding():
+            with lock.holding():
                 yield
         finally:
             shutil.rmtree(place, ignore_errors=True)
@@ -134,8 +135,8 @@ class Study:
         """Whether nobody is at work on an open trial."""
         if trial.state != TrialState.RUNNING or trial.number in self._heard:
             return False
-        owner = trial.user_attrs.get(_OWNER)
-        return owner is None or living_holder(self._processes / owner) is None
+        process = trial.user_attrs.get(_OWNER)
+        return process is None or owner(self._processes / process) is None
 
     def _is_exhausted(self, trials: list[FrozenTrial]) -> bool:
         different = {tuple(overrides_of(self._space, each.params).values()) for each in trials if each.params}

@@ -14,11 +14,12 @@ from lineage.promotions import PROMOTIONS, read_events, stacks
 from lineage.verify.store import Checked, Fault, Finding
 
 
-def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Finding]:
+def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: bool = False) -> Iterator[Finding]:
     """That MLflow says what the manifests say which were recorded there.
 
     Args:
         uri: as ``tracking.uri`` states it.
+        is_over: nothing is committed any more, so that an open run is no excuse for what is missing.
     """
     recorded = [manifest for _, _, manifest in checked.items() if manifest.mlflow_run_id]
     pipelines = sorted({manifest.pipeline for _, manifest in checked.all.values()})
@@ -36,7 +37,7 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked) -> Iterator[Fin
     for run_id in sorted(found.dead):
         yield _finding(Fault.CHANGED, "MLflow", f"run {run_id} is open, and the process that wrote it is gone")
     for manifest in recorded:
-        if manifest.mlflow_run_id in found.live:  # committed a moment ago
+        if manifest.mlflow_run_id in found.live and not is_over:  # committed a moment ago
             continue
         node = node_key(manifest.stage, manifest.fingerprint)
         for what in _lacking(manifest, found):

@@ -13,7 +13,7 @@ from lineage.dvc import dvc_hash
 from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
-from lineage.lease import living_holder
+from lineage.lock import owner
 from lineage.manifest import InputRecord, Manifest
 from lineage.promotions import PROMOTIONS, Event, read_events, stacks
 from lineage.store import MANIFEST, Entry, Store
@@ -79,7 +79,7 @@ def read_store(root: Path) -> tuple[dict[str, tuple[Entry, Manifest]], list[Find
             continue
         if manifest:
             found[node_key(stage, manifest.fingerprint)] = (entry, manifest)
-        elif not living_holder(entry.path):
+        elif not owner(entry.path):
             why = f"{entry.path} was begun and never finished"
             mend = "run its pipeline again, or delete the directory"
             findings.append(Finding(fault=Fault.NOTE, what=f"{stage}@{entry.path.name}", why=why, mend=mend))

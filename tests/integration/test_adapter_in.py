@@ -130,6 +130,7 @@ def test_each_way_is_another_training_and_continue_starts_where_the_adapter_ende
     assert none.recipe() == training.method("sft", adapter=LORA, adapter_in="merge", learning_rate=1e-2).recipe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "adapter", "fields"),
     [

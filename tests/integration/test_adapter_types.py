@@ -136,6 +136,7 @@ def _saved(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TYPES, *INITS])
 def test_policy_and_reference_of_dpo_agree_before_the_first_step_and_the_reference_stays(
     root: Path, tmp_path: Path, name: str

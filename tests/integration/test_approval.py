@@ -113,6 +113,7 @@ def test_an_approval_without_a_name_says_where_it_came_from(toy, ask):
     assert asking.path.rpartition("/")[2] in who
 
 
+@pytest.mark.slow
 def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy, ask):
     asking = ask()
     prefect = [str(Path(sys.executable).parent / "prefect"), "flow-run", "cancel", asking.path.rpartition("/")[2]]

@@ -27,6 +27,7 @@ def untracked(tmp_path: Path) -> Command:
     return Command(tmp_path, *TOY)
 
 
+@pytest.mark.slow
 def test_a_resume_that_forgets_is_found_out_with_its_first_step(untracked: Command) -> None:
     """Also where the steps are so small that losses and weights, as they stand, are alike within any tolerance."""
     small = ("method.learning_rate=1e-6", "method.precision=bf16")

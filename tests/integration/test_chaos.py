@@ -22,6 +22,7 @@ STEPS = ("stages.left.method.num_steps=12", "stages.left.method.step_seconds=0.0
 CODES = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGINT: {130}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals",
     [(signal.SIGKILL, signal.SIGINT), pytest.param((signal.SIGINT, signal.SIGKILL), marks=pytest.mark.slow)],

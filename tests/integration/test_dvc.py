@@ -98,6 +98,7 @@ def test_run_records_what_changed_and_repro_then_has_nothing_to_do(ran):
     assert ran("git", "status", "--porcelain") == ""
 
 
+@pytest.mark.slow
 def test_other_settings_that_give_the_same_bytes_are_seen_downstream(repository):
     """Of the output alone DVC would say that nothing changed, and the plan that all that reads it is stale."""
     pipeline = repository.folder / "conf/pipeline/mini.yaml"
@@ -257,6 +258,7 @@ def test_repro_does_not_take_a_damaged_output_for_a_new_one(ran):
     assert (ran.folder / "dvc.lock").read_text() == lock
 
 
+@pytest.mark.slow
 def test_one_stage_without_prefect(repository):
     output = repository.called("stage", "model", *WORDS, fails=True)
     assert "stage model reads data, which is not finished (never run)" in output
@@ -277,6 +279,7 @@ def test_a_gate_that_refuses_fails_its_stage_too(repository):
     repository.called("stage", "evaluate", *words)
 
 
+@pytest.mark.slow
 def test_repro_alone_makes_everything(repository):
     assert executed(repository("dvc", "repro")) == list(STAGES)
     assert NOTHING in repository.posttrain("run")
@@ -284,6 +287,7 @@ def test_repro_alone_makes_everything(repository):
     assert executed(repository("dvc", "repro")) == []
 
 
+@pytest.mark.slow
 def test_data_that_dvc_tracks_is_a_source_with_its_hash(repository):
     repository("git", "rm", "--quiet", "--cached", "data/rows.txt")
     repository("dvc", "add", "data/rows.txt")

@@ -103,6 +103,7 @@ def test_a_stage_is_exported_with_rows_rewards_and_overrides_that_win(folder: Pa
     assert found["not_exported"] == notes.splitlines()
 
 
+@pytest.mark.slow
 def test_the_exported_rewards_are_those_of_the_stage(folder: Path) -> None:
     command = Command(folder)
     assert command("stage", "problems", *words(folder)).returncode == 0

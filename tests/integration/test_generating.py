@@ -242,6 +242,7 @@ def test_prompts_are_read_in_the_order_of_all_trainings_each_as_often_as_it_has_
 # --- Options -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_loss_and_bound_changes_the_run_where_completions_are_trained_again(root: Path, tmp_path: Path) -> None:
     runs = {
         **{name: {"loss": name} for name in VARIANTS},

@@ -152,6 +152,7 @@ def test_recomputed_activations_change_no_loss(
     assert counts == [0, 2 * passes, passes]  # of two layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_every_architecture_can_recompute_every_second_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
@@ -236,6 +237,7 @@ def test_compiled_layers_follow_those_that_are_not(
     assert graphs and run.losses == pytest.approx(plain[name, False].losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_eager_attention_calls_no_other_kernel_and_changes_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
@@ -410,6 +412,7 @@ def test_a_base_in_4_bits_has_the_rest_of_its_weights_in_bf16(root: Path, tmp_pa
     assert {each.dtype for each in weights(found.output).values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_every_architecture_trains_an_adapter_on_a_base_in_bf16(tmp_path: Path, architecture: str) -> None:
     root = training.write_inputs(tmp_path / "inputs", num_rows=8)

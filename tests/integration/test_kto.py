@@ -121,6 +121,7 @@ def test_on_a_whole_batch_it_is_trls(root: Path, tmp_path: Path, loss_type: str,
         torch.testing.assert_close(training.weights(ours.output)[name], expected_weights, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_micro_batch_changes_trls_losses_and_not_ours(root: Path, tmp_path: Path) -> None:
     fields = {"desirable_weight": 1.0, "undesirable_weight": 1.0, "num_steps": 4, "learning_rate": 1e-2}
 

@@ -51,6 +51,7 @@ def process_of(driver, stage: str) -> psutil.Process:
     return process
 
 
+@pytest.mark.slow
 def test_one_run_per_stage_whatever_interrupts_it(toy, uri):
     client = connect(uri)
     driver = toy.start("run", *SAVING)

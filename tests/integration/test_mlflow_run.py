@@ -132,6 +132,7 @@ def test_a_killed_run_is_closed_by_a_command_with_nothing_to_do_too(toy):
     assert toy("verify").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_database_is_told_without_a_traceback(toy):
     toy.run()
     (toy.folder / "mlflow.db").write_bytes(b"garbage" * 1000)

@@ -56,6 +56,7 @@ def checkpoint(path: Path | str, **fields: object) -> Source:
     return replace(Source(path=str(path), kind=Kind.CHECKPOINT), **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, architecture, method):

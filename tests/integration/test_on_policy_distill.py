@@ -52,6 +52,7 @@ def test_the_trajectory_is_that_of_a_plain_trl_script(root: Path, tmp_path: Path
     assert ours[0] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "gemma3", "mistral", "qwen2", *MIXTURES])
 def test_other_architectures_train_whatever_the_micro_batch(root: Path, tmp_path: Path, architecture: str) -> None:
     """GPT-2 has a table of positions: those of a padded prompt begin behind the padding."""

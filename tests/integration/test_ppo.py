@@ -69,6 +69,7 @@ def best_reward(root: Path, kl_coef: float) -> float:
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 def test_without_a_penalty_the_reward_rises_to_its_highest(root: Path, tmp_path: Path) -> None:
     rewards = bandit(root, tmp_path / "output", kl_coef=0.0, lr_schedule="constant")
     assert rewards[0] < 0.3

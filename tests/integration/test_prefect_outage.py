@@ -156,6 +156,7 @@ def test_a_killed_run_is_a_crash_and_a_server_that_stays_away_costs_no_training(
     assert not notes(toy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "away"), [(signal.SIGTERM, "leave"), pytest.param(signal.SIGINT, "hush", marks=pytest.mark.slow)]
 )

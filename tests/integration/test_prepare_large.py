@@ -68,6 +68,7 @@ def test_memory_does_not_hold_the_rows(tmp_path: Path) -> None:
     assert peak_megabytes(tmp_path) < MAX_MEGABYTES
 
 
+@pytest.mark.slow
 def test_memory_does_not_hold_many_rows_of_a_megabyte(tmp_path: Path) -> None:
     draw = random.Random(0)
     with (tmp_path / "rows.jsonl").open("w") as file:

@@ -154,6 +154,7 @@ assert "bitsandbytes" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_bitsandbytes_is_imported_where_it_is_used_and_not_before(root: Path, tmp_path: Path) -> None:
     words = [str(root), str(tmp_path / "lora"), str(tmp_path / "qlora")]
     subprocess.run([sys.executable, "-c", UNUSED, *words], cwd=Path(training.__file__).parents[1], check=True)

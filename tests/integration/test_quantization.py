@@ -120,7 +120,9 @@ def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path, adapte
     assert not torch.equal(original, merged)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral"))]
+)
 @pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
 def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
@@ -262,6 +264,7 @@ def test_a_format_that_rounds_no_layer_of_gpt2_is_refused_before_a_step(
         train(sft(quantization=Quantization(format=name)), root, tmp_path, policies["gpt2"])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_golden_prompts_before_and_after_the_merge_are_recorded(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture

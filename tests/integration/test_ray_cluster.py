@@ -68,6 +68,7 @@ def test_the_trials_of_a_sweep_run_side_by_side_on_a_cluster(toy):
     assert len(logs) == 2 and all("Connecting to existing Ray cluster" in log for log in logs)
 
 
+@pytest.mark.slow
 def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
     toy.environment["RAY_AUTH_TOKEN"] = "cd" * 32
     result = toy("run", "--multirun", RATES)
@@ -76,6 +77,7 @@ def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_doctor_joins_a_cluster_and_says_what_it_holds(toy):
     held = f"RAY_ADDRESS={toy.environment['RAY_ADDRESS']}"
     assert f"{held} answers: 3 CPUs, 0 GPUs" in toy("doctor", "tracking=none").stdout

@@ -175,7 +175,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), LORA], ids=["full", "lora"])
 def test_it_trains_as_trls_trainer(root: Path, tmp_path: Path, case: str, adapter: Adapter | None) -> None:
     ours, theirs, fields, size = CASES[case]
     expected, found = (

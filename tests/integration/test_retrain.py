@@ -33,6 +33,7 @@ def texts(row: dict, side: str) -> set[str]:
     return set(pq.read_table(Path(row["output"]) / f"{side}.parquet")["text"].to_pylist())
 
 
+@pytest.mark.slow
 def test_four_generations_of_growing_data_end_with_the_right_champion(generations):
     folder = generations.toy.folder
     first = generations.run()
@@ -92,6 +93,7 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
     generations.say("failed", "stage data failed", "not JSON", f"Alias champion stays with learner@{two}.")
 
 
+@pytest.mark.slow
 def test_a_file_that_shrank_renews_nothing(tmp_path, prefect_url):
     toy = Command(tmp_path, *TOY_RETRAIN, environment={"PREFECT_API_URL": prefect_url})
     made = Generations(toy=toy, heard=[])

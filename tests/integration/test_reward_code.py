@@ -57,6 +57,7 @@ def test_what_is_not_computing_is_refused(attempt, tmp_path):
     assert file.read_text() == "kept" and [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "endless", ["while True: pass", "import signal\nsignal.signal(24, lambda *_: 0)\nwhile True: pass",
                 "import os\nwhile True: os.write(1, b'x' * 9999)", "import time; time.sleep(1000)"],

@@ -174,6 +174,7 @@ def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_works_without_a_server_and_leaves_none(tmp_path, prefect_database):
     (tmp_path / "rows.txt").write_text("rows")
     home = shutil.copytree(prefect_database, tmp_path / "home")
@@ -188,6 +189,7 @@ def test_works_without_a_server_and_leaves_none(tmp_path, prefect_database):
     wait_until_gone(started)
 
 
+@pytest.mark.slow
 def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):
     process = toy.start("run", *SLOW_LEFT, "stages.left.resources.launcher=foreground")
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")

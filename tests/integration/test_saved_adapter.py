@@ -44,6 +44,7 @@ def made(tmp_path: Path, root: Path) -> Made:
     return Made(tmp_path, root)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Unable to fetch remote file")
 def test_a_chain_of_adapters_is_the_chain_of_whole_models_to_the_bit(made: Made) -> None:
     base = made.base()

@@ -149,6 +149,7 @@ def test_a_key_that_no_pipeline_has_is_refused_when_the_run_is_made(served, api)
         api.start("toy/local", "hydra.run.dir=x")
 
 
+@pytest.mark.slow
 def test_a_run_may_not_name_code(served, api, folder):
     (folder / "evil.py").write_text("open('ran', 'w').close()\n\n\ndef rows():\n    yield {'text': 'a'}\n")
     for word in ("stages.data.method._target_=evil.Rows", "sources.rows.allow_code=true"):
@@ -185,6 +186,7 @@ def test_a_wrong_value_fails_before_any_stage(served, api):
     assert api.stages(run) == {}
 
 
+@pytest.mark.slow
 def test_a_refused_gate_is_no_completed_run(served, api):
     worse = ["stages.evaluate.method.wins.left=0", "tracking.mlflow=true"]
     run = api.start("toy-gated/local", *worse)
@@ -319,6 +321,7 @@ def test_a_failure_before_any_stage_is_told(served, api, heard, override, why):
     assert subject == "toy: failed" and why in body
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
     run, processes = running(api, served, *SLOW, NOTIFY)
     [driver] = drivers(served)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.command import REPOSITORY
 
 # Runs its trials; of the one whose number is given, it dies by SIGKILL in the middle.
@@ -39,6 +41,7 @@ def lines(process) -> list[str]:
     return out.splitlines()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_was_at_comes_again_and_the_rest_as_if_nothing_had_been(tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     whole.mkdir(), halves.mkdir()

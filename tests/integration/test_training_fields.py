@@ -117,10 +117,11 @@ SHORTER = {
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
+QUICK = {"sft", "dpo", "grpo", "ppo"}  # of one trainer each: their fields that all methods have are tried quickly
 FIELDS = [
     pytest.param(
         name, field.name, id=f"{name}.{field.name}",
-        marks=[pytest.mark.slow] if name in training.TRAINED_LIKE and field.name not in cls.__annotations__ else [],
+        marks=[pytest.mark.slow] if name not in QUICK and field.name not in cls.__annotations__ else [],
     )
     for name, cls in training.METHODS.items()
     for field in dataclasses.fields(cls)

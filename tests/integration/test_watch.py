@@ -75,6 +75,7 @@ def test_a_run_that_was_stopped_on_its_way_is_followed_by_another(server, rows, 
     assert len(list(left.glob("*/manifest.json"))) == 1
 
 
+@pytest.mark.slow
 def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     """While a run waits for a worker none is added, the next takes what has changed; a dead one is not waited for."""
     flow = server.post("/flows/", {"name": "toy"})
@@ -97,6 +98,7 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     assert server.end(dead)["type"] == "CRASHED"
 
 
+@pytest.mark.slow
 def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, monkeypatch):
     """Nothing of it lies in the folder."""
     repository = tmp_path / "repository"

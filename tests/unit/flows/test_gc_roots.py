@@ -14,7 +14,7 @@ from flows.progress.run_notes import RunNote, new_id
 from flows.sweep.folder import Row
 from lineage.errors import ArtifactError, ConfigError
 from lineage.gc import TOKENS
-from lineage.lease import Holder
+from lineage.holder import Holder
 from lineage.promotions import Event, append
 from lineage.store import Store
 from tests.written_store import WrittenStore, node

@@ -11,7 +11,7 @@ from flows.certify import certify, other_workers
 from flows.planning.plan import Plan
 from flows.rehearsal import delete_others, rehearse, row_of, scratch, scratch_plan, step_seconds
 from lineage.errors import ArtifactError, ConfigError, StageError
-from lineage.lease import Lease
+from lineage.lock import Lock
 from tasks.context import Launcher, Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.method import Validation
@@ -60,7 +60,7 @@ def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> Non
 def test_its_place_is_gone_afterwards_and_so_is_that_of_a_dead_command(tmp_path: Path) -> None:
     folder = tmp_path / "rehearsals"
     (folder / "dead").mkdir(parents=True)
-    living = Lease(folder / "living")
+    living = Lock(folder / "living")
     assert living.try_acquire()
     with living.holding():
         with scratch(tmp_path, keep=False) as place:

@@ -11,7 +11,8 @@ import pytest
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
 from lineage.gc import AGE_SECONDS, TOKENS, delete, deleted, find, guard, size
-from lineage.lease import Holder, Lease
+from lineage.holder import Holder
+from lineage.lock import Lock
 from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.written_store import WrittenStore, node
@@ -109,9 +110,9 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(written):
 def test_a_rehearsal_and_a_stage_under_way_stay(written, made):
     [garbage], _ = found(written)
     for path in (entry_of(written, made).path, written.root / "rehearsals" / "living"):
-        lease = Lease(path)
-        assert lease.try_acquire()
-        with lease.holding():
+        lock = Lock(path)
+        assert lock.try_acquire()
+        with lock.holding():
             assert path not in [each.path for each in found(written)[0]]
             assert path != garbage.path or not delete(written.root, garbage, nothing)
     assert delete(written.root, garbage, nothing)

@@ -1,7 +1,7 @@
 import pytest
 
-from flows.declare.compose import store_root
 from flows.declare.config import load_pipeline
+from flows.declare.store_root import store_root
 from lineage.errors import ConfigError
 
 
