@@ -57,7 +57,10 @@ def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: ty
         "reward_weights": rollouts.weights,
         "use_vllm": method.vllm is not None,
         "vllm_mode": method.vllm or "colocate",
-        "generation_kwargs": {"stop_token_ids": rollouts.stop_tokens} if method.vllm else None,
+        # For vLLM. The temperature too: that above is the one of the log-probabilities, 1 in online DPO.
+        "generation_kwargs": (
+            {"stop_token_ids": rollouts.stop_tokens, "temperature": sampling.temperature} if method.vllm else None
+        ),
         "proof": run.start_proof() if method.has_reference else None,
     }
     joined = type(trainer_class.__name__, (WithRollouts, trainer_class), {})
