@@ -122,9 +122,9 @@ class Mirror:
         if recorded is None:
             recorded = self._complete(entry, manifest, note, found)
             self.runs.added["runs"] += 1
-        self.finished[key] = recorded
         if recorded.model_id:
             self._register(entry, manifest, recorded)
+        self.finished[key] = recorded
         self._open.pop(entry.path, None)
         return recorded
 

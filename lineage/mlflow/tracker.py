@@ -42,6 +42,7 @@ class MlflowStageTracker(StageTracker):
         self.ids: RunIds | None = None
         self.was_tried = False  # to write it
         self.ended: tuple[str, str] | None = None  # status and cause
+        self.noted: tuple[str, str] | None = None  # the same, once the start record has it
         self._tracker = tracker
 
     def run_ids(self) -> RunIds:
@@ -213,14 +214,16 @@ class MlflowTracker(Tracker):
 
     def _note_end(self, stage: MlflowStageTracker) -> None:
         """Notes a failure in the start record, unless that is of another attempt by now."""
-        if stage.ended and stage.ended[0] != "FINISHED":
+        ended = stage.ended  # a stage may end at any time
+        if ended and ended[0] != "FINISHED":
             note = RunFile.read(stage.start.directory)
             is_ours = note and note.writer and note.writer.token == self._me.token
             if note and is_ours and note.start and note.start.provenance.start == stage.began:
-                replace(note, status=stage.ended[0], cause=stage.ended[1]).write(stage.start.directory)
+                replace(note, status=ended[0], cause=ended[1]).write(stage.start.directory)
+        stage.noted = ended
 
     def _sync_stage(self, mirror: "Mirror", stage: MlflowStageTracker) -> None:
-        ended, start, execution = stage.ended, stage.start, mirror.runs.current
+        ended, start, execution = stage.noted, stage.start, mirror.runs.current
         assert execution
         recorded = mirror.sync(stage.entry)
         if recorded:

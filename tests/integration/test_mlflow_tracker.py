@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.errors import StoppedError, TakenOverError
+from lineage.errors import PrunedError, StoppedError, TakenOverError
 from lineage.holder import Holder
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
@@ -124,7 +124,7 @@ def test_what_fails_or_is_stopped_is_closed_with_its_cause(uri, client, store, s
     assert closed == {"base": (status, str(error)), "p 20": (status, str(error))}
 
 
-@pytest.mark.parametrize("window", ["create_run", "log_inputs", "set_terminated"])
+@pytest.mark.parametrize("window", ["create_run", "log_inputs", "set_terminated", "create_model_version"])
 def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, monkeypatch, window):
     base = store.stage("base", {})
     record(uri, store, base)
@@ -139,9 +139,15 @@ def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, mon
             raise ConnectionError("away")
         return result
 
+    def fails_instead(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ConnectionError("away")
+        return original(*args, **kwargs)
+
     tracker = MlflowTracker(uri)
     with monkeypatch.context() as patch, tracker.execution(execution(store)):
-        patch.setattr(patient, window, fails_after_the_call)
+        patch.setattr(patient, window, fails_instead if window == "create_model_version" else fails_after_the_call)
         stage = tracker.stage(start)
         report(start, 1, 2)
         finish(stage, manifest)
@@ -150,6 +156,23 @@ def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, mon
     assert len(run.outputs.model_outputs) == 1
     assert steps(client, run.info.run_id) == [1, 2]
     assert set(refill(uri, store.root).added.values()) == {0}
+
+
+def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store, monkeypatch):
+    original = MlflowTracker._note_end
+
+    def ends_behind(self, stage):
+        original(self, stage)
+        if not stage.ended:
+            self.stage_failed(stage, PrunedError("worse than others"))
+
+    monkeypatch.setattr(MlflowTracker, "_note_end", ends_behind)
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = tracker.stage(start_of(store, store.stage("base", {})))
+        stage.run_ids()
+    [run] = runs(client, "base")
+    assert run.info.status == "KILLED"
 
 
 def test_syncing_again_changes_nothing(uri, client, store):

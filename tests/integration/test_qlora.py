@@ -50,6 +50,7 @@ def _plain(metrics: Metrics) -> float:
     return training.trajectory(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, cls in training.METHODS.items() if not cls.has_own_loop])
 def test_it_resumes_to_the_bit_from_its_adapter_and_loads_alone(root: Path, tmp_path: Path, name: str) -> None:
     stage = training.method(name, num_steps=5, adapter=QLORA)

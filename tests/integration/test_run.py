@@ -150,6 +150,7 @@ def test_two_runs_at_once_train_a_shared_stage_once(toy):
         assert sorted(bool(each[stage]["seconds"]) for each in rows) == [False, True], stage
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_another_can_be_stopped(toy):
     first = toy.start("run", *SLOW_LEFT)
     wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")

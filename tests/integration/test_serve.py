@@ -306,6 +306,7 @@ def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environme
     assert api.end(run)["type"] == "CANCELLED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "why"),
     [

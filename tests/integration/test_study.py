@@ -53,6 +53,7 @@ def test_what_a_killed_process_was_at_comes_again_and_the_rest_as_if_nothing_had
     assert second[0] == first[-1]
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_sweep_and_no_trial_is_run_twice(tmp_path):
     both = start(tmp_path), start(tmp_path)
     found = [line for each in both for line in lines(each)]
