@@ -23,7 +23,7 @@ PIPELINE = ("pipeline=sft-grpo", "tracking=none", "resources.cpus_per_worker=1",
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """The command line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2, help="of ours, with one thread each")

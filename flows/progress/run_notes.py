@@ -230,7 +230,7 @@ def _is_made(name: str, note: RunNote) -> bool:
 
 
 def with_flow_run(links: Links, *, is_ours: bool) -> Links:
-    """Names the flow run: whoever is in one has imported Prefect; nobody else is made to.
+    """Names the flow run: a process in a flow run has imported Prefect, and no other one has to.
 
     Args:
         is_ours: whether its server was started for this run alone, and has no pages.

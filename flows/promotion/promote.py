@@ -123,7 +123,7 @@ def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequen
         raise GateError(f"{found.id} refuses {verdict.candidate.name}:\n{rules}\nthe evidence is in {table}; {_FORCE}")
     said = decision(events, manifest.fingerprint, manifest.output_digest)
     if verdict.approval == "required" and (said is None or said.action != "approve"):
-        state = f"rejected by {said.who}" if said else "given by nobody yet"
+        state = f"rejected by {said.who}" if said else "not given yet"
         raise GateError(
             f"{found.id} demands a person's approval, which is {state}; posttrain run of that pipeline asks, {_FORCE}"
         )

@@ -18,6 +18,7 @@ from string import Template
 from typing import cast
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from lineage.graph.ancestry import Edge
 from lineage.html import html_page
 
 _HERE = Path(__file__)
@@ -38,15 +39,6 @@ _BADGE_LETTERS = 22
 Node = Mapping[str, object]
 Badge = tuple[str, str]  # word and style
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edge:
-    """``child`` reads ``parent`` in ``slot``."""
-
-    parent: str
-    child: str
-    slot: str
 
 
 @dataclass(kw_only=True)

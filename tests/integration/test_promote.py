@@ -289,7 +289,7 @@ def test_a_verdict_that_demands_approval_needs_one(move, toy, prefect_url):
     wait_until((entry(toy, gate) / "manifest.json").exists, "the gate ends")
     process.terminate()
     process.communicate(timeout=60)
-    with pytest.raises(GateError, match="demands a person's approval, which is given by nobody yet"):
+    with pytest.raises(GateError, match="demands a person's approval, which is not given yet"):
         move(name)
     manifest = json.loads((entry(toy, gate) / "manifest.json").read_text())
     for action in ("reject", "approve"):

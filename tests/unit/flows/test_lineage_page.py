@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.reports.page import WIDTH, Edge, draw, layout, render
+from flows.reports.page import WIDTH, draw, layout, render
+from lineage.graph.ancestry import Edge
 from tests.drawn_graphs import Page, graph_of, hostile, small, source, stage
 
 
