@@ -72,7 +72,7 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 	$(BIN)/python -m flows.dvc_yaml
 
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
-	$(BIN)/python -m flows.deploy.prefect_yaml
+	$(BIN)/python -m flows.prefect.deployments
 
 settings-page: $(READY)  ## docs/settings.md and docs/methods.md, rendered from the dataclasses and the table of what works with what
 	$(BIN)/python -m flows.reports.settings_page

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from flows.open_flows import tell_of_killed
-from flows.prefect_address import use_own_auth
+from flows.prefect.address import use_own_auth
+from flows.prefect.open_runs import settle_left
 from flows.progress.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
 from lineage.errors import ConfigError, PipelineError
 
@@ -52,7 +52,7 @@ def cancel(note: RunNote, store: Path) -> str:
     if note.outcome:
         return f"{note.id} is over: {note.outcome}"
     if note.is_dead(store):
-        tell_of_killed(store)
+        settle_left(store)
         return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone; {_clear(note)}"
     is_here = note.driver.is_here()
     family = _family(note)

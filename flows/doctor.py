@@ -29,7 +29,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from flows.prefect_address import own_auth
+from flows.prefect.address import own_auth
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown, tracking_uri
@@ -62,7 +62,7 @@ KNOWN_BAD = (
 )  # fmt: skip
 # The processes of servers, by their command line; of Ray those that always run.
 _SERVERS = {
-    "prefect": re.compile(r"(^|[/ ])prefect server|flows\.prefect_process|(^|[\[ ])prefect(\.\w+)+:\w"),
+    "prefect": re.compile(r"(^|[/ ])prefect server|flows\.prefect\.server|(^|[\[ ])prefect(\.\w+)+:\w"),
     "mlflow": re.compile(r"(^|[/ ])mlflow (server|ui)|(^|[\[ ])mlflow(\.\w+)+:\w"),
     "ray": re.compile(r"^(\S*/)?(raylet|gcs_server)( |$)"),
 }

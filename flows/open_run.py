@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.open_flows import tell_of_killed
 from flows.planning.disk_room import require_plan_room
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
+from flows.prefect.open_runs import settle_left
 from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
@@ -47,7 +47,7 @@ def note_before(plan: Plan) -> None:
         ArtifactError: what the plan reuses was freed since it was made.
     """
     complete_record(plan.pipeline)
-    tell_of_killed(plan.pipeline.store)
+    settle_left(plan.pipeline.store)
     record_labels(plan.pipeline.store, _stated(plan))
     claim([plan])
 

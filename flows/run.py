@@ -10,7 +10,7 @@ from flows.declared import show_declared
 from flows.open_run import note_before, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import may_ask, require_passed
-from flows.prefect_server import embedded_server
+from flows.prefect.server import embedded_server
 from flows.progress.board import Board
 from flows.promotion.retrain import follow_up, promotion_due
 from flows.reports.run import plan_table, run_dict, summary
@@ -81,7 +81,7 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
         print(plan_table(plan), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))
-    from flows.prefect_flow import run_flow  # the import of prefect, beside the server's start
+    from flows.prefect.flow import run_flow  # the import of prefect, beside the server's start
 
     if server:
         server.wait_until_ready()

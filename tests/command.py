@@ -20,7 +20,7 @@ from unittest import mock
 
 import psutil
 
-from flows.prefect_server import CLIENT_SETTINGS, read_settings_again
+from flows.prefect.server import CLIENT_SETTINGS, read_settings_again
 from lineage.code import source_file
 from tasks.method import Training
 

@@ -24,8 +24,11 @@ class Server(PrefectApi):
         self.post("/events", [{**said, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
 
     def runs(self) -> list[dict]:
-        """Those that a trigger has started, in order."""
-        return [run for run in self._made() if any(tag.startswith("trigger:") for tag in run["tags"])]
+        """Those that a trigger or an automation has started, in order."""
+        return [run for run in self._made() if (run["created_by"] and not run["auto_scheduled"]) or self._cause(run)]
+
+    def _cause(self, run: dict) -> set[str]:
+        return {tag for tag in run["tags"] if tag.startswith("trigger:")}
 
     def _made(self) -> list[dict]:
         found = self.post("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
@@ -36,7 +39,7 @@ class Server(PrefectApi):
         return [run for run in self._made() if run["auto_scheduled"] and run["state_type"] == "COMPLETED"]
 
     def triggers(self) -> list[set[str]]:
-        return [{tag for tag in run["tags"] if tag.startswith("trigger:")} for run in self.runs()]
+        return [self._cause(run) for run in self.runs()]
 
     def ended(self) -> int:
         return sum(run["state_type"] == "COMPLETED" for run in self.runs())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flows.prefect_server import CLIENT_SETTINGS
+from flows.prefect.server import CLIENT_SETTINGS
 from lineage.remote_files import why_silent
 from tests.command import REPOSITORY, wait_until
 
@@ -33,7 +33,7 @@ class UsersPrefect:
             listener.bind(("127.0.0.1", self._port))
             self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.prefect_process", str(listener.fileno())], env=self._environment,
+                [sys.executable, "-m", "flows.prefect.server", str(listener.fileno())], env=self._environment,
                 pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
         wait_until(lambda: not why_silent(self.url, 5), "the server answers")

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flows.declare.pipeline import Pipeline
-    from flows.deploy.pipelines import Declared
-    from flows.deploy.preset import Preset
+    from flows.prefect.deployments import Declared, Preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +34,9 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from flows.declare.store_root import store_root
-    from flows.deploy.pipelines import deployable
-    from flows.deploy.preset import Preset
-    from flows.prefect_address import configured_api_url
-    from flows.prefect_server import embedded_server
+    from flows.prefect.address import configured_api_url
+    from flows.prefect.deployments import Preset, deployable
+    from flows.prefect.server import embedded_server
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
@@ -59,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
             )
         pipelines = deployable(preset)
         deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
-        _close_dead(pipelines, options.name)
+        _close_dead(list(deployed.values()))
         if options.watch_only:
-            from flows.watch.watching import watch_until_stopped
+            from flows.prefect.triggers import watch_until_stopped
 
             watch_until_stopped(deployed)
         else:
@@ -69,32 +67,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _close_dead(pipelines: "Sequence[Declared]", name: str) -> None:
-    """Of the runs that died unheard: one that never ends would hold up every trigger."""
-    from flows.deploy.owner import close_dead_runs
+def _close_dead(pipelines: "Sequence[Pipeline]") -> None:
+    """Reports the runs whose process died with the machine: one that never ends would hold up every trigger."""
+    from flows.prefect.deployed import notify_of
+    from flows.prefect.open_runs import settle_left
 
-    for run in close_dead_runs({f"{each.name}/{name}": each.pipeline for each in pipelines}):
-        print(f"{run}: its process died unheard; marked as crashed", file=sys.stderr)
+    for store in {each.store for each in pipelines}:
+        for left in settle_left(store):
+            print(f"flow run {left.flow_run}: {left.end.lower()}: {left.message}", file=sys.stderr)
+            for each in pipelines:
+                if left.end == "CRASHED" and (each.store, each.name) == (store, left.pipeline):
+                    notify_of(each, left.flow_run, "crashed", left.message)
 
 
 def _serve(
     preset: "Preset", pipelines: "Sequence[Declared]", deployed: "Mapping[str, Pipeline]", options: argparse.Namespace
 ) -> None:
-    from flows.deploy.keys import override_pattern
-    from flows.deploy.serve import deployment_of, register, serve
-    from flows.prefect_address import prefix_of_command
-    from flows.watch.watching import watching
+    from flows.prefect.address import prefix_of_command
+    from flows.prefect.deployed import register, serve
+    from flows.prefect.triggers import watching
 
     os.environ.update(preset.environment)  # for the processes of the runs
-    pattern = override_pattern(preset)
-    runner = register([deployment_of(each, preset, pattern, options.name) for each in pipelines], options.limit)
+    runner = register(pipelines, preset, options.name, options.limit)
     for each in pipelines:
-        alone = f"  does not stand without overrides: {each.problem}" if each.problem else ""
-        print(f"{each.name}/{options.name}{alone}", flush=True)
+        problem = f"  needs overrides: {each.problem}" if each.problem else ""
+        print(f"{each.name}/{options.name}{problem}", flush=True)
     api = os.environ.get("PREFECT_API_URL")
     where = prefix_of_command(api) if api else ""
-    stands = next((each for each in pipelines if each.pipeline), pipelines[0])
-    example = f"{stands.name}/{options.name}"
-    print(f"run one: {where}prefect deployment run {example} -p overrides='[\"KEY=VALUE\"]'", flush=True)
+    example = next((each for each in pipelines if each.pipeline), pipelines[0])
+    command = f"{where}prefect deployment run {example.name}/{options.name}"
+    print(f"run one: {command} -p overrides='[\"KEY=VALUE\"]'", flush=True)
     with watching(deployed):
         serve(runner)

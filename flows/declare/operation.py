@@ -123,9 +123,9 @@ class Trigger:
 
     Args:
         sources: names of sources; a run starts when the digest of one changes.
-        poll: seconds between two looks at them.
-        settle: seconds that they must rest unchanged before a run starts: a burst of changes is one.
-        events: names of Prefect events; a run starts when one arrives, and has rested as long.
+        poll: seconds between two checks of them.
+        settle: seconds that they must stay unchanged before a run starts: a burst of changes is one.
+        events: names of Prefect events; a run starts ``settle`` seconds after one, for all that arrive meanwhile.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
 from flows.planning.verdicts import judgements, standing
-from flows.prefect_address import configured_api_url
+from flows.prefect.address import configured_api_url
 from flows.promotion.promote import outcome, promote
 from flows.tracking import mirror_alias
 from lineage.errors import ArtifactError, GateError, PipelineError

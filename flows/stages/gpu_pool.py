@@ -14,7 +14,7 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound, PrefectException
 
-from flows.prefect_address import configured_api_url
+from flows.prefect.address import configured_api_url
 from lineage.errors import ConfigError, PipelineError
 
 _LEASE_SECONDS = 60.0  # the least that Prefect takes

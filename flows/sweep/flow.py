@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-from prefect import flow, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Failed, State
+from prefect.states import State
 
-from flows.prefect_ends import Ending
-from flows.prefect_flow import task_runner
-from flows.prefect_server import EmbeddedServer
-from flows.prefect_told import tell_left
+from flows.prefect.flow import failed_state, in_flow
+from flows.prefect.server import EmbeddedServer
 from flows.stages.run import Run
 from flows.sweep.engine import Engine
 
@@ -35,22 +33,12 @@ def run_sweep_flow(
     def submit(title: str) -> None:
         run_stage.submit(title).add_done_callback(lambda _: engine.ended(title))
 
-    ending = Ending(run.plan.pipeline.store, server, finished)
-
-    @flow(name=f"{run.plan.pipeline.name}-sweep", flow_run_name=name, persist_result=False, task_runner=task_runner())
-    def sweep_flow() -> State[None] | None:
-        return ending.follow(drive)
-
     def drive() -> State[None] | None:
         try:
             engine.drive(submit)
         except BaseException:
             run.processes.stop()  # a stop is passed on to the stages, and they are waited for
             raise
-        failure = verdict()
-        return Failed(message=failure) if failure else None
+        return failed_state(verdict())
 
-    if server:
-        tell_left(run.plan.pipeline.store, None)
-    with ending.told():  # each trial has said why when it failed
-        sweep_flow()
+    in_flow(run, drive, finished, server, name=f"{run.plan.pipeline.name}-sweep", flow_run_name=name)

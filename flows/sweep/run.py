@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from flows.open_run import Trials, check_machine, note_before, open_run
-from flows.prefect_server import embedded_server
+from flows.prefect.server import embedded_server
 from flows.progress.board import Board
 from flows.progress.observer import Observers
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from flows.prefect_server import EmbeddedServer, send_events
+from flows.prefect.server import EmbeddedServer, send_events
 from tests.command import TOY, Command
 
 # Prefect's client leaves a function for the end of the process that fails in a process forked from it, whose exit code

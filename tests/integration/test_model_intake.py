@@ -13,7 +13,6 @@ from flows.declare.config import load_pipeline
 from flows.planning.disk_room import require_plan_room
 from flows.planning.plan import make_plan
 from flows.stages.given import job_inputs
-from flows.watch.digests import SourceDigests
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
@@ -193,8 +192,9 @@ def test_a_change_of_any_part_is_seen_by_who_watches_the_source(tmp_path):
     template, other = tmp_path / "own.jinja", tiny.write_tokenizer(tmp_path / "other")
     template.write_text("<|im_start|>{{ messages }}<|im_end|>")
     words = [f"store={tmp_path / 'store'}", f"model={lora}", f"sources.base.chat_template={template}"]
-    watched = SourceDigests(load_pipeline([*words, f"sources.base.tokenizer={other}"]))
-    found = [watched.fingerprint("base")]
+    source = load_pipeline([*words, f"sources.base.tokenizer={other}"]).sources["base"]
+    cache = DigestCache(tmp_path / "digests.json")
+    found = [pin("base", source, cache).fingerprint]
     for change in (
         lambda: template.write_text("<|im_start|>{{ messages }}<|im_end|>."),
         lambda: edit(other / "tokenizer_config.json", model_max_length=9),
@@ -202,7 +202,7 @@ def test_a_change_of_any_part_is_seen_by_who_watches_the_source(tmp_path):
         lambda: edit(lora / "adapter_config.json", lora_alpha=16),
     ):
         change()
-        found.append(watched.fingerprint("base"))
+        found.append(pin("base", source, cache).fingerprint)
     assert len(set(found)) == 5
 
 

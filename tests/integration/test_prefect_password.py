@@ -100,7 +100,7 @@ def test_serve_keeps_its_password_to_itself_and_its_own_commands_find_it(toy, tm
         assert started.returncode == 0, started.stdout + started.stderr + said.read_text()
         assert "Completed" in started.stdout
         words = [word for each in family(serve) for word in each.cmdline()]
-        assert "flows.prefect_process" in words and not any(auth in word for word in words)
+        assert "flows.prefect.server" in words and not any(auth in word for word in words)
     finally:
         serve.terminate()
         out, _ = serve.communicate(timeout=60)

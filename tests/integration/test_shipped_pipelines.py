@@ -1,11 +1,16 @@
 """Every shipped pipeline runs in miniature from its own sources, is finished then, and is deployed."""
 
 import json
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests.command import Command
 from tests.miniature import SHIPPED, overrides_of
+from tests.prefect_api import PrefectApi
 
 GATED = 3  # exit code: in four steps no model passes an honest gate
 
@@ -20,3 +25,37 @@ def test_a_shipped_pipeline_runs_and_then_there_is_nothing_to_do(tmp_path, prefe
         assert row["state"] == "reuse" or (row["method"] == "Gate" and done.returncode == GATED), row
     metrics = {row["stage"]: row["metrics"] for row in json.loads(done.stdout)["stages"] if row.get("metrics")}
     assert any("steps" in found for found in metrics.values())
+
+
+@pytest.mark.slow
+def test_the_default_pipeline_runs_as_a_deployment_by_the_command_of_prefect(tmp_path, prefect_url):
+    environment = {"PREFECT_API_URL": prefect_url, "PREFECT_HOME": str(tmp_path / "home")}
+    command = Command(tmp_path, environment=environment)
+    called = [sys.executable, "-m", "prefect", "deployment", "run", "cpt-sft-dpo/local", "--watch"]
+
+    def run(*overrides: str) -> str:
+        parameters = ["-p", f"overrides={json.dumps(overrides)}"]
+        done = subprocess.run(
+            [*called, *parameters], cwd=tmp_path, env=command.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and "Completed" in done.stdout, done.stdout + done.stderr + log.read_text()
+        return re.search("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)[0]
+
+    log, api = tmp_path / "serve.log", PrefectApi(prefect_url)
+    serve = command.start("serve", *overrides_of("cpt-sft-dpo"), "tracking=none", stderr=log)
+    try:
+        while not (line := serve.stdout.readline()).startswith("run one: "):
+            assert line, log.read_text()
+        assert "prefect deployment run cpt-sft-dpo/local" in line
+        first = run("stages.dpo.method.beta=0.2")
+        stages = api.stages(first)
+        assert set(stages.values()) == {"COMPLETED"} and {"cpt", "sft", "reward", "dpo", "evaluate"} <= stages.keys()
+        [manifest] = tmp_path.glob("artifacts/dpo/*/manifest.json")
+        assert json.loads(manifest.read_text())["recipe"]["beta"] == 0.2
+        assert {"cpt-sft-dpo-plan", "cpt-sft-dpo-evaluate", "cpt-sft-dpo-dpo-progress"} <= api.artifacts(first).keys()
+        again = api.run(run("stages.dpo.method.beta=0.2"))
+        assert again["state"]["message"] == f"nothing to do: all {len(stages)} stages are finished"
+    finally:
+        serve.send_signal(signal.SIGTERM)
+        serve.communicate(timeout=60)
+    assert serve.returncode == 0, log.read_text()

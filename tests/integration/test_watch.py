@@ -1,17 +1,18 @@
 """Schedules and triggers against a real Prefect server: what is registered, what starts runs, and in which order."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
 
 import pytest
 
+from flows.prefect.open_runs import OpenFlow
 from lineage.artifact import Source
 from lineage.digest import DigestCache
+from lineage.holder import Holder
 from lineage.remote_files import open_remote
 from lineage.sources import pin
 from tests.command import CONF, TOY, Command, wait_until
@@ -48,7 +49,8 @@ def test_data_and_events_start_runs_one_after_the_other(server, rows, tmp_path):
         server.send("rows.ready")
         wait_until(lambda: server.ended() == 3, "the event is followed")
         runs = server.runs()
-    assert server.triggers() == [{"trigger:rows"}, {"trigger:rows"}, {"trigger:rows.ready"}]
+    assert server.triggers() == [{"trigger:rows"}] * 2 + [set()]
+    assert runs[2]["created_by"]["type"] == "AUTOMATION" and runs[2]["created_by"]["display_value"] == "trigger of toy"
     assert all(earlier["end_time"] <= later["start_time"] for earlier, later in pairwise(runs))
     states = server.get(f"/flow_run_states/?flow_run_id={runs[0]['id']}")
     assert states[0]["message"] == "started by a trigger: rows"
@@ -80,21 +82,21 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     """While a run waits for a worker none is added, the next takes what has changed; a dead one is not waited for."""
     flow = server.post("/flows/", {"name": "toy"})
     server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
-    dead = {"labels": {"posttrain.process": f"{socket.gethostname()} {os.getpid()} 0.0"}}  # our pid, of another time
-    dead = server.post(f"/deployments/{server.deployment('toy/workers')['id']}/create_flow_run", dead)["id"]
+    dead = server.start("toy/workers")
     server.set_state(dead, "RUNNING")
+    gone = replace(Holder.here(), started=0.0)  # our pid, of another time
+    OpenFlow(flow_run=dead, driver=gone, api=server.url, pipeline="toy").write(tmp_path / "artifacts")
     with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:
         rows.write_text("second")
         wait_until(lambda: len(server.runs()) == 1, "a run is created")
         [run] = server.runs()
         rows.write_text("third")
-        server.send("rows.ready")
-        held = f"new: rows, rows.ready; waits for the run {run['name']}"
+        held = f"new: rows; waits for the run {run['name']}"
         wait_until(lambda: held in said.read_text(), "what changed meanwhile is held")
         assert len(server.runs()) == 1
         server.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "COMPLETED"}, "force": True})
         wait_until(lambda: len(server.runs()) == 2, "the next is created")
-    assert server.triggers() == [{"trigger:rows"}, {"trigger:rows", "trigger:rows.ready"}]
+    assert server.triggers() == [{"trigger:rows"}] * 2
     assert server.end(dead)["type"] == "CRASHED"
 
 

@@ -166,7 +166,7 @@ def test_loopback_is_told_from_the_world():
 
 @pytest.mark.parametrize(
     ("line", "kind"),
-    [("python -m prefect server start", "prefect"), ("python -m flows.prefect_process 3", "prefect"),
+    [("python -m prefect server start", "prefect"), ("python -m flows.prefect.server 3", "prefect"),
      ("/v/bin/uvicorn --factory prefect.server.api.server:create_app", "prefect"), ("mlflow ui", "mlflow"),
      ("/v/bin/python3.11 /v/bin/mlflow server", "mlflow"), ("gunicorn: master [mlflow.server:app]", "mlflow"),
      ("uvicorn mlflow.server.fastapi_app:app", "mlflow"), ("/x/ray/core/src/ray/gcs/gcs_server --a", "ray"),

@@ -1,9 +1,12 @@
-"""A Prefect server for the length of one run, when none is given: on loopback, with a password, tied to our life."""
+"""A Prefect server for the length of one command that has none: on loopback, with a password, tied to our life.
+
+Nothing restarts it: a run whose server is gone finishes, and the next command reports how it ended. This module is also
+the server's process: ``python -m flows.prefect.server DESCRIPTOR`` serves on an inherited socket.
+"""
 
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -13,20 +16,21 @@ import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flows.doctor import ask_prefect
-from flows.prefect_address import configured_api_url, require_reachable, use_own_auth, write_profile
+from flows.prefect.address import configured_api_url, prefect_home, require_reachable, use_own_auth, write_profile
 from lineage.errors import ConfigError, PipelineError
 from lineage.secrets import redacted
 
+if TYPE_CHECKING:
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
 START_TIMEOUT_SECONDS = 180.0
-_LONGEST_PAUSE_SECONDS = 60.0  # between two starts of a server that dies again and again
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody, or for want of memory
-_SETTLED_SECONDS = 60.0  # one that lived so long is started again at once
+_EVENTS_SECONDS = 5.0
 
 CLIENT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # What a stage says goes to its log; the screen belongs to the board. Failures are told once, by us.
+    # Stages log to their own files; the screen belongs to the board. We report failures once.
     "PREFECT_LOGGING_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",
@@ -37,75 +41,53 @@ CLIENT_SETTINGS = {
 class EmbeddedServer:
     """Prefect's API in a process of its own, on the user's own Prefect database.
 
-    The socket stays ours: whoever asks while a server that died is started again waits, and is not refused.
-
     Args:
-        ui: whether its pages are served too, for a person who is asked something.
+        ui: serve the pages too, for a person who is asked something.
 
     Attributes:
         auth: the password, as ``USER:PASSWORD``: the user's PREFECT_SERVER_API_AUTH_STRING, else one for this server.
-        profile: a file for the ``prefect`` command, with the address and the password; it is there while the server is.
-        was_replaced: whether one has died, and with it what it had been told and not yet written down.
+        profile: a file for the ``prefect`` command, with the address and the password, while the server is there.
     """
 
     def __init__(self, log: Path, ui: bool = False) -> None:
         self._log = log
         self._ui = ui
         self._process: subprocess.Popen[bytes] | None = None
-        self._environment: dict[str, str] = {}
-        self._listener = socket.socket()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
         self.url = ""
         self.auth = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or f"posttrain:{secrets.token_urlsafe(24)}"
         self.profile = Path()
-        self.was_replaced = False
 
     def start(self) -> None:
-        """Begins the start, without waiting for it; ``url`` is known at once."""
+        """Starts the process without waiting for it; ``url`` is known at once."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api"
-        self._environment = {
-            **os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
-            "PREFECT_SERVER_API_AUTH_STRING": self.auth,
-            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
-            **self._pages(),
-        }  # fmt: skip
-        self.profile = write_profile(self.url, self.auth)
-        self._start()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        descriptor = self._listener.fileno()
-        with self._log.open("ab") as log:
+        with socket.socket() as listener, self._log.open("ab") as log:
+            listener.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+            self.profile = write_profile(self.url, self.auth)
+            # An ephemeral server has no pages; one with pages must know its address.
+            pages = {"PREFECT_UI_API_URL": self.url} if self._ui else {"PREFECT__SERVER_EPHEMERAL": "1"}
             self._process = subprocess.Popen(  # -P: a file in this folder shadows no module of the server's
-                [sys.executable, "-P", "-m", "flows.prefect_process", str(descriptor)],
-                env=self._environment,
-                pass_fds=[descriptor],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                [sys.executable, "-P", "-m", "flows.prefect.server", str(listener.fileno())],
+                env={
+                    **os.environ, **CLIENT_SETTINGS, "PREFECT__SERVER_FINAL": "1", "PREFECT_LOGGING_LEVEL": "WARNING",
+                    "PREFECT_SERVER_API_AUTH_STRING": self.auth,
+                    "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
+                    "PREFECT_UI_ENABLED": str(self._ui).lower(), **pages,
+                },
+                pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
-            )
-        return self._process
-
-    def _pages(self) -> dict[str, str]:
-        """An ephemeral server has no pages; one with pages must tell them its address."""
-        if self._ui:
-            return {"PREFECT_UI_ENABLED": "true", "PREFECT_UI_API_URL": self.url}
-        return {"PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"}
+            )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Waits for the server to answer; from then on it is started again when it dies.
+        """Waits for the server to answer.
 
         Raises:
-            PipelineError: it ended by itself, or did not answer in time.
+            PipelineError: it exited, or did not answer in time.
         """
+        assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while time.monotonic() < deadline and self._is_starting():
-            assert self._process is not None
+        while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                threading.Thread(target=self._keep, args=(self._process,), daemon=True, name="prefect-server").start()
                 return
             time.sleep(0.05)
         raise PipelineError(
@@ -113,40 +95,12 @@ class EmbeddedServer:
             "Start one yourself with `prefect server start` and set PREFECT_API_URL, or look at the log"
         )
 
-    def _is_starting(self) -> bool:
-        """One that was killed meanwhile is started again; one that ended by itself would do so again."""
-        assert self._process is not None
-        code = self._process.poll()
-        if code in _KILLED:
-            self._start()
-        return code is None or code in _KILLED
-
-    def _keep(self, process: "subprocess.Popen[bytes]") -> None:
-        pause = 0.0
-        while True:
-            started = time.monotonic()
-            process.wait()
-            self.was_replaced |= not self._stopped.is_set()
-            lived = time.monotonic() - started
-            pause = 0.0 if lived > _SETTLED_SECONDS else min(_LONGEST_PAUSE_SECONDS, 2 * pause + 1)
-            self._stopped.wait(pause)
-            with self._lock:
-                if self._stopped.is_set():
-                    return
-                process = self._start()
-
     def stop(self) -> None:
-        with self._lock:
-            self._stopped.set()
-            self._listener.close()
-            if self.url:
-                self.profile.unlink(missing_ok=True)
-            if self._process is not None:
-                self._process.kill()  # it holds nothing that its database does not
-                self._process.wait()
-
-
-_EVENTS_SECONDS = 5.0
+        if self.url:
+            self.profile.unlink(missing_ok=True)
+        if self._process is not None:
+            self._process.kill()  # its database holds all of its state
+            self._process.wait()
 
 
 @contextlib.contextmanager
@@ -184,6 +138,8 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
 
 def _require_let_in() -> None:
     """Refuses in one line what Prefect's client would tell by an error of HTTP, at its first call."""
+    from flows.doctor import ask_prefect
+
     url = configured_api_url()
     if url and ask_prefect(os.environ)[0] == HTTPStatus.UNAUTHORIZED:
         raise ConfigError(
@@ -213,3 +169,45 @@ def read_settings_again() -> None:
         sys.modules["prefect.context"].refresh_global_settings_context()
         _read_from.clear()
         _read_from.update(now)
+
+
+def _serve(descriptor: int) -> None:
+    """Serves on an inherited socket until the parent's end of stdin closes."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    import uvicorn
+    from filelock import FileLock
+
+    os.umask(0o077)  # its database holds the parameters of runs
+    # Two servers that migrate one fresh database break it: one starts at a time.
+    home = prefect_home()
+    home.mkdir(parents=True, exist_ok=True)
+    starting = FileLock(home / "posttrain-start.lock", mode=0o600)  # who may read it can hold it
+    starting.acquire()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            starting.release()
+
+    config = uvicorn.Config(_app, factory=True, log_level="error", lifespan="on")
+    Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+def _app() -> "TrustedHostMiddleware":
+    """Prefect's application, for requests that name this machine: a web page whose name leads here has another Host.
+
+    Prefect has no setting for it.
+    """
+    from prefect.server.api.server import create_app
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    return TrustedHostMiddleware(create_app(), allowed_hosts=["127.0.0.1", "localhost"])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

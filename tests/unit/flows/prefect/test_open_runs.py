@@ -1,11 +1,11 @@
-"""Notes of flow runs that Prefect may take for running."""
+"""Flow runs whose end Prefect may not know."""
 
 import os
 from dataclasses import replace
 
 import pytest
 
-from flows.open_flows import OpenFlow, left_open
+from flows.prefect.open_runs import OpenFlow, left_open, settle_left
 from flows.progress.run_notes import Links, RunNote, note_path
 from lineage.holder import Holder
 
@@ -35,10 +35,21 @@ def test_what_a_run_came_to_is_kept(tmp_path, dead):
     assert list(left_open(tmp_path)) == [flow]
 
 
+def test_a_prefect_that_is_away_leaves_the_file_for_the_next_command(tmp_path, dead, monkeypatch, capsys):
+    monkeypatch.setenv("PREFECT_API_URL", API)
+    flow = OpenFlow(flow_run=ID, driver=dead, api="http://elsewhere/api")
+    flow.write(tmp_path)
+    assert settle_left(tmp_path) == [] and capsys.readouterr().err == ""  # of another Prefect
+    replace(flow, api=API).write(tmp_path)
+    assert settle_left(tmp_path) == []
+    assert f"Prefect at {API} does not answer, and shows the flow run {ID} as running" in capsys.readouterr().err
+    assert list(left_open(tmp_path))
+
+
 def test_a_note_that_a_kill_has_cut_is_passed_over(tmp_path, dead):
     flow = OpenFlow(flow_run=ID, driver=dead, api=API)
     flow.write(tmp_path)
-    flow.path(tmp_path).write_text('{"flow_run": "0')
+    next(tmp_path.rglob(f"{ID}.json")).write_text('{"flow_run": "0')
     assert list(left_open(tmp_path)) == []
 
 

@@ -1,8 +1,8 @@
-"""Where Prefect looks a flow up: ``flows.deploy.entry.<pipeline>``. No other public name may stand here."""
+"""Where Prefect looks a flow up: ``flows.prefect.entry.<pipeline>``. No other public name may be in this module."""
 
 from typing import TYPE_CHECKING
 
-from flows.deploy.flow import flow_of as _flow_of
+from flows.prefect.deployed import flow_of as _flow_of
 
 if TYPE_CHECKING:
     from prefect import Flow as _Flow

@@ -1,53 +1,15 @@
-"""A Prefect server of our own, while it starts."""
+"""A Prefect server of our own: its process, its password."""
 
-import contextlib
 import os
-import signal
 import stat
 import subprocess
-import threading
-import urllib.request
 from types import SimpleNamespace
 
 import pytest
 
-from flows.prefect_address import own_auth, prefix_of_command, write_profile
-from flows.prefect_server import EmbeddedServer, embedded_server
+from flows.prefect.address import own_auth, prefix_of_command, write_profile
+from flows.prefect.server import EmbeddedServer, embedded_server
 from lineage.errors import PipelineError
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts one whose processes have these exit codes; None: it lives, and answers."""
-
-    def begin(*codes):
-        left = list(codes)
-
-        def start_process(*args, **settings):
-            code = left.pop(0)
-            return SimpleNamespace(poll=lambda: code, wait=lambda: None, kill=lambda: None)
-
-        def asked(*args, **settings):
-            if left:
-                raise ConnectionRefusedError
-            return contextlib.nullcontext()
-
-        monkeypatch.setattr(subprocess, "Popen", start_process)
-        monkeypatch.setattr(urllib.request, "urlopen", asked)
-        monkeypatch.setattr(EmbeddedServer, "_keep", lambda self, process: None)
-        server = EmbeddedServer(tmp_path / "log")
-        server.start()
-        try:
-            server.wait_until_ready()
-        finally:
-            server.stop()
-        return left
-
-    return begin
-
-
-def test_one_that_is_killed_while_it_starts_is_started_again(start):
-    assert start(-signal.SIGKILL, -signal.SIGKILL, None) == []
 
 
 def test_a_file_of_the_folder_is_no_module_of_the_server(tmp_path, monkeypatch):
@@ -62,21 +24,14 @@ def test_a_file_of_the_folder_is_no_module_of_the_server(tmp_path, monkeypatch):
     subprocess.run([*python, "-c", "import wave; assert not hasattr(wave, 'planted')"], cwd=tmp_path, check=True)
 
 
-@pytest.mark.parametrize("code", [1, -signal.SIGSEGV])
-def test_one_that_ends_by_itself_would_do_so_again(start, code):
-    with pytest.raises(PipelineError, match="did not start"):
-        start(code, None)
-
-
-def test_what_a_dead_one_was_told_may_be_lost_before_another_is_started(tmp_path, monkeypatch):
-    server, ended, paused = EmbeddedServer(tmp_path / "log"), threading.Event(), threading.Event()
-    monkeypatch.setattr(server._stopped, "wait", lambda seconds: paused.set() or ended.wait(60))
-    keeper = threading.Thread(target=server._keep, args=(SimpleNamespace(wait=lambda: None),))
-    keeper.start()
-    assert paused.wait(60) and server.was_replaced
+def test_one_that_exits_while_it_starts_is_reported_with_its_log(tmp_path, monkeypatch):
+    dead = SimpleNamespace(poll=lambda: 1, wait=lambda: None, kill=lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: dead)
+    server = EmbeddedServer(tmp_path / "log")
+    server.start()
+    with pytest.raises(PipelineError, match=f"did not start; its log is {tmp_path}/log"):
+        server.wait_until_ready()
     server.stop()
-    ended.set()
-    keeper.join()
 
 
 @pytest.fixture
@@ -128,7 +83,7 @@ def test_our_own_clients_have_it_for_as_long_as_the_server_runs(tmp_path, starte
 
 def test_another_command_finds_it_by_the_address_and_gives_it_to_no_other_server(monkeypatch):
     write_profile("http://127.0.0.1:4711/api", "posttrain:secret")
-    monkeypatch.setattr("flows.prefect_server.require_reachable", lambda url: None)
+    monkeypatch.setattr("flows.prefect.server.require_reachable", lambda url: None)
     for url, expected in [("http://127.0.0.1:4711/api", "posttrain:secret"), ("http://127.0.0.2:4711/api", "")]:
         monkeypatch.setenv("PREFECT_API_URL", url)
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", "")
@@ -137,7 +92,7 @@ def test_another_command_finds_it_by_the_address_and_gives_it_to_no_other_server
 
 
 def test_the_users_own_profiles_stay_as_they_are():
-    from flows.prefect_address import prefect_home
+    from flows.prefect.address import prefect_home
 
     prefect_home().mkdir(parents=True)
     profiles = prefect_home() / "profiles.toml"

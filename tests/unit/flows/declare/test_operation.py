@@ -1,4 +1,4 @@
-"""What a pipeline may state of schedules and triggers, and what Prefect is told of it."""
+"""What a pipeline may set of schedules and triggers."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.declare.operation import Schedule, Trigger, is_cron
-from flows.watch.schedule import schedule_entries
 from lineage.errors import ConfigError
 from tests.unit.flows.declare.test_config import toy
 
@@ -51,15 +50,6 @@ def test_a_trigger_on_what_cannot_change_is_refused(source):
     with pytest.raises(ConfigError, match="which no change of data reaches"):
         toy("trigger={sources: [rows]}", f"sources.rows={source}")
     assert toy("trigger={sources: [rows]}", "sources.rows={path: owner/data, revision: main}").operation.trigger
-
-
-def test_prefect_yaml_is_told_the_schedule():
-    assert schedule_entries(None) == []
-    cron = Schedule(cron="0 3 * * *", timezone="Europe/Berlin", paused=True)
-    assert schedule_entries(cron) == [{"cron": "0 3 * * *", "timezone": "Europe/Berlin", "active": False}]
-    assert schedule_entries(Schedule(interval=3600)) == [
-        {"interval": 3600, "anchor_date": "2020-01-01T00:00:00+00:00", "timezone": "UTC", "active": True}
-    ]
 
 
 def test_the_pipeline_of_the_page_composes(tmp_path):

@@ -1,14 +1,18 @@
+"""Which pipelines are deployed, with what overrides, schedule, automations and code; and `prefect.yaml`."""
+
 import re
 import shlex
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from flows.__main__ import main
-from flows.deploy.pipelines import Declared, declared, declared_pipelines, deployable
-from flows.deploy.preset import VARIABLE, Preset
+from flows.prefect.deployed import deployed_code
+from flows.prefect.deployments import VARIABLE, Declared, Preset, declared, declared_pipelines, deployable, render
+from flows.prefect.deployments import main as write_prefect_yaml
 from lineage.errors import ConfigError
-from tests.command import CONF
+from tests.command import CONF, REPOSITORY
 
 TOY = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking=none"]
 
@@ -116,3 +120,104 @@ def test_a_limit_below_one_is_refused(limit, capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--limit", limit])
     assert "is no number of runs" in capsys.readouterr().err
+
+
+def test_the_committed_file_deploys_every_shipped_pipeline():
+    text = (REPOSITORY / "prefect.yaml").read_text()
+    assert text == render(Preset()), "write it again: make prefect-yaml"
+    entries = [each["entrypoint"] for each in yaml.safe_load(text)["deployments"]]
+    assert entries == [f"flows.prefect.entry.{path.stem}" for path in sorted((REPOSITORY / "conf/pipeline").glob("*"))]
+
+
+def test_a_deployment_states_how_its_pipeline_operates():
+    trigger = "trigger={events: [data.ready], settle: 5}"
+    words = [
+        *TOY,
+        trigger,
+        "store=a folder",
+        "tags=[nightly]",
+        "schedule.cron='0 3 * * *'",
+        "schedule.timezone=Europe/Berlin",
+    ]
+    (deployment,) = yaml.safe_load(render(Preset.of(words)))["deployments"]
+    assert deployment["tags"] == ["nightly", "pipeline:toy"]
+    (schedule,) = deployment["schedules"]
+    assert (schedule["cron"], schedule["timezone"]) == ("0 3 * * *", "Europe/Berlin")
+    environment = deployment["work_pool"]["job_variables"]["env"]
+    assert "'store=a folder'" in environment["POSTTRAIN_WORDS"]
+    (automation,) = deployment["triggers"]
+    assert (automation["expect"], automation["within"], automation["schedule_after"]) == (["data.ready"], 5.0, 5.0)
+    hourly = yaml.safe_load(render(Preset.of([*TOY, "schedule.interval=3600"])))["deployments"][0]["schedules"]
+    when = {"interval": 3600, "anchor_date": "2020-01-01T00:00:00+00:00", "timezone": "UTC", "active": True}
+    assert hourly == [when]
+
+
+def test_the_command_writes_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["prefect_yaml", *TOY])
+    assert write_prefect_yaml() == 0
+    assert (tmp_path / "prefect.yaml").read_text() == render(Preset.of(TOY))
+    monkeypatch.setattr("sys.argv", ["prefect_yaml", "--config-dir", "nowhere"])
+    assert write_prefect_yaml() == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+OWN = """# @package _global_
+name: own
+stages:
+  data: {method: {_target_: MODULE.Own}}
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A pipeline of the user's with a method of the user's."""
+    (tmp_path / "groups/pipeline").mkdir(parents=True)
+    module = f"own_{tmp_path.name}"  # where a module lies is looked up once per process
+    (tmp_path / "groups/pipeline/own.yaml").write_text(OWN.replace("MODULE", module))
+    (tmp_path / f"{module}.py").write_text("class Own: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def digest(folder):
+    return deployed_code("own", Preset(config_dir=folder / "groups"))
+
+
+def test_the_same_files_have_the_same_digest(own):
+    assert digest(own) == digest(own) != deployed_code("cpt-sft-dpo", Preset())
+
+
+@pytest.mark.parametrize("pattern", ["groups/pipeline/own.yaml", "own_*.py"])
+def test_a_change_of_the_users_groups_or_methods_is_other_code(own, pattern):
+    before = digest(own)
+    (path,) = own.glob(pattern)
+    path.write_text(path.read_text() + "# changed\n")
+    assert digest(own) != before
+
+
+def test_a_change_of_a_reward_function_is_other_code(own):
+    (own / "mine.py").write_text("def score(completions): return [1]\n")
+    file = own / "groups/pipeline/own.yaml"
+    text = file.read_text().replace(
+        "}}", f", rewards: {{a: {{function: 'python:{own}/mine.py:score'}}, exact: {{}}}}}}}}"
+    )
+    file.write_text(text)
+    before = digest(own)
+    (own / "mine.py").write_text("def score(completions): return [2]\n")
+    assert digest(own) != before
+
+
+def test_a_change_of_our_packages_is_other_code(monkeypatch, tmp_path):
+    before = deployed_code("cpt-sft-dpo", Preset())
+    changed = []
+
+    def digest_file(path):
+        changed.append(path.name)
+        return "other" if path.name == "dpo.py" else "same"
+
+    monkeypatch.setattr("flows.prefect.deployed.digest_file", lambda path: "same")
+    same = deployed_code("cpt-sft-dpo", Preset())
+    monkeypatch.setattr("flows.prefect.deployed.digest_file", digest_file)
+    assert deployed_code("cpt-sft-dpo", Preset()) not in (same, before)
+    assert {"dpo.py", "execute.py", "store.py", "cpt-sft-dpo.yaml"} <= set(changed)

@@ -1,0 +1,357 @@
+"""The Prefect flow of a run: order, waiting, and a person's approval. The plan decides, `execute` does.
+
+Stages never depend on Prefect. While its server is away they finish and commit; what it has not heard at the end, the
+next command reports to it.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from uuid import UUID
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture, wait
+from prefect.input import RunInput, keyset_from_paused_state
+from prefect.states import Cancelled, Crashed, Failed, Paused, State
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
+
+from flows.planning.needs import pool_of
+from flows.planning.plan import PlannedStage
+from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
+from flows.prefect.address import configured_api_url, prefix_of_command
+from flows.prefect.open_runs import End, OpenFlow, api_here, report_unknown, settle, settle_left
+from flows.prefect.server import EmbeddedServer
+from flows.progress.observer import Observer
+from flows.progress.run_notes import end_of
+from flows.stages.execute import Result, execute
+from flows.stages.gpu_pool import require_pools
+from flows.stages.run import Run
+from flows.stops import hearing_sigterm
+from lineage.errors import GateError, PipelineError, StoppedError
+from lineage.holder import Holder
+from lineage.remote_files import why_silent
+from tasks.context import Launcher
+
+APPROVAL_SECONDS = 7 * 24 * 3600
+_POLL_SECONDS = 1.0
+_HEALTH_SECONDS = 5.0
+_REPORT_SECONDS = 30.0  # for Prefect to take the end of a run
+_STOP_SECONDS = 3.0  # the same of a stop, which gets 30 in all; stages that save have had most of them
+_AGAIN_SECONDS = 1.0  # Prefect, once interrupted, makes another call to report that
+_STOPPED = "stopped; run the same command again to go on"
+
+
+def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
+    """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
+
+    Args:
+        server: that was started for this run alone; None: it is the user's.
+
+    Raises:
+        PipelineError: the first stage that failed, after the branches that do not need it have finished.
+    """
+    results: dict[str, Result] = {}
+
+    def body() -> State[None] | None:
+        run_stages(run, results)
+        return verdict_state(run)
+
+    in_flow(run, body, results.keys(), server, name=run.plan.pipeline.name)
+    return results
+
+
+def in_flow(
+    run: Run, body: Callable[[], State[None] | None], finished: Collection[str], server: EmbeddedServer | None, *,
+    name: str, flow_run_name: str | None = None,
+) -> None:  # fmt: skip
+    """Runs the body of a command as one Prefect flow run.
+
+    Args:
+        body: returns the state that the flow run ends in; None: completed.
+        finished: names of the task runs whose stages are committed, as they come to be.
+        server: that was started for this run alone; None: it is the user's.
+
+    Raises:
+        BaseException: what the body raised, whether or not Prefect could be told.
+    """
+    reported = _Reported(run.plan.pipeline.store, finished)
+
+    @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
+    def pipeline_flow() -> State[None] | None:
+        return reported.follow(body)
+
+    if server:  # its database has the runs of all such servers
+        settle_left(run.plan.pipeline.store)
+    try:
+        pipeline_flow()
+    except BaseException:
+        if not reported.is_over:
+            raise
+        # Else Prefect did not take the end, or repeats the state that the body returned.
+    finally:
+        reported.close()
+    if reported.error:
+        raise reported.error
+
+
+class _Reported:
+    """How a flow run ended, in a file of the store until Prefect knows it.
+
+    Attributes:
+        is_over: the body has returned or raised; any later error is of Prefect alone.
+        error: of the body.
+    """
+
+    def __init__(self, store: Path, finished: Collection[str]) -> None:
+        self._store, self._finished = store, finished
+        self._flow_run: FlowRun | None = None
+        self._note: OpenFlow | None = None
+        self._closed = threading.Event()
+        self._was_away = False
+        self._alarm: Callable[[], object] = lambda: None  # restores the alarm that was set before ours
+        self.is_over = False
+        self.error: BaseException | None = None
+
+    def follow(self, body: Callable[[], State[None] | None]) -> State[None] | None:
+        """The body of the flow run; from its end on Prefect has some seconds to take that end."""
+        self._flow_run = flow_run_here()
+        self._write(open_flow())
+        threading.Thread(target=self._watch, daemon=True, name="prefect health").start()
+        is_stop = False
+        try:
+            with hearing_sigterm():
+                state = body()
+        except BaseException as error:
+            is_stop = end_of(error)[0] == "stopped"  # which is no crash
+            self.error = KeyboardInterrupt() if is_stop and not isinstance(error, StoppedError) else error
+            state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
+        self.is_over = True
+        assert self._note is not None
+        end: End = state.type.value if state else "COMPLETED"
+        message = (state and state.message) or ""
+        self._write(replace(self._note, end=end, message=message, finished=list(self._finished)))
+        is_away = not is_stop and _is_away()
+        self._was_away |= is_away
+        self._limit(_STOP_SECONDS if is_stop or is_away else _REPORT_SECONDS)
+        return state
+
+    def close(self) -> None:
+        """Removes the file if Prefect knows the end."""
+        self._alarm()
+        self._closed.set()
+        if self._note is None:
+            return
+        state = self._flow_run.state if self._flow_run else None
+        if not (state and state.is_final()):
+            report_unknown(self._note)
+        elif self._was_away or state.type.value != self._note.end:  # the states of task runs are events, which get lost
+            settle(self._note, self._store)
+        else:
+            self._note.remove(self._store)
+
+    def _write(self, note: OpenFlow) -> None:
+        self._note = note
+        note.write(self._store)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_HEALTH_SECONDS):
+            self._was_away |= _is_away()
+
+    def _limit(self, seconds: float) -> None:
+        """Prefect's client retries for minutes, and a server may accept a call and never answer."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        handler, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+
+        def restore() -> None:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+        self._alarm = restore
+
+
+def _is_away() -> bool:
+    url = configured_api_url()
+    return url is not None and why_silent(url, _HEALTH_SECONDS) is not None
+
+
+def open_flow(pipeline: str = "") -> OpenFlow:
+    """Of the flow run that this code runs in."""
+    return OpenFlow(flow_run=str(flow_run_here().id), driver=Holder.here(), api=api_here(), pipeline=pipeline)
+
+
+def flow_run_here() -> FlowRun:
+    """The flow run that this code runs in."""
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None
+    return context.flow_run
+
+
+def as_task(title: str, work: Callable[[], None]) -> None:
+    """Runs work in the calling thread, inside a flow run, as a task run of this name."""
+
+    def run_stage() -> None:
+        work()
+
+    task(run_stage, name="run_stage", task_run_name=title, cache_policy=NO_CACHE, persist_result=False)()
+
+
+def failed_state(failure: str | None) -> State[None] | None:
+    """How a flow run ends; None: completed."""
+    return Failed(message=failure) if failure else None
+
+
+def task_runner() -> ThreadPoolTaskRunner:
+    """Threads that wait: what may run at once is admitted by CPUs and GPUs."""
+    return ThreadPoolTaskRunner(max_workers=64)
+
+
+def run_stages(run: Run, results: dict[str, Result]) -> None:
+    """Inside a flow run: a task run per stale stage.
+
+    Args:
+        results: filled as stages finish.
+
+    Raises:
+        PipelineError: the first stage that failed, after the branches that do not need it have finished.
+    """
+    plan = run.plan
+    require_pools(_pools(plan.stale))
+
+    # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
+    @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
+    def run_stage(stage: str) -> None:
+        results[stage] = execute(run, plan.stage(stage))
+
+    runs: dict[str, PrefectFuture[None] | State[None]] = {}
+    try:
+        for planned in plan.stale:
+            before = plan.waits(planned)
+            waits = [run for other, run in runs.items() if other in before]
+            if planned.stage.resources.launcher == Launcher.FOREGROUND:
+                # In this thread, where a debugger and Ctrl-C reach it.
+                runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
+            else:
+                runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
+        futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
+        wait(futures)  # independent branches finish first
+    except BaseException:
+        run.processes.stop()  # forwards the stop to the stages, and waits for them
+        raise
+    _raise_first_failure(runs)
+
+
+def approved(run: Run) -> bool:
+    """Asks for every approval that is missing, until one is denied."""
+    for judged in judgements(run.plan):
+        if judged.awaits_approval:
+            approved, who, why = ask(judged, run.observer)
+            record_decision(run.plan.pipeline.store, judged, approved=approved, who=who, why=why)
+            if not approved:
+                return False
+    return True
+
+
+def verdict_state(run: Run) -> State[None] | None:
+    """How a flow run ends that a gate or a person refused; None: they did not."""
+    if not approved(run):
+        return Cancelled(message="rejected")
+    try:
+        require_passed(run.plan)
+    except GateError as refusal:
+        return Failed(name="Refused", message=str(refusal))
+    return None
+
+
+def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
+    drawn = [each for each in map(pool_of, stages) if each]
+    return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
+
+
+def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:
+    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
+    # A stage that never began, because one before it failed, has no error of its own.
+    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
+    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
+        raise error
+
+
+class Approval(RunInput):
+    """The form that Prefect's UI shows; both may stay empty."""
+
+    who: str = ""
+    why: str = ""
+
+
+def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
+    """Pauses this flow run until a person resumes or cancels it.
+
+    Prefect's own ``pause_flow_run`` would wait on after a cancellation.
+
+    Returns:
+        Whether it was approved; who did, as far as is known; and why.
+    """
+    flow_run = flow_run_here()
+    paused = Paused(timeout_seconds=APPROVAL_SECONDS, pause_key=judged.gate)
+    keyset = keyset_from_paused_state(paused)
+    paused.state_details.run_input_keyset = keyset
+    form = Approval.with_initial_data(description=judged.table())
+    form.save(keyset, flow_run.id)
+    with get_client(sync_client=True) as client:
+        url = str(client.api_url).rstrip("/")
+        try:
+            client.set_flow_run_state(flow_run.id, paused)
+            observer.announce(_question(judged, flow_run.id, url))
+            state = _decision(client, flow_run.id)
+        except TerminationSignal:  # a deployed run that is cancelled is terminated at once: that is an answer too
+            state = client.read_flow_run(flow_run.id).state
+            if not state.is_cancelling():
+                reason = "its process was ended while it waited for approval; run it again to be asked again"
+                client.set_flow_run_state(flow_run.id, Crashed(message=reason), force=True)  # an answer would be lost
+                raise
+    unknown = f"Prefect, flow run {flow_run.id}"
+    if state.is_running():
+        answer = form.load(keyset, flow_run.id)
+        return True, answer.who or unknown, answer.why or f"resumed at {url}"
+    if state.is_paused():
+        return False, "nobody", f"no answer in {APPROVAL_SECONDS // 86400} days"
+    return False, unknown, state.message or f"cancelled at {url}"
+
+
+def _decision(client: SyncPrefectClient, flow_run_id: UUID) -> State[None]:
+    """The first state after the pause, or the pause itself when its time is over."""
+    deadline = time.monotonic() + APPROVAL_SECONDS
+    while True:
+        state = client.read_flow_run(flow_run_id).state
+        if not state.is_paused() or time.monotonic() > deadline:
+            return state
+        time.sleep(_POLL_SECONDS)
+
+
+def _question(judged: Judgement, flow_run_id: UUID, url: str) -> str:
+    page = url_for("flow-run", flow_run_id)
+    return "\n".join([
+        "",
+        judged.table().rstrip(),
+        "",
+        f"{judged.gate}: may this model be promoted? The flow run {flow_run_id} waits for a person:",
+        f"  look     {page}",
+        "  approve  Resume on that page, or",
+        f"           {prefix_of_command(url)}prefect api POST /flow_runs/{flow_run_id}/resume"
+        """ --data '{"run_input": {"who": "...", "why": "..."}}'""",
+        f"  reject   Cancel on that page, or {prefix_of_command(url)}prefect flow-run cancel {flow_run_id}",
+        "",
+    ])  # fmt: skip

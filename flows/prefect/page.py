@@ -1,0 +1,199 @@
+"""What a deployed run shows in Prefect's UI: plan, tables, links to MLflow and progress as artifacts, and its log."""
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.exceptions import PrefectException
+from prefect.logging import get_run_logger
+
+from flows.planning.plan import Plan
+from flows.progress.stage_progress import Progress
+from lineage.artifact import Kind
+from lineage.fingerprint import short
+from lineage.mlflow.address import is_server, shown, tracking_uri
+from lineage.tracker import Tracker
+from lineage.verdict import VERDICT_TABLE
+from tasks.context import Metrics
+from tasks.evaluate.report import TABLE_FILE
+
+_TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}
+_INTERVAL_SECONDS = 3.0
+_JOIN_SECONDS = 30.0  # for an answer of Prefect's server, which may be gone
+
+logger = logging.getLogger(__name__)
+
+
+def show_plan(plan: Plan) -> None:
+    """What will run, what is reused, and why."""
+    rows = [(each.name, each.state, f"`{short(each.fingerprint)}`", each.reason) for each in plan.stages]
+    head = f"{len(plan.stale)} of {len(plan.stages)} stages to run; store {plan.pipeline.store}"
+    text = "\n".join([_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
+    _show(f"{plan.pipeline.name}-plan", text, head)
+
+
+@dataclass(kw_only=True)
+class _Bar:
+    """The progress of one stage.
+
+    Args:
+        exit: how the stage ended; None: it runs.
+        percent: at its end; None: that of its last report.
+        artifact: None: not created yet.
+    """
+
+    progress: Progress
+    exit: str | None = None
+    percent: float | None = None
+    artifact: UUID | None = None
+
+
+class RunPage:
+    """An observer that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
+
+    Its thread alone calls Prefect: no stage waits for a server that is away.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._tracker: Tracker | None = None
+        self._bars: dict[str, _Bar] = {}
+        self._closed = threading.Event()
+        self._waits: dict[str, str] = {}
+
+    def __enter__(self) -> "RunPage":
+        # In the context of the flow run, to which the artifacts belong.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True, name="page")
+        self._thread.start()
+        return self
+
+    def link(self, tracker: Tracker) -> None:
+        """Sets what records the run."""
+        self._tracker = tracker
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def waiting(self, title: str, reason: str) -> None:
+        if self._waits.get(title) != reason:
+            self._waits[title] = reason
+            self.announce(f"{title}: waits for {reason}")
+
+    def running(self, title: str, metrics: Path, total: int | None) -> None:
+        progress = Progress(path=metrics, total=total)
+        self.announce(f"{title}: {progress.begun()}")
+        self._bars[title] = _Bar(progress=progress)
+
+    def reused(self, title: str) -> None:
+        self._end(title, "reused: another run made it", 100.0)
+
+    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
+        loss = f"  loss {metrics['loss']:.3f}" if "loss" in metrics else ""
+        self._end(title, f"done in {seconds:.1f} s{loss}", 100.0)
+
+    def failed(self, title: str, cause: str) -> None:
+        self._end(title, f"FAILED: {cause}")
+
+    def pruned(self, title: str, cause: str) -> None:
+        self._end(title, cause)
+
+    def announce(self, text: str) -> None:
+        get_run_logger().info(text)
+
+    def _end(self, title: str, text: str, percent: float | None = None) -> None:
+        self.announce(f"{title}: {text}")
+        if title in self._bars:
+            self._bars[title] = replace(self._bars[title], exit=text, percent=percent)
+
+    def _follow(self) -> None:
+        """Updates the page, seldom enough to be no load on the server."""
+        is_linked = False
+        while not self._closed.wait(_INTERVAL_SECONDS):
+            self._update_bars()
+            is_linked = is_linked or self._show_record()
+        self._update_bars()
+        self._show_tables()
+        self._show_record()
+
+    def _update_bars(self) -> None:
+        for title, bar in list(self._bars.items()):
+            text = f"{title}: {bar.exit or bar.progress.describe()}"
+            percent = _percent(bar.progress) if bar.percent is None else bar.percent
+            with _reported():
+                if bar.artifact is None:
+                    key = _key(f"{self._plan.pipeline.name}-{title}-progress")
+                    artifact = create_progress_artifact(percent, key=key, description=text)
+                    self._bars[title] = replace(self._bars[title], artifact=artifact)
+                else:
+                    update_progress_artifact(bar.artifact, percent, text)
+                if bar.exit is not None:
+                    self._bars.pop(title)
+
+    def _show_tables(self) -> None:
+        """What the stages that measure and judge have written for people."""
+        for planned in self._plan.stages:
+            name = _TABLES.get(planned.stage.method.produces)
+            table = self._plan.entry(planned).output / name if name else None
+            if table and table.exists():
+                of = f"output/{name} of {planned.name}@{short(planned.fingerprint)}"
+                _show(f"{self._plan.pipeline.name}-{planned.name}", table.read_text(encoding="utf-8"), of)
+
+    def _show_record(self) -> bool:
+        """Where MLflow has this run and those of its stages; whether it has them yet."""
+        execution_id = self._tracker.execution_id() if self._tracker else None
+        if execution_id is None:
+            return False
+        uri = tracking_uri(self._plan.pipeline.tracking.uri)
+        found = {planned.name: self._plan.entry(planned).manifest() for planned in self._plan.stages}
+        runs = {"this run": execution_id}
+        runs |= {name: each.mlflow_run_id for name, each in found.items() if each and each.mlflow_run_id}
+        links = {name: f"`{run}`" for name, run in runs.items()}
+        after = f"`mlflow ui --backend-store-uri {uri}` shows them."
+        if is_server(uri):
+            page = f"{shown(uri).rstrip('/')}/#/runs"  # MLflow finds the experiment of a run by itself
+            links, after = {name: f"[{run}]({page}/{run})" for name, run in runs.items()}, ""
+        text = "\n".join([_table(["run", "MLflow"], list(links.items())), "", after])
+        _show(f"{self._plan.pipeline.name}-mlflow", text, f"recorded in {shown(uri)}")
+        return True
+
+
+def _percent(progress: Progress) -> float:
+    progress.refresh()
+    return min(100.0, 100.0 * progress.step / progress.total) if progress.total else 0.0
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [
+        head,
+        ["---"] * len(head),
+        *([cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _show(key: str, markdown: str, description: str) -> None:
+    with _reported():
+        create_markdown_artifact(markdown, key=_key(key), description=description)
+
+
+def _key(text: str) -> str:
+    """As Prefect accepts it: lower-case letters, digits and dashes."""
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """A page that lacks something ends no training."""
+    try:
+        yield
+    except (PrefectException, httpx.HTTPError) as error:
+        logger.warning("page: Prefect did not take it: %s", error)

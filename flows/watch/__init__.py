@@ -1,1 +1,0 @@
-"""What starts a run when nobody types a command: the clock, new data, an event."""
