@@ -15,9 +15,8 @@ from flows.progress.journal import Journal
 from flows.progress.observer import Observer, Observers
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
-from flows.stages.launch import StageProcesses
+from flows.stages.launch import StageProcesses, shared_modules
 from flows.stages.run import Run
-from flows.stages.shared_imports import shared_modules
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError

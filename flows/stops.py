@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from flows.stages import stopping
 from lineage.holder import host
 
 # An exception there leaves a lock behind that nobody gives back, and every import waits for it from then on.
@@ -17,6 +16,10 @@ _NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")
 _AGAIN_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0  # an import that takes longer is left: whoever stops us gives 30 s
 _REPEATED = signal.SIGURG  # told from what people send, and ignored by whoever does not know it
+
+# A stop is of this process, and so of all its runs.
+hurried = threading.Event()  # it was asked for again: stages that save are not waited for
+ended: list[str] = []  # of each stage that it ended, where it resumes: ``sft saved at step 9``
 
 
 @contextlib.contextmanager
@@ -30,8 +33,8 @@ def stoppable() -> Iterator[None]:
         KeyboardInterrupt: says by which signal, where, and what the stages that it ended go on from.
     """
     stop = _Stop()
-    stopping.ended.clear()
-    stopping.hurried.clear()
+    ended.clear()
+    hurried.clear()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
         numbers.append(signal.SIGHUP)
@@ -85,7 +88,7 @@ class _Stop:
             self._asked_at = self._asked_at or time.monotonic()
             self.again(number, frame)
         elif number == signal.SIGINT:
-            stopping.hurried.set()
+            hurried.set()
 
     def again(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signal that repeats them."""
@@ -98,7 +101,7 @@ class _Stop:
 
     def words(self) -> str:
         """``by SIGTERM on gpu-07: sft saved at step 9``"""
-        stages = f": {', '.join(stopping.ended)}" if stopping.ended else ""
+        stages = f": {', '.join(ended)}" if ended else ""
         return f"by {signal.Signals(self._number).name} on {host()}{stages}"
 
     def swallowed(self, found: "sys.UnraisableHookArgs") -> None:

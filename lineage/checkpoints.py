@@ -179,7 +179,7 @@ class Checkpoints:
             checkpoint: without ``files``; of a step that has none.
 
         Raises:
-            FileNotFoundError: the draft was taken away, by who holds the lease now.
+            FileNotFoundError: the draft was taken away, by the owner of the lock now.
             OSError: there is one of that step; or the disk is full, or away.
             PipelineError: as ``require`` raises it.
         """
@@ -209,7 +209,7 @@ class Checkpoints:
     def clear(self, kept: Collection[int] = ()) -> None:
         """Removes them, all at once, and what a kill left of others; where some are to stay, the others one by one.
 
-        Without ``kept`` nothing is required: it is for who has just taken or looked at the lease.
+        Without ``kept`` nothing is required: for callers that have just acquired or checked the lock.
 
         Raises:
             PipelineError: as ``require`` raises it, with ``kept``.

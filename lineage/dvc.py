@@ -21,7 +21,7 @@ from lineage.digest import DigestCache, digest_file, file_names
 from lineage.errors import ArtifactError
 from lineage.files import replace_jsonl
 from lineage.fingerprint import canonical_json
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.manifest import Manifest
 from lineage.remote_files import dvc_state
 from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Store
@@ -107,13 +107,13 @@ class View:
                 "restore it with dvc pull --force, or run the stage again"
             )
         try:
-            lease = Lease(entry.path)
-            if not lease.try_acquire():  # another run makes it now
+            lock = Lock(entry.path)
+            if not lock.try_acquire():  # another run makes it now
                 return None
-            with lease.holding():
+            with lock.holding():
                 if entry.is_finished():  # by a run that ended between the look and the lock
                     return None
-                self._fill(entry, place, manifest, lease)
+                self._fill(entry, place, manifest, lock)
         except OSError as error:  # a store that may only be read
             return f"{place}: is not adopted: {error}"
         return f"{stage}: {place} is adopted as {entry.path}"
@@ -133,7 +133,7 @@ class View:
         fresh.rename(place)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _fill(self, entry: Entry, place: Path, manifest: Manifest, lease: Lease) -> None:
+    def _fill(self, entry: Entry, place: Path, manifest: Manifest, lock: Lock) -> None:
         entry.begin()
         for name in _contents(manifest):
             if (place / name).exists():
@@ -141,7 +141,7 @@ class View:
                 target = entry.work if name == MANIFEST else entry.path
                 _place(place / name, target / name, (os.link, shutil.copyfile))
         _restore_reports(entry)
-        entry.finish(lease)
+        entry.finish(lock)
 
 
 def _contents(manifest: Manifest) -> dict[str, str | None]:

@@ -41,7 +41,7 @@ class ArtifactError(PipelineError):
 
 
 class TakenOverError(ArtifactError):
-    """Another process has taken over the lease of what this one writes: all that lies there is the other's now."""
+    """Another process owns the lock of the directory that this one writes: its files are the other's now."""
 
 
 class GateError(PipelineError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+HEARTBEAT_SECONDS = 5.0  # from one write of a run's note to the next
 # A holder that is not of this machine, and that nothing was heard of for this long, is taken for dead.
 EXPIRY_SECONDS = 60.0
 # By how much the clocks of two machines may differ. Only who asks once, and cannot watch, has to rely on them.
@@ -24,7 +25,7 @@ class Holder:
         started: when it did, in seconds since the epoch; tells it from a later process of the same pid.
         booted: when its machine did, by the same clock: if that is set, both move; None: unknown.
         machine: this boot of it and the namespace of its pids; empty: unknown.
-        token: of one lease, or one run.
+        token: of one lock, or one run.
     """
 
     host: str

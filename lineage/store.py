@@ -23,7 +23,7 @@ from lineage.metrics_file import cut_reports, read_reports
 from lineage.source_checks import readable_as
 
 if TYPE_CHECKING:
-    from lineage.lease import Lease  # of no use to who only asks the record, and slow to import
+    from lineage.lock import Lock  # of no use to who only asks the record, and slow to import
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can make again, such as tokens
 MODELS = "models"  # below it: those that were converted from wheels
 REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.reference_logps
-REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lease
+REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lock
 # Directories of the store that belong to no stage.
 RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "sweeps", "watch")
 
@@ -164,7 +164,7 @@ class Entry:
             directory.mkdir(parents=True, exist_ok=True)
 
     def fence(self) -> None:
-        """Whoever held the lease before commits nothing from here on: what it would move to its name is gone."""
+        """A worker that outlived its driver commits nothing from here on: what it would move to its name is gone."""
         gone = self.path / f"work.{uuid.uuid4().hex[:8]}.gone"
         with contextlib.suppress(FileNotFoundError):
             self.work.replace(gone)
@@ -177,36 +177,36 @@ class Entry:
         """Scratch space of a running stage."""
         return self.path / "work"
 
-    def commit(self, manifest: Manifest, lease: "Lease", kept: Collection[int] = ()) -> None:
+    def commit(self, manifest: Manifest, lock: "Lock", kept: Collection[int] = ()) -> None:
         """Makes the output an artifact: the manifest is written last, and atomically.
 
         Args:
             kept: steps of the checkpoints that stay beside the output.
 
         Raises:
-            ArtifactError: the lease was lost to another process.
+            ArtifactError: another process owns the lock.
         """
-        lease.require()
+        lock.require()
         self.summarize(manifest)
         (self.work / MANIFEST).write_text(manifest.to_json())
         readable_as(self.output, self.work / MANIFEST)
-        self.finish(lease)
+        self.finish(lock)
         self.checkpoints.clear(kept)  # the output is what the others were for
 
-    def finish(self, lease: "Lease") -> None:
+    def finish(self, lock: "Lock") -> None:
         """Moves the manifest from ``work/`` to its place, the last of all: what it tells of is on the disk by then.
 
         Raises:
-            ArtifactError: the lease was lost to another process, which takes ``work/`` away before it looks.
+            ArtifactError: another process owns the lock, which takes ``work/`` away before it looks.
         """
         try:
             flush_tree(self.output)
             told = (self.metrics, self.path / METRICS, self.path / PLOTS, self.work / MANIFEST)
             flush(path for path in told if path.exists())
-            lease.require()
+            lock.require()
             (self.work / MANIFEST).replace(self.path / MANIFEST)
         except FileNotFoundError:
-            lease.require()
+            lock.require()
             raise
         flush([self.path])
         shutil.rmtree(self.work, ignore_errors=True)

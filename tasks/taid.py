@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 class TAID(SFT):
     """Trains a policy, the student, towards a distribution that moves from its own to the teacher's.
 
-    The loss is the forward KL from that distribution, whose logits are (1 - t) x the student's, held fixed, + t x the
-    teacher's. The share t rises from ``t_start`` to ``t_end``: after each step at least to where a straight line over
-    the training would have it, and further while the loss falls (Algorithm 1 of the paper).
+    With p of the teacher, q of the student and q' the student held fixed (section 3 of the paper):
+
+        p_t = softmax((1 - t) logit_q' + t logit_p)           the interpolated distribution
+        J^(t)(p, q) = KL(p_t || q), a mean over the tokens    the objective
+
+    The share t rises from ``t_start`` to ``t_end``. After step n (Algorithm 1), with J_n the objective of that step,
+    beta ``momentum`` and sigma the logistic function:
+
+        delta_n = (J_(n-1) - J_n) / J_(n-1),  m_n = beta m_(n-1) + (1 - beta) delta_n
+        t_n = min(t_end, max(t_linear, t_(n-1) + alpha sigma(m_n) (1 - t_(n-1))))
+
+    ``t_linear`` lies on the straight line from ``t_start`` to ``t_end`` over the steps of the training.
 
     Args:
         alpha: largest part of 1 - t that a step adds to t, beside the line.
-        momentum: of the mean relative fall of the loss, which says how much of ``alpha`` is added.
+        momentum: of the mean relative fall of the objective, which says how much of ``alpha`` is added.
     """
 
     version: ClassVar[int] = 1

@@ -94,8 +94,7 @@ def call(arguments: list[str], folder: Path, environment: dict[str, str]) -> sub
 
 def warm_up() -> None:
     """Starts the fork server of this worker with what every method imports, also where the first run is of toys."""
-    from flows.stages.launch import StageProcesses
-    from flows.stages.shared_imports import modules_of
+    from flows.stages.launch import StageProcesses, modules_of
 
     StageProcesses().warm_up(modules_of([Training]))
 

@@ -1,10 +1,9 @@
-"""Processes of two hosts that contend for the artifacts of one store: some are killed, some sleep through the expiry.
+"""Processes that contend for the artifacts of one store: some are killed, some are suspended for a while.
 
 ``python -m tests.contenders STORE NUMBER SEED`` starts them, harms them, and returns when all are over. What each did
-is a line of ``<store>/log``: host, pid, artifact, word. The hosts differ in the name that the lease takes for theirs.
+is a line of ``<store>/log``: pid, artifact, word.
 """
 
-import contextlib
 import os
 import random
 import signal
@@ -12,58 +11,53 @@ import sys
 import time
 from pathlib import Path
 
-from lineage import holder, lease
 from lineage.digest import digest_files, digest_of
-from lineage.errors import ArtifactError
-from lineage.lease import Lease, acquire_or
+from lineage.lock import Lock, acquire_or
 from lineage.manifest import Manifest, Provenance
 from lineage.store import Entry, Store
 
 ARTIFACTS = ["a" * 64, "b" * 64, "c" * 64, "d" * 64]
-SLEPT_ON = ARTIFACTS[:2]  # the first holder of these is suspended, until long after the expiry
+SLEPT_ON = ARTIFACTS[:2]  # the first owner of these is suspended, and keeps its lock
 STEPS = 8
 KILLS = 12
-_HEARTBEAT_SECONDS, _EXPIRY_SECONDS = 0.2, 2.0
-_WAKE_SECONDS = 4.0
+_WAKE_SECONDS = 1.0
 
 
-def log_lines(store: Path) -> list[tuple[str, int, str, str]]:
-    """Host, pid, artifact and word of all that was done, in its order."""
+def log_lines(store: Path) -> list[tuple[int, str, str]]:
+    """Pid, artifact and word of all that was done, in its order."""
     path = store / "log"
     words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [(host, int(pid), artifact, word) for host, pid, artifact, word in words]
+    return [(int(pid), artifact, word) for pid, artifact, word in words]
 
 
-def contend(store: Path, host: str, seed: int) -> None:
-    """Makes every artifact that nobody else makes."""
-    holder.host = lambda: host
-    lease.HEARTBEAT_SECONDS, lease.EXPIRY_SECONDS = _HEARTBEAT_SECONDS, _EXPIRY_SECONDS
+def contend(store: Path, seed: int) -> None:
+    """Makes every artifact that no other process makes."""
     for artifact in random.Random(seed).sample(ARTIFACTS, len(ARTIFACTS)):
         entry = Store(store).entry("model", artifact)
-        held = Lease(entry.path)
-        if acquire_or(held, entry.is_finished, lambda: None):
-            with contextlib.suppress(ArtifactError), held.holding(lambda why: None):
+        lock = Lock(entry.path)
+        if acquire_or(lock, entry.is_finished, lambda: None):
+            with lock.holding():
                 entry.fence()
                 if not entry.is_finished():
-                    _make(store, host, artifact, entry, held)
+                    _make(store, artifact, entry, lock)
 
 
-def _make(store: Path, host: str, artifact: str, entry: Entry, held: Lease) -> None:
+def _make(store: Path, artifact: str, entry: Entry, lock: Lock) -> None:
     def log(word: str) -> None:
         with (store / "log").open("a") as file:
-            file.write(f"{host} {os.getpid()} {artifact} {word}\n")
+            file.write(f"{os.getpid()} {artifact} {word}\n")
 
     log("begin")
     entry.begin()
     for step in range(STEPS):
         time.sleep(0.03)
-        if step == 3 and artifact in SLEPT_ON and (artifact, "sleep") not in {line[2:] for line in log_lines(store)}:
+        if step == 3 and artifact in SLEPT_ON and (artifact, "sleep") not in {line[1:] for line in log_lines(store)}:
             log("sleep")
             os.kill(os.getpid(), signal.SIGSTOP)
-        held.require()  # as each report of a stage does
+        lock.require()  # as each report of a stage does
         log("step")
-        (entry.output / f"part-{step}").write_text(held.token)
-    entry.commit(_manifest(artifact, entry), held)
+        (entry.output / f"part-{step}").write_text(lock.token)
+    entry.commit(_manifest(artifact, entry), lock)
     log("commit")
 
 
@@ -80,21 +74,21 @@ def _manifest(artifact: str, entry: Entry) -> Manifest:
 
 
 def harm(store: Path, pids: set[int], draws: random.Random) -> None:
-    """Kills one every now and then, mostly one that holds something, wakes the sleepers, and reaps all."""
+    """Kills one every now and then, mostly one that owns a lock, wakes the sleepers, and reaps all."""
     kills, asleep = 0, dict[int, float]()
     slept: set[int] = set()
     while pids:
         time.sleep(0.1)
         lines = log_lines(store)
-        for _, pid, _, word in lines:
+        for pid, _, word in lines:
             if word == "sleep" and pid not in slept:
                 slept.add(pid)
                 asleep[pid] = time.monotonic() + _WAKE_SECONDS
         for pid in [each for each, wakes in asleep.items() if wakes < time.monotonic()]:
             os.kill(pid, signal.SIGCONT)
             del asleep[pid]
-        holders = [pid for _, pid, _, word in lines[-4:] if word == "step" and pid in pids]
-        victims = [pid for pid in (holders if draws.random() < 0.7 else sorted(pids)) if pid not in asleep]
+        owners = [pid for pid, _, word in lines[-4:] if word == "step" and pid in pids]
+        victims = [pid for pid in (owners if draws.random() < 0.7 else sorted(pids)) if pid not in asleep]
         if victims and kills < KILLS:
             os.kill(draws.choice(victims), signal.SIGKILL)
             kills += 1
@@ -109,7 +103,7 @@ def main(store: Path, number: int, seed: int) -> None:
     for index in range(number):
         pid = os.fork()
         if not pid:
-            contend(store, f"host-{index % 2}", seed + index)
+            contend(store, seed + index)
             os._exit(0)
         pids.add(pid)
     harm(store, pids, random.Random(seed))

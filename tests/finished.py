@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.planning.plan import Plan
 from lineage.digest import digest_files, digest_of
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.manifest import InputRecord, Manifest, Provenance, provenance
 from lineage.store import Entry
 from tests.saved import commit
@@ -20,8 +20,8 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         if names and planned.name not in names:
             continue
         entry = plan.entry(planned)
-        lease = Lease(entry.path)
-        lease.try_acquire()
+        lock = Lock(entry.path)
+        lock.try_acquire()
         entry.begin()
         (entry.output / "f").write_text(planned.name)
         files = digest_files(entry.output)
@@ -39,8 +39,8 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
             fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics=dict(metrics or {}),
             inputs=inputs, provenance=replace(ran, code_digest=planned.code_digest),
         )  # fmt: skip
-        with lease.holding():
-            entry.commit(manifest, lease)
+        with lock.holding():
+            entry.commit(manifest, lock)
 
 
 @cache

@@ -8,6 +8,7 @@ from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.lock import not_locking
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import has_tokenizer, vocabulary_of
 from lineage.peft_adapter import base_source, is_peft
@@ -58,6 +59,20 @@ def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
 _SPLIT = ("held_out", "seed")  # what decides the side of a row
 
 
+def check_store(pipeline: Pipeline) -> None:
+    """Two hosts must not write one output at once.
+
+    Raises:
+        ConfigError: hosts that share the store do not see each other's locks.
+    """
+    why = not_locking(pipeline.store)
+    if why:
+        raise ConfigError(
+            f"store={pipeline.store}: hosts that share it do not see each other's locks ({why}); put it on NFSv4 "
+            "without that option, on Lustre or CephFS, or on a local disk"
+        )
+
+
 def check_models(pipeline: Pipeline) -> None:
     """Follows each model through the graph: is it one, will it have a chat template where one is needed, and does each
     training work on it?
@@ -86,8 +101,8 @@ def check_models(pipeline: Pipeline) -> None:
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
-            source = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
-            fields = [source, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
+            root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
+            fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
                 f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
                 f"set {' or '.join(f'{field}.chat_template=chatml' for field in fields)}, "

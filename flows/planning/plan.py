@@ -15,7 +15,7 @@ from flows.planning.data_checks import (
     check_positions,
 )
 from flows.planning.kernels import check_kernels
-from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split
+from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
     Hyperparameters,
     State,
@@ -159,8 +159,10 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
             no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
-            and a reused stage's code changed, or a stage cannot go on from its checkpoints.
+            and a reused stage's code changed, a stage cannot go on from its checkpoints, or the store's file system
+            does not lock across hosts.
     """
+    check_store(pipeline)
     check_gates(pipeline)
     check_fallbacks(pipeline)
     check_replay(pipeline)

@@ -9,7 +9,7 @@ from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ArtifactError
 from lineage.gc import guard
 from lineage.graph.places import artifact_at, node_key
-from lineage.lease import living_holder
+from lineage.lock import owner
 from lineage.store import Entry, Store
 
 
@@ -66,7 +66,7 @@ def _is_there(planned: PlannedStage, entry: Entry) -> bool:
 
 def _is_made_now(planned: PlannedStage, entry: Entry) -> bool:
     """By a run that began it again, and will be waited for; `gc` has moved away what it still holds."""
-    return planned.state == "resume" and entry.work.is_dir() and living_holder(entry.path) is not None
+    return planned.state == "resume" and entry.work.is_dir() and owner(entry.path) is not None
 
 
 def _files(plan: Plan) -> list[Path]:

@@ -14,7 +14,7 @@ from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json, differences, short, without_nones
-from lineage.lease import living_holder
+from lineage.lock import owner
 from lineage.manifest import InputRecord, Manifest
 from lineage.metrics_file import last_step
 from lineage.store import CACHE, Entry, Store
@@ -187,9 +187,9 @@ def judge(
             return "run", f"its output is damaged: {missing[0]} is missing"
         when = datetime.fromtimestamp(manifest.provenance.end).strftime("%Y-%m-%d %H:%M")
         return "reuse", f"finished {when}"
-    holder = living_holder(entry.path)
-    if holder:
-        return "run", f"process {holder.pid} on {holder.host} is making it now: a run waits for it and reuses it"
+    busy = owner(entry.path)
+    if busy:
+        return "run", f"process {busy.pid} on {busy.host} is making it now: a run waits for it and reuses it"
     checkpoint = entry.checkpoints.newest()
     if checkpoint:
         when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")

@@ -2,15 +2,16 @@
 
 import json
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from lineage.errors import StoppedError
 from lineage.files import atomic_write
-from lineage.lease import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
@@ -195,3 +196,59 @@ def _age(path: Path, now: float) -> float:
         return now - path.stat().st_mtime
     except OSError:
         return float("inf")
+
+
+def is_to_begin(title: str, note: RunNote) -> bool:
+    """Whether a run has yet to begin a stage, of a sweep also one of a trial that is yet to come."""
+    if title in note.stages:
+        return note.stages[title].state == "pending"
+    name, _, number = title.partition("#")
+    sweep = note.sweep
+    if sweep is None or name not in sweep.own or not number.isdecimal():
+        return False
+    return sweep.trials is None or int(number) < sweep.trials
+
+
+def waits_for(title: str, note: RunNote) -> str:
+    """For what a stage of a run under way waits; empty: for nothing, or that is not known yet."""
+    stage = note.stages.get(title)
+    if stage is None or stage.state not in ("pending", "waiting"):
+        return ""
+    if stage.state == "waiting":
+        return stage.reason
+    before = [name for name in stage.after if not _is_made(name, note)]
+    if before:
+        return ", ".join(before)
+    if note.in_flow and note.links.flow_run is None:
+        return "Prefect"
+    return "a slot" if note.sweep else "its turn"
+
+
+def _is_made(name: str, note: RunNote) -> bool:
+    states = (stage.state for title, stage in note.stages.items() if title.partition("#")[0] == name)
+    return any(state in ("done", "reused") for state in states)
+
+
+def with_flow_run(links: Links, *, is_ours: bool) -> Links:
+    """Names the flow run: whoever is in one has imported Prefect; nobody else is made to.
+
+    Args:
+        is_ours: whether its server was started for this run alone, and has no pages.
+    """
+    if links.flow_run or "prefect.context" not in sys.modules:
+        return links
+    from prefect.context import FlowRunContext
+    from prefect.settings import PREFECT_API_URL
+    from prefect.utilities.urls import url_for
+
+    from lineage.mlflow.address import shown
+
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return links
+    run = context.flow_run
+    return replace(
+        links, flow_run=str(run.id), deployed=run.deployment_id is not None,
+        flow_page=None if is_ours else url_for("flow-run", run.id),
+        prefect_api=None if is_ours else shown(str(PREFECT_API_URL.value())),
+    )  # fmt: skip

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.progress.run_notes import RunNote, latest
-from flows.progress.waits import is_to_begin, waits_for
+from flows.progress.run_notes import RunNote, is_to_begin, latest, waits_for
 from lineage.errors import ArtifactError, ConfigError
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key
 from lineage.graph.refs import resolve
-from lineage.lease import living_holder
+from lineage.lock import owner
 from lineage.store import Entry, Store
 
 _POLL_SECONDS = 0.3
@@ -134,7 +133,7 @@ def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
 
 
 def _is_made(entry: Entry) -> bool:
-    return living_holder(entry.path) is not None
+    return owner(entry.path) is not None
 
 
 def _open(entry: Entry) -> IO[str]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.progress.flow_run_link import with_flow_run
-from flows.progress.run_notes import Links, RunNote, end_of, new_id, note_path
-from lineage.lease import HEARTBEAT_SECONDS, Holder
+from flows.progress.run_notes import Links, RunNote, end_of, new_id, note_path, with_flow_run
+from lineage.holder import HEARTBEAT_SECONDS, Holder
 
 
 class WaitingNote:

@@ -11,16 +11,15 @@ from pathlib import Path
 from rich.text import Text
 
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path
+from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path, waits_for
 from flows.progress.stage_progress import Progress
-from flows.progress.waits import waits_for
 from flows.reports.tables import empty_table, plain_text
 from flows.sweep.folder import trial_results
 from flows.wording import printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
 from lineage.fingerprint import short
-from lineage.lease import HEARTBEAT_SECONDS
+from lineage.holder import HEARTBEAT_SECONDS
 from lineage.manifest import Manifest
 from lineage.secrets import redacted
 from lineage.verdict import VERDICT_TABLE

@@ -1,1 +1,1 @@
-"""How one stage is made: its lease, its slots of the machine, its process, Ray Train around it."""
+"""How one stage is made: its lock, its slots of the machine, its process, Ray Train around it."""

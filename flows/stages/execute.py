@@ -1,28 +1,36 @@
 """One stage, from its lock to its manifest."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from flows.planning.needs import needs, pool_of
-from flows.planning.plan import PlannedStage
+from flows.planning.needs import needs, pool_of, runs_elsewhere
+from flows.planning.plan import Plan, PlannedStage
+from flows.progress.run_notes import RunNote, StageNote, latest
+from flows.progress.stage_progress import Progress
 from flows.stages.admission import admitted
-from flows.stages.attempts import begin, goes_on, last_intact
-from flows.stages.ended_before import ended_before
-from flows.stages.given import given_as_planned, require_unchanged
-from flows.stages.job import STOP_FILE
-from flows.stages.make import kept_checkpoints, make, stage_start
-from flows.stages.process_ends import saving_first
+from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged, require_unchanged_sources
+from flows.stages.job import STOP_FILE, Job
+from flows.stages.launch import saving_first
 from flows.stages.run import Run
-from flows.stages.session import end_left_session
+from flows.stages.stage_process import end_left_session
 from flows.wording import counted
+from lineage.attempts import attempts, changed_at, earlier_codes, last_words, note_attempt, resumed_at
+from lineage.certificate import certified
+from lineage.checkpoints import Checkpoint
+from lineage.digest import digest_files, digest_of
 from lineage.disk import full_disk_named
-from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
-from lineage.lease import Lease, acquire_or
-from lineage.manifest import Manifest
+from lineage.errors import AskedError, LostError, PipelineError, PrunedError, StageError, StoppedError
+from lineage.kind import kind_here
+from lineage.lock import Lock, acquire_or, owner
+from lineage.manifest import Manifest, Provenance, hardware, provenance
+from lineage.metrics_file import last_step
 from lineage.store import Entry
-from lineage.tracker import StageStart
+from lineage.tracker import RunIds, StageStart, StageTracker
 from tasks.context import Metrics
 
 
@@ -58,25 +66,31 @@ def execute(run: Run, planned: PlannedStage) -> Result:
 
 def _execute(run: Run, planned: PlannedStage) -> Result:
     entry = run.plan.entry(planned)
-    lease = Lease(entry.path)
+    lock = Lock(entry.path)
     finished = partial(planned.is_finished, entry)
-    if not acquire_or(lease, finished, partial(_waiting, run, planned, "another run that makes it")):
+    if not acquire_or(lock, finished, partial(_waiting_for_owner, run, planned, entry)):
         return _reused(run, planned, entry)
-    with lease.holding(lambda why: run.processes.end(entry.path, why)), _named_if_lost(lease):
+    with lock.holding():
         end_left_session(entry.work)
         entry.fence()
-        if finished():  # by a run that ended between the look and the lock
+        if finished():  # by a run that ended between the poll and the lock
             return _reused(run, planned, entry)
         parents = given_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
-        return _tracked(run, planned, entry, start, lease)
+        return _tracked(run, planned, entry, start, lock)
+
+
+def _waiting_for_owner(run: Run, planned: PlannedStage, entry: Entry) -> None:
+    busy = owner(entry.path)
+    who = f" (process {busy.pid} on {busy.host})" if busy else ""
+    _waiting(run, planned, f"another run that makes it{who}")
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
     run.processes.raise_if_stopped()
-    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its lease was lost, or its trial was pruned
+    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its trial was pruned
     run.observer.waiting(run.title(planned), reason)
 
 
@@ -109,38 +123,22 @@ def _notes(metrics: Metrics) -> Iterator[str]:
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
 
 
-def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lease: Lease) -> Result:
+def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lock: Lock) -> Result:
     """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
     with _admitted(run, planned) as visible_gpus:
         require_unchanged(run.plan, planned)  # the wait may have been long
         checkpoint = None if planned.restart else last_intact(planned, entry)
-        begin(planned, entry, checkpoint, lease.require, ended_before(run.plan.home, entry))
+        begin(planned, entry, checkpoint, lock.require, ended_before(run.plan.home, entry))
         tracked = run.tracker.stage(start)
         with saving_first(planned.stage, entry.work / STOP_FILE):
             try:
-                with _named_if_lost(lease):
-                    manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lease.token)
-                    entry.commit(manifest, lease, kept_checkpoints(planned, entry))
+                manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lock.token)
+                entry.commit(manifest, lock, kept_checkpoints(planned, entry))
             except BaseException as error:
                 tracked.failed(error)
                 raise
             tracked.finished(manifest)
             return _told(run, planned, manifest)
-
-
-@contextlib.contextmanager
-def _named_if_lost(lease: Lease) -> Iterator[None]:
-    """Whatever fails once another run has the lease fails of that: its files were taken away under it.
-
-    Raises:
-        TakenOverError: instead of what was raised.
-    """
-    try:
-        yield
-    except Exception:
-        with contextlib.suppress(OSError):  # the store is away
-            lease.require()
-        raise
 
 
 @contextlib.contextmanager
@@ -161,3 +159,219 @@ def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManag
 
     pool, slots = drawn
     return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
+
+
+def stage_start(
+    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], *, resumes: bool
+) -> StageStart:
+    """What is known of a stage before it runs, for its record."""
+    method = planned.stage.method
+    return StageStart(
+        stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
+        produces=method.produces, fingerprint=planned.fingerprint,
+        recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
+        title=run.title(planned), resumes=resumes,
+    )  # fmt: skip
+
+
+def make(
+    run: Run,
+    planned: PlannedStage,
+    start: StageStart,
+    checkpoint: Checkpoint | None,
+    tracked: StageTracker,
+    visible_gpus: tuple[str, ...],
+    token: str,
+) -> Manifest:
+    """Runs a stage to its end, and describes what it made.
+
+    Args:
+        checkpoint: that it goes on from; None: from the beginning.
+        visible_gpus: that it was admitted to.
+        token: of the lock under which it is made.
+
+    Raises:
+        PipelineError: it failed, made nothing, or a source changed meanwhile.
+    """
+    entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
+    run.observer.running(run.title(planned), entry.metrics, run.checks.num_steps(planned, method))
+    started = time.time()
+    job = Job(
+        stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
+        inputs=job_inputs(run.plan, planned, start.parents), token=token,
+    )  # fmt: skip
+    metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
+    tried = attempts(entry.path)
+    made_by = provenance(
+        start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
+        resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
+        changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+    )  # fmt: skip
+    require_unchanged_sources(run.plan, planned)  # nor while it was read
+    files = digest_files(entry.output)
+    if not files:
+        raise StageError(planned.name, "it ended without writing any output", str(job.log))
+    store = run.plan.pipeline.store
+    return certified(_manifest(run.plan, start, tracked.run_ids(), files, metrics, made_by), start.parents, store)
+
+
+def _manifest(
+    plan: Plan, start: StageStart, run_ids: RunIds, files: Mapping[str, str], metrics: Metrics, made_by: Provenance
+) -> Manifest:
+    return Manifest(
+        pipeline=plan.pipeline.name,
+        stage=start.stage,
+        method=start.method,
+        recipe=dict(start.recipe),
+        fingerprint=start.fingerprint,
+        inputs=dict(start.inputs),
+        files=dict(files),
+        output_digest=digest_of(files),
+        metrics=dict(metrics),
+        provenance=made_by,
+        produces=start.produces,
+        mlflow_run_id=run_ids.stage,
+        execution_run_id=run_ids.execution,
+        parent_run_ids=list(run_ids.parents),
+    )
+
+
+def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:
+    """The steps of the checkpoints that stay when the stage is finished."""
+    keep_best = planned.stage.resources.keep_best
+    return [each.step for each in keep_best.best(entry.checkpoints.records(), keep_best.n)] if keep_best else []
+
+
+logger = logging.getLogger(__name__)
+
+
+def goes_on(planned: PlannedStage, entry: Entry) -> bool:
+    """Whether an attempt before was of the same code: then this one only goes on with it, also from step 0."""
+    before = attempts(entry.path)
+    return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
+
+
+def begin(
+    planned: PlannedStage,
+    entry: Entry,
+    checkpoint: Checkpoint | None,
+    require_lease: Callable[[], None],
+    cause: str = "",
+) -> None:
+    """Prepares a stage's directory for an attempt; what was made after its checkpoint goes.
+
+    Args:
+        checkpoint: that it goes on from; None: from the beginning.
+        require_lease: raises where the directory is another run's by now: the wait before may have been long.
+        cause: what ended the attempt before, where that is known.
+
+    Raises:
+        ArtifactError: it is another run's.
+    """
+    require_lease()
+    reached = last_step(entry.metrics)
+    entry.begin(checkpoint.step if checkpoint else 0)
+    kind = kind_here(asdict(planned.stage.resources), workers_hardware(planned))
+    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
+    words = last_words(attempts(entry.path))
+    if words:
+        with (entry.logs / "stage.log").open("a") as log:
+            log.write(f"--- {words}\n")
+
+
+def workers_hardware(planned: PlannedStage) -> dict[str, str]:
+    """The processors that a stage's workers run on; empty: they are on a cluster's hosts, of which nobody knows."""
+    return {} if runs_elsewhere(planned) else dict(hardware())
+
+
+def run_attempts(
+    planned: PlannedStage,
+    entry: Entry,
+    job: Job,
+    checkpoint: Checkpoint | None,
+    run: Callable[[Job], Metrics],
+    tell: Callable[[str], None],
+) -> Metrics:
+    """Runs a stage, and goes on from its last checkpoint each time that a worker is lost.
+
+    That ends when it was lost more than ``max_failures`` times since it last committed a checkpoint. The loss of one
+    that saved because it was asked to end is no failure.
+
+    Args:
+        checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
+        job: as it would begin at step 0.
+        run: starts it, and waits for its end.
+        tell: whoever looks on.
+
+    Raises:
+        LostError: once too often.
+        PipelineError: it failed.
+    """
+    failures = 0
+    while True:
+        step = checkpoint.step if checkpoint else 0
+        try:
+            return run(replace(job, resume_from=entry.checkpoints.path(step) if checkpoint else None))
+        except LostError as lost:
+            job.require_lease()  # or another run is at work there now
+            checkpoint = last_intact(planned, entry)
+            went_on = checkpoint is not None and checkpoint.step > step
+            failures = (0 if went_on else failures) + (not (went_on and isinstance(lost, AskedError)))
+            if failures > job.resources.max_failures:
+                raise
+            begin(planned, entry, checkpoint, job.require_lease, lost.cause)
+            where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
+            tell(f"{lost}; it goes on {where}")
+
+
+def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
+    """The checkpoint that a stage can go on from, whose every byte was read; None: it has none.
+
+    Raises:
+        StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
+    """
+    found, damaged = entry.checkpoints.newest_intact()
+    if found is None and damaged:
+        log = entry.logs / "stage.log"
+        with log.open("a") as file:
+            file.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)
+        first, more = damaged[0].removeprefix(f"{entry.checkpoints.directory}/"), len(damaged) - 1
+        raise StageError(
+            planned.name,
+            f"none of its checkpoints is what was committed: {first}{f', and {more} more' if more else ''}; restore "
+            f"the files, or lose their steps and begin again with restart=[{planned.name}]",
+            str(log),
+        )
+    for damage in damaged:
+        logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
+    return found
+
+
+def ended_before(store: Path, entry: Entry) -> str:
+    """What ended the last attempt at an artifact; empty: there was none, or no note tells of it.
+
+    Args:
+        store: where runs leave their notes.
+        entry: with the reports of that attempt.
+    """
+    for note in latest(store) if attempts(entry.path) else ():
+        for stage in note.stages.values():
+            if _is_of(stage, entry) and not note.is_live(store):
+                return _cause(note, stage, entry)
+    return ""
+
+
+def _is_of(stage: StageNote, entry: Entry) -> bool:
+    """Another host may have the store elsewhere."""
+    return stage.state in ("running", "failed") and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]
+
+
+def _cause(note: RunNote, stage: StageNote, entry: Entry) -> str:
+    if stage.state == "failed":
+        return stage.reason.partition("\n")[0]
+    reached = Progress(path=entry.metrics, total=None)
+    reached.refresh()
+    how = (
+        f"driver on {note.driver.host} was killed" if note.outcome is None else f"run on {note.driver.host} was stopped"
+    )
+    return f"its {how}{f' at step {reached.step}' if reached.step else ''}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.artifact import ALIAS, Kind, Source
-from lineage.lease import require_held
+from lineage.lock import require_owned
 from lineage.store import CACHE
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
@@ -54,7 +54,7 @@ class Job:
         directory: of the stage in the store; ``output/``, ``work/``, ``logs/`` and ``metrics.jsonl`` lie below it.
         visible_gpus: devices that the stage was admitted to, as CUDA_VISIBLE_DEVICES names them.
         resume_from: the checkpoint to go on from.
-        token: of the lease that it writes the directory under; None: under none.
+        token: of the lock that it writes the directory under; None: under none.
     """
 
     stage: str
@@ -84,10 +84,10 @@ class Job:
         """That it may still write its directory.
 
         Raises:
-            ArtifactError: another process has taken the lease over.
+            ArtifactError: another process owns the lock.
         """
         if self.token:
-            require_held(self.directory, self.token)
+            require_owned(self.directory, self.token)
 
     def is_asked_to_stop(self) -> bool:
         """Whether the file is there, in a listing of its directory: NFS remembers for a minute that a file was not."""

@@ -4,28 +4,187 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
-from flows.stages.endings import asked, death, left
-from flows.stages.hang import HangWatch
-from flows.stages.job import Job
-from flows.stages.memory_kills import memory_kills
-from flows.stages.process_ends import FOR_US, ask, end_fork_server, signal_group
+import psutil
+
+from flows.declare.pipeline import Stage
+from flows.planning.plan import PlannedStage
+from flows.stages.endings import asked, death, left, lost, memory_kills
+from flows.stages.job import CheckJob, Job
 from flows.stages.process_settings import in_stage_environment
-from flows.stages.shared_imports import shares_imports
-from flows.stages.stage_process import Answer, answer, stage_main
-from flows.stages.stopping import ended, hurried
+from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main
+from flows.stops import ended, hurried
 from lineage.errors import LostError, PipelineError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
+from tasks.heartbeat import UNWATCHED, Doing, Mark, marks, stacks
+from tasks.method import Method
+
+_LONGEST_SECONDS = 10.0  # from one poll to the next
+_START_SECONDS = 120.0  # in which a process may start, however short a step is
+# The innermost frame of a thread that waits for other workers: in a collective, or in a backward pass that holds some.
+_WAITING = re.compile(r'recent call first\):\n  File ".*/torch/(distributed|autograd)/')
+
+
+class HangWatch:
+    """Polls the heartbeats of one attempt, from its driver.
+
+    Hosts have clocks of their own: what counts is how long a heartbeat has not changed, by the driver's clock.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._work = job, job.directory / "work"
+        minutes = job.resources.hang_minutes
+        # In the foreground a debugger may stop a stage for as long as it likes.
+        watched = job.method.trains and not isinstance(job, CheckJob) and job.resources.launcher != Launcher.FOREGROUND
+        self._limit = 60 * minutes if watched and minutes else None
+        self._seen: dict[int, tuple[Mark | None, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        # A cluster that is joined may have capacity for the first worker only after hours.
+        self._queues = bool(job.resources.on_cluster and os.environ.get("RAY_ADDRESS"))
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """From one poll to the next; None: nothing is watched."""
+        return None if self._limit is None else min(self._limit / 10, _LONGEST_SECONDS)
+
+    def hung(self) -> LostError | None:
+        """The loss of the worker that the others wait for; the stacks of all that hang go to the stage's log."""
+        if self._limit is None:
+            return None
+        now = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):  # the store is away
+            for latest in marks(self._work):
+                if self._seen.get(latest.rank, (None, now))[0] != latest:
+                    self._seen[latest.rank] = latest, now
+        if self._seen or not self._queues:
+            for rank in range(self._job.resources.num_workers):
+                self._seen.setdefault(rank, (None, now))
+        hanging = [rank for rank, (mark, since) in sorted(self._seen.items()) if self._hangs(mark, now - since)]
+        if not hanging:
+            return None
+        found = {rank: stacks(self._work, rank) for rank in hanging}
+        with self._job.log.open("a") as log:
+            log.writelines(f"rank={rank} state=hung\n{text or 'no stack'}\n" for rank, text in found.items())
+        rank = min(hanging, key=lambda rank: self._order(rank, found[rank]))
+        mark, since = self._seen[rank]
+        phase = mark.doing if mark else "starting"
+        return lost(self._job, [rank], "hangs", f", {phase}: no progress for {now - since:.3g} s")
+
+    def _hangs(self, mark: Mark | None, seconds: float) -> bool:
+        assert self._limit is not None
+        if mark is None:
+            return seconds >= max(self._limit, _START_SECONDS)
+        # Workers that have their inputs wait for those that fetch them.
+        fetches = any(other and other.doing == Doing.FETCHING for other, _ in self._seen.values())
+        return seconds >= self._limit and mark.doing not in UNWATCHED and not (fetches and mark.step is None)
+
+    def _order(self, rank: int, text: str) -> tuple[int, bool, bool, float]:
+        """By steps done, then those that do not wait for others in the step, then the oldest heartbeat."""
+        mark, since = self._seen[rank]
+        if mark is None:
+            return -2, False, False, since
+        return -1 if mark.step is None else mark.step, mark.doing == Doing.STEPPING, bool(_WAITING.search(text)), since
+
+
+FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def saving_first(stage: Stage, stop_file: Path) -> Iterator[None]:
+    """Around a stage in this very process: the signal that asks us to end asks it first, and is heeded when it ends.
+
+    One that comes in its last step, after which nothing is saved, is so heeded once its output is committed. A second
+    Ctrl-C is heeded at once.
+
+    Args:
+        stop_file: asks the stage, if it trains.
+    """
+    trains_here = stage.method.trains and stage.resources.launcher == Launcher.FOREGROUND
+    asked: list[int] = []
+
+    def ask_it(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        ask_to_stop(stop_file)
+        if signal.SIGINT in handlers:
+            signal.signal(signal.SIGINT, handlers[signal.SIGINT])
+
+    heeded = [number for number in FOR_US if trains_here and signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, ask_it) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if asked:
+            signal.raise_signal(asked[0])
+
+
+def ask(job: Job, process: BaseProcess) -> None:
+    """Asks a stage to end: one that trains finishes its step and saves."""
+    if job.method.trains and not isinstance(job, CheckJob):
+        ask_to_stop(job.stop_file)
+    else:
+        signal_group(process, signal.SIGTERM)
+
+
+def signal_group(process: BaseProcess, number: signal.Signals) -> None:
+    """Signals a stage and all that it has started."""
+    if process.pid is None:
+        return
+    if number == signal.SIGKILL:
+        kill_session(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            os.killpg(process.pid, number)  # the stage made its pid its group
+        except ProcessLookupError:
+            if process.is_alive():  # it is starting, and has not come to that
+                os.kill(process.pid, number)
+
+
+def end_fork_server() -> None:
+    """It ends by itself when we do, but first finishes its imports."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                child.kill()
+
+
+_BEGIN = "flows.stages.imports_begin"
+_RAY_TRAIN = "flows.stages.ray_train"  # around every method that trains
+
+
+def shares_imports(method: Method, *, is_first: bool) -> bool:
+    """Whether a stage starts from the fork server: else it need not wait for what that imports.
+
+    Args:
+        is_first: it reads sources alone, and so begins while the imports still go on.
+    """
+    return method.trains or bool(method.preload and not is_first)
+
+
+def shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
+    """What the stages' processes import: each module once, in order."""
+    methods = [each.stage.method for each in stages if shares_imports(each.stage.method, is_first=not each.upstream)]
+    return modules_of([type(method) for method in methods])
+
+
+def modules_of(methods: Sequence[type[Method]]) -> list[str]:
+    """What these methods import and what is around them, without anything twice; nothing for no method."""
+    own = [module for method in methods for module in method.preload]
+    around = [_RAY_TRAIN] if any(method.trains for method in methods) else []
+    return list(dict.fromkeys([_BEGIN, *own, *around])) if methods else []
+
 
 _GRACE_SECONDS = 5.0  # for a process that was told to end
 _POLL_SECONDS = 0.1

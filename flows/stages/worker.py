@@ -106,7 +106,7 @@ def pin_threads(count: int) -> None:
 def _reporter(job: Job, rank: int, alive: Alive | None) -> Report:
     """Appends one JSON object per report to the stage's ``metrics.jsonl``, on rank 0 alone.
 
-    It is also where a stage ends whose driver has lost the lease and cannot end it, as one that is suspended.
+    It is also where a worker ends that outlived its driver, once another one owns the lock.
     """
     path = job.directory / "metrics.jsonl"
 

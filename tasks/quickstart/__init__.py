@@ -6,7 +6,7 @@ from lineage.errors import ConfigError
 from tasks.quickstart.documentation import documents
 from tasks.quickstart.instructions import instructions
 from tasks.quickstart.preferences import preferences
-from tasks.quickstart.questions import facts, usages
+from tasks.quickstart.questions import asked, draw, facts, usages
 from tasks.quickstart.sentences import sentences
 
 QuickstartRow = Mapping[str, object]
@@ -20,6 +20,13 @@ def corpus() -> Iterator[QuickstartRow]:
         usage = known.get(document.name)
         title = f"{usage.call}\n{facts(usage)}" if usage else document.name + document.signature
         yield {"text": f"{title}\n\n{_beginning(document.text)}", "group": document.group}
+
+
+def few_instructions() -> Iterator[QuickstartRow]:
+    """Two in a hundred of the rows of ``instructions``."""
+    for row, (_, question) in zip(instructions(), asked(0), strict=True):
+        if draw("few", question.text) % 50 == 0:
+            yield row
 
 
 def _beginning(text: str) -> str:
@@ -38,6 +45,7 @@ def _beginning(text: str) -> str:
 ROWS: Mapping[str, Callable[[], Iterator[QuickstartRow]]] = {
     "corpus": corpus,
     "instructions": instructions,
+    "few_instructions": few_instructions,
     "preferences": preferences,
     "sentences": sentences,
 }

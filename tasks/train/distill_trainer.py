@@ -65,7 +65,9 @@ def _kl(log_p: "Tensor", log_q: "Tensor") -> "Tensor":
 
 
 class Interpolation(TrainerCallback, ExportableState):
-    """The intermediate teacher of TAID: Shing et al. 2025, arXiv:2501.16937, section 3; t is in every checkpoint.
+    """The interpolated distribution of TAID, and its t (the formulas are in ``tasks/taid.py``).
+
+    Shing et al. 2025, arXiv:2501.16937, section 3 and Algorithm 1; t, m and J are in every checkpoint.
 
     Args:
         t_start, t_end: of the teacher's share t in the intermediate logits.
@@ -80,21 +82,21 @@ class Interpolation(TrainerCallback, ExportableState):
         self.previous: float | None = None  # objective of the step before
 
     def target(self, student_NV: "Tensor", teacher_NV: "Tensor") -> "Tensor":
-        """The logits of the intermediate teacher: those of the student, held fixed, and of the teacher, mixed by t."""
+        """The logits of p_t: (1 - t) logit_q' + t logit_p, with the student's held fixed."""
         return (1 - self.t) * student_NV.detach() + self.t * teacher_NV
 
     def update(self, objective: float, progress: float) -> None:
-        """Moves t after a step (Algorithm 1), faster while the objective falls, at least as a line from start to end.
+        """Moves t after a step (Algorithm 1): from t_(n-1) to t_n.
 
         Args:
-            objective: of the step: the mean divergence over its tokens.
+            objective: J_n: the mean divergence over the tokens of the step.
             progress: the share of the training's steps that are done.
         """
         previous, self.previous = self.previous, objective
         if previous is None:
             return
-        change = (previous - objective) / (previous + 1e-15)
-        self.mean_change = self.momentum * self.mean_change + (1 - self.momentum) * change
+        change = (previous - objective) / (previous + 1e-15)  # delta_n
+        self.mean_change = self.momentum * self.mean_change + (1 - self.momentum) * change  # m_n
         step = self.alpha / (1 + math.exp(-self.mean_change)) * (1 - self.t)
         line = self.t_start + (self.t_end - self.t_start) * progress
         self.t = min(self.t_end, max(line, self.t + step))

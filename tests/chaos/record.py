@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lineage.attempts import attempts
-from lineage.lease import living_holder
+from lineage.lock import owner
 from lineage.store import RESERVED, Store
 
 
@@ -69,7 +69,7 @@ def untidy(store: Path) -> list[str]:
     folders = [folder for folder in store.iterdir() if folder.is_dir() and folder.name not in RESERVED]
     entries = [entry for folder in folders for entry in folder.iterdir() if entry.is_dir()]
     found = [entry / name for entry in entries for name in ("work", "checkpoints") if (entry / name).exists()]
-    return [str(path) for path in found] + [f"{entry}/lock is held" for entry in entries if living_holder(entry)]
+    return [str(path) for path in found] + [f"{entry}/lock is held" for entry in entries if owner(entry)]
 
 
 def misrecorded(folder: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Distillation on rows: its terms against values worked out by hand, its trainer against plain forwards and TRL's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.distill import Distillation
 from tasks.method import Training
+from tasks.quickstart import few_instructions
+from tasks.quickstart.instructions import instructions, prompts
+from tasks.sft import SFT
 from tasks.taid import TAID
 from tasks.train import distill_trainer
 from tasks.train.distill_trainer import Interpolation, divergence, logits
@@ -286,3 +290,29 @@ def test_padding_by_the_end_token_changes_nothing(root: Path, tmp_path: Path, na
         for policy in (tmp_path / "ends", root / "policy")
     )
     assert ends == pytest.approx(apart, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_shipped_pipeline_compares_students_that_differ_in_nothing_but_the_teacher(seed: int) -> None:
+    stages = load_pipeline(["pipeline=distill", f"stages.distill.method.seed={seed}"]).stages
+    alone, distilled = stages["student_alone"], stages["distill"]
+    assert alone.inputs == {"policy": "student_sft", "rows": "few"}
+    assert distilled.inputs == {"policy": "student_sft", "teacher": "sft", "rows": "answers"}
+    shared = {each.name for each in fields(SFT)}
+    assert all(getattr(alone.method, name) == getattr(distilled.method, name) for name in shared)
+    assert alone.resources == distilled.resources
+    assert all(stages[name].method.recipe()["seed"] == seed for name in stages if name.startswith("student_"))
+    splits = [stages[name].method.recipe() for name in ("corpus", "instructions", "few", "questions")]
+    assert len({(each["held_out"], each["seed"]) for each in splits}) == 1
+    rules = stages["gate"].method.rules  # type: ignore[attr-defined]
+    assert {rules[name].against for name in ("more_right_answers", "beats_its_start")} == {"parent", "student_sft"}
+    assert all(rules[name].min_gain == 0 for name in ("more_right_answers", "beats_its_start", "better_answers"))
+    assert stages["gate"].inputs["parent"] == "student_alone"
+
+
+def test_the_few_labelled_rows_are_among_those_of_the_teacher_and_no_question_has_a_label() -> None:
+    labelled = {row["messages"][0]["content"]: row for row in instructions()}  # type: ignore[index]
+    own = [row["messages"][0]["content"] for row in few_instructions()]  # type: ignore[index]
+    assert all(labelled[text] == row for text, row in zip(own, few_instructions(), strict=True))
+    assert 0.01 < len(own) / len(labelled) < 0.03
+    assert not labelled.keys() & {row["prompt"] for row in prompts()}

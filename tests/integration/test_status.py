@@ -97,10 +97,10 @@ def test_a_failure_keeps_its_cause_and_its_log(toy):
 
 
 def test_a_stage_that_joins_a_cluster_leaves_the_address_of_its_dashboard(tmp_path, monkeypatch):
-    from flows.stages import ray_cluster, ray_train
+    from flows.stages import ray_train
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
-    monkeypatch.setattr(ray_cluster.ray, "init", lambda **_: SimpleNamespace(dashboard_url="10.0.0.2:8265"))
+    monkeypatch.setattr("ray.init", lambda **_: SimpleNamespace(dashboard_url="10.0.0.2:8265"))
     (tmp_path / "work").mkdir()
     resources = Resources(launcher=Launcher.CLUSTER)
     ray_train._connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.attempts import note_attempt
+from lineage.lock import Lock
 from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
 from tests.written_store import WrittenStore
@@ -61,7 +62,7 @@ def test_what_a_finished_store_should_not_hold_is_found(tmp_path: Path, entry: P
     (tmp_path / "cache" / "x" / "work").mkdir(parents=True)  # of no stage
     assert untidy(tmp_path) == []
     (entry / "checkpoints").mkdir()
-    (entry / "lock").touch()
+    assert Lock(entry).try_acquire()
     assert sorted(Path(each).name for each in untidy(tmp_path)) == ["checkpoints", "lock is held"]
 
 

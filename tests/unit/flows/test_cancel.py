@@ -12,7 +12,7 @@ from flows.__main__ import main
 from flows.cancel import cancel, find_run
 from flows.progress.run_notes import RUN_VARIABLE, Links, RunNote, note_path
 from lineage.errors import ConfigError, PipelineError
-from lineage.lease import Holder
+from lineage.holder import Holder
 
 
 def note(run_id="20260101-000000-aaaa", **fields):

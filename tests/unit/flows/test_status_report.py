@@ -9,8 +9,7 @@ from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, dashb
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
 from lineage.attempts import note_attempt
-from lineage.holder import host
-from lineage.lease import Holder
+from lineage.holder import Holder, host
 from tests.sweeps import complete, ended
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flows.stages import stopping
+from flows import stops
 from flows.stops import hearing_sigterm, stoppable
 from lineage.holder import host
 
@@ -24,10 +24,10 @@ def test_who_is_asked_to_end_by_any_signal_ends_once(number):
 def test_who_is_asked_to_end_says_what_each_stage_goes_on_from():
     def stop() -> None:
         with stoppable():
-            stopping.ended.extend(["sft saved at step 9", "corpus begins again"])
+            stops.ended.extend(["sft saved at step 9", "corpus begins again"])
             os.kill(os.getpid(), signal.SIGINT)
 
-    stopping.ended.append("of a run before")
+    stops.ended.append("of a run before")
     with pytest.raises(KeyboardInterrupt, match=f"^by SIGINT on {host()}: sft saved at step 9, corpus begins again$"):
         stop()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.checkpoints import Checkpoint
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.store import Store
 from tests.unit.lineage.test_store import manifest
 
@@ -38,9 +38,9 @@ def test_every_file_of_an_output_is_as_readable_as_its_manifest(tmp_path: Path, 
     entry = Store(tmp_path).entry("dpo", "f" * 64)
     entry.begin()
     write_for_the_writer_alone(entry.output)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
-    entry.commit(manifest(), lease)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
     assert modes(entry.output) == {mode}
 
 
@@ -59,8 +59,8 @@ def test_what_lies_elsewhere_and_what_may_be_read_by_more_stays_as_it_is(tmp_pat
     (entry.output / "gone").symlink_to(tmp_path / "gone")
     (entry.output / "script").write_text("")
     (entry.output / "script").chmod(0o755)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
-    entry.commit(manifest(), lease)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
     assert elsewhere.stat().st_mode & 0o777 == 0o600
     assert (entry.output / "script").stat().st_mode & 0o777 == 0o755

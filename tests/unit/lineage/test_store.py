@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError, PipelineError, StageError
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.manifest import Manifest, Provenance
 from lineage.store import Store
 from tests.finished import save
@@ -43,19 +43,19 @@ def test_without_a_manifest_an_output_is_unfinished(entry):
 
 
 def test_commit_finishes(entry):
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
-    entry.commit(manifest(), lease)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
     assert entry.is_finished()
     assert not entry.work.exists()
 
 
 def test_a_kill_between_output_and_manifest_leaves_it_unfinished(entry, monkeypatch):
-    lease = Lease(entry.path)
-    lease.try_acquire()
+    lock = Lock(entry.path)
+    lock.try_acquire()
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        entry.commit(manifest(), lease)
+        entry.commit(manifest(), lock)
     assert not entry.is_finished()
 
 
@@ -76,9 +76,9 @@ def test_an_output_is_on_the_disk_before_it_has_its_manifest_and_that_before_its
 
     monkeypatch.setattr(os, "fsync", told_flush)
     monkeypatch.setattr(Path, "replace", told_move)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
-    entry.commit(manifest(), lease)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
     at = done.index(("moved", entry.work / "manifest.json"))
     names = ("output", "output/model.txt", "output/adapter", "output/adapter/weights")
     names += ("work/manifest.json", "metrics.json", "plots.json", "metrics.jsonl")
@@ -87,9 +87,9 @@ def test_an_output_is_on_the_disk_before_it_has_its_manifest_and_that_before_its
 
 
 def test_a_missing_output_file_is_not_finished(entry):
-    lease = Lease(entry.path)
-    lease.try_acquire()
-    entry.commit(manifest(), lease)
+    lock = Lock(entry.path)
+    lock.try_acquire()
+    entry.commit(manifest(), lock)
     (entry.output / "model.txt").unlink()
     assert not entry.is_finished()
 
@@ -101,7 +101,7 @@ def test_a_manifest_that_cannot_be_read_says_what_to_do(entry):
 
 
 def test_who_lost_the_lease_does_not_commit(entry):
-    lost, winner = Lease(entry.path), Lease(entry.path)
+    lost, winner = Lock(entry.path), Lock(entry.path)
     lost.try_acquire()
     (entry.path / "lock").unlink()
     winner.try_acquire()
@@ -125,13 +125,13 @@ def test_a_damaged_manifest_of_another_artifact_is_passed_over(entry):
 
 def test_who_lost_the_lease_after_its_last_look_does_not_commit(entry, monkeypatch):
     """A holder that is suspended in the moment of its commit: who took over has made it impossible before it looks."""
-    lost, winner = Lease(entry.path), Lease(entry.path)
+    lost, winner = Lock(entry.path), Lock(entry.path)
     lost.try_acquire()
     looks = iter([None, None])
 
     def require():
         if next(looks, "after the look") is not None:
-            Lease.require(lost)
+            Lock.require(lost)
         elif not hasattr(lost, "seen"):
             lost.seen = True
         else:

@@ -2,7 +2,7 @@ import pytest
 
 from lineage.digest import DigestCache, digest_files, digest_of
 from lineage.fingerprint import fingerprint as fingerprint_of
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.promotions import Event, append
 from lineage.store import Store
@@ -23,8 +23,8 @@ def commit(root, stage, inputs=None, text="weights", **recipe):
     inputs = inputs or {}
     fingerprint = fingerprint_of({"stage": stage, **recipe}, {slot: each.fingerprint for slot, each in inputs.items()})
     entry = Store(root).entry(stage, fingerprint)
-    lease = Lease(entry.path)
-    lease.try_acquire()
+    lock = Lock(entry.path)
+    lock.try_acquire()
     entry.begin()
     (entry.output / "model.txt").write_text(text)
     files = digest_files(entry.output)
@@ -37,8 +37,8 @@ def commit(root, stage, inputs=None, text="weights", **recipe):
         inputs=inputs, files=files,
         output_digest=digest_of(files), metrics={}, provenance=provenance, produces="checkpoint",
     )  # fmt: skip
-    entry.commit(manifest, lease)
-    with lease.holding():
+    entry.commit(manifest, lock)
+    with lock.holding():
         pass
     return entry, manifest
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lineage.dvc import View
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.store import Entry, Store
 from tests.written_store import WrittenStore
 
@@ -187,8 +187,8 @@ def test_nothing_is_adopted_over_a_run_that_is_making_it(store, view):
     entry = made(store)
     view.show({"sft": entry})
     shutil.rmtree(entry.path)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
     assert view.adopt("sft") is None
     assert not entry.is_finished()
 
@@ -202,13 +202,13 @@ def test_what_dvc_made_read_only_can_be_made_again(store, view):
     view.show({"sft": entry})
     for path in entry.path.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o444)
-    lease = Lease(entry.path)
-    assert lease.try_acquire()
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
     manifest = entry.manifest()
     entry.begin()
     assert not any(entry.output.iterdir())
     (entry.output / "content.txt").write_text("again")
-    entry.commit(manifest, lease)
+    entry.commit(manifest, lock)
     assert (entry.path / "metrics.json").exists()
     assert (view.place("sft") / "output/content.txt").read_text() != "again"
 
@@ -221,5 +221,5 @@ def test_a_store_that_may_only_be_read_is_not_adopted_into_and_says_so(store, vi
     def refuse(*given, **options):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(Lease, "try_acquire", refuse)
+    monkeypatch.setattr(Lock, "try_acquire", refuse)
     assert "is not adopted: read-only" in view.adopt("sft")

@@ -7,10 +7,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
-from flows.stages.endings import asked, death, failed, left
+from flows.stages.endings import asked, death, failed, left, memory_hint, memory_kills
 from flows.stages.job import Job
-from flows.stages.memory_kills import memory_hint, memory_kills
-from flows.stages.ray_endings import ending
+from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
@@ -55,7 +54,7 @@ def dead(text: str = "") -> Exception:
     ],
 )  # fmt: skip
 def test_a_worker_that_died_is_the_cause_and_is_lost(cluster_job, failures, cause, monkeypatch):
-    monkeypatch.setattr("flows.stages.ray_endings.memory_kills", lambda: None)
+    monkeypatch.setattr("flows.stages.ray_train.memory_kills", lambda: None)
     found = ending(cluster_job, WorkerGroupError("x", failures), None)
     assert isinstance(found, LostError)
     assert found.cause == cause

@@ -12,6 +12,12 @@ from flows.stages.admission import require_gpus
 from lineage.errors import ConfigError
 
 
+def test_a_store_whose_locks_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.planning.model_checks.not_locking", lambda path: "/mnt is fuse.sshfs")
+    with pytest.raises(ConfigError, match=r"do not see each other's locks \(/mnt is fuse.sshfs\); put it on NFSv4"):
+        make_plan(load_pipeline([f"store={tmp_path}"]))
+
+
 def write_model(folder: Path, *, weights: bool = True, template: str | None = None) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")

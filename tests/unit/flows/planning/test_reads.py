@@ -11,7 +11,7 @@ from flows.planning.reads import claim, reads
 from flows.rehearsal import scratch_plan
 from lineage.errors import ArtifactError
 from lineage.graph.places import node_key
-from lineage.lease import Lease
+from lineage.lock import Lock
 from lineage.store import Store
 from tests.command import CONF
 from tests.finished import finish, save
@@ -94,20 +94,20 @@ def test_a_run_that_would_go_on_does_not_begin_again_where_its_checkpoints_are_g
 
 def test_a_run_that_would_go_on_waits_for_one_that_began_it_again(begun):
     left = begun.entry(begun.stage("left"))
-    lease = Lease(left.path)
-    assert lease.try_acquire()
+    lock = Lock(left.path)
+    assert lock.try_acquire()
     left.begin()
-    with lease.holding():
+    with lock.holding():
         claim([begun])  # raises where it takes it for gone
 
 
 def test_a_run_that_would_go_on_does_not_wait_for_gc_which_deletes_its_checkpoints(begun):
     left = begun.entry(begun.stage("left"))
-    lease = Lease(left.path)
-    assert lease.try_acquire()
+    lock = Lock(left.path)
+    assert lock.try_acquire()
     left.checkpoints.clear()
     shutil.rmtree(left.work, ignore_errors=True)
-    with lease.holding(), pytest.raises(ArtifactError, match="run again"):
+    with lock.holding(), pytest.raises(ArtifactError, match="run again"):
         claim([begun])
 
 

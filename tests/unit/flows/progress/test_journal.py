@@ -18,7 +18,7 @@ from flows.progress.journal import Journal
 from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
-from lineage.lease import Holder
+from lineage.holder import Holder
 from lineage.tracker import NoTracker
 from tests.command import CONF, wait_until
 from tests.finished import finish

@@ -10,7 +10,8 @@ from flows.progress import stage_log
 from flows.progress.run_notes import RunNote, StageNote, SweepNote, new_id
 from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 from lineage.errors import ArtifactError, ConfigError
-from lineage.lease import Holder
+from lineage.holder import Holder
+from lineage.lock import Lock
 from lineage.store import Entry
 
 
@@ -34,10 +35,6 @@ def noted(store, title, entry, state="running", pipeline="toy", driver=None, swe
         id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, words=[], driver=driver or Holder.here(), started=0.0,
         stages={title: stage}, sweep=sweep,
     ).write(store)  # fmt: skip
-
-
-def lock(entry, holder):
-    (entry.path / "lock").write_text(json.dumps(asdict(holder)))
 
 
 @pytest.mark.parametrize("ref", ["0123", "dpo@0123", "dpo", "{path}", "{path}/output", "0123456789abcdef" * 4])
@@ -131,7 +128,8 @@ def test_a_stage_without_a_log_says_why(entry):
 
 def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
     monkeypatch.setattr(stage_log, "_POLL_SECONDS", 0.01)
-    lock(entry, Holder.here())
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
 
     def write_on():
         time.sleep(0.05)
@@ -140,7 +138,8 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
             file.flush()
             time.sleep(0.05)
             file.write("four\n")
-        (entry.path / "lock").unlink()
+        with lock.holding():
+            pass
 
     writer = threading.Thread(target=write_on)
     writer.start()
@@ -148,6 +147,6 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
     writer.join()
 
 
-def test_nobody_follows_a_stage_whose_holder_is_dead(entry):
-    lock(entry, replace(Holder.here(), started=0.0))
+def test_nobody_follows_a_stage_whose_owner_is_dead(entry):
+    (entry.path / "lock").write_text(json.dumps(asdict(Holder.here())))
     assert list(follow_log(entry, None)) == ["one\n", "two\n"]

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote
-from flows.progress.waits import is_to_begin, waits_for
-from lineage.lease import Holder
+from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, is_to_begin, waits_for
+from lineage.holder import Holder
 
 SWEEP = SweepNote(folder="s", own=["left"], trials=3)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flows.stages.attempts import begin, last_intact, run_attempts
+from flows.stages.execute import begin, last_intact, run_attempts
 from flows.stages.job import Job
 from lineage.attempts import Attempt, attempts, resumed_at
 from lineage.errors import ArtifactError, AskedError, LostError, StageError

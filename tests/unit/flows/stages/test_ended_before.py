@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flows.progress.run_notes import RunNote, StageNote
-from flows.stages.ended_before import ended_before
+from flows.stages.execute import ended_before
 from lineage.attempts import note_attempt
 from lineage.holder import Holder, host
 from lineage.store import Store

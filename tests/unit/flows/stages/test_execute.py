@@ -3,21 +3,20 @@
 import contextlib
 import os
 import signal
+import socket
 
 import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages import attempts as attempts_module
+from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
-from flows.stages.attempts import begin, workers_hardware
-from flows.stages.execute import execute
+from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt
-from lineage.errors import LostError, PipelineError, PrunedError, StageError, StoppedError, TakenOverError
-from lineage.lease import Lease
-from lineage.store import Entry
+from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
+from lineage.lock import Lock
 from lineage.tracker import NoStageTracker, NoTracker
 from tests.command import CONF
 from tests.finished import finish, save
@@ -67,30 +66,23 @@ def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, heard):
     assert [call[0] for call in observer.calls if call[0] in ("pruned", "failed")] == [heard[0]]
 
 
-class TakenOver(Ending):
-    """Processes whose stage fails because another run has taken its directory over."""
+def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
+    observer, entry = Heard(), plan.entry(plan.stage("data"))
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    run = Run(plan=plan, processes=Ending(StoppedError("stopped")), observer=observer, tracker=NoTracker())
+    monkeypatch.setattr(run.processes, "raise_if_unwanted", lambda _: None, raising=False)
+    stops = iter([None, StoppedError("stopped")])
 
-    def run(self, job):
-        (job.directory / "lock").unlink()
-        assert Lease(job.directory).try_acquire()
-        Entry(job.directory).fence()
-        raise self.error
+    def raise_if_stopped():
+        if stop := next(stops):
+            raise stop
 
-
-@pytest.mark.parametrize(
-    "error",
-    [StageError("data", "FileNotFoundError: work/alive/.rank-0.tmp", "x"), LostError("data", "died", "x"),
-     FileNotFoundError("work/stop"), StoppedError("stopped at step 3 of 9")],
-    ids=lambda error: type(error).__name__,
-)  # fmt: skip
-def test_whatever_fails_once_another_run_has_its_lease_fails_of_that(plan, error):
-    observer, tracker = Heard(), Recording()
-    run = Run(plan=plan, processes=TakenOver(error), observer=observer, tracker=tracker)
-    with pytest.raises(TakenOverError, match=f"was lost to process {os.getpid()} on ") as raised:
+    monkeypatch.setattr(run.processes, "raise_if_stopped", raise_if_stopped)
+    with lock.holding(), pytest.raises(StoppedError):
         execute(run, plan.stage("data"))
-    assert observer.calls[-1] == ("failed", "data", str(raised.value))
-    [told] = tracker.failures
-    assert isinstance(told, TakenOverError)
+    who = f"another run that makes it (process {os.getpid()} on {socket.gethostname()})"
+    assert observer.calls == [("waiting", "data", who)]
 
 
 class Recording(NoTracker, NoStageTracker):

@@ -6,7 +6,7 @@ import pytest
 
 from flows.declare.pipeline import Stage
 from flows.stages.job import Job
-from flows.stages.process_ends import saving_first
+from flows.stages.launch import saving_first
 from flows.stages.worker import _context
 from flows.stops import stoppable
 from tasks.context import Launcher, Resources

@@ -7,13 +7,13 @@ import sys
 import psutil
 
 from flows.progress.run_notes import RUN_VARIABLE
-from flows.stages.session import end_left_session
+from flows.stages.stage_process import end_left_session
 from tests.command import wait_until
 
 LEADER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from flows.stages.session import note_session
+from flows.stages.stage_process import note_session
 note_session(Path(sys.argv[1]))
 for run in ("this-run", "another"):
     environment = {**os.environ, "POSTTRAIN_RUN": run}

@@ -1,0 +1,179 @@
+"""The lock of a directory: one process writes it, the others wait, whatever hosts share the store.
+
+The lock is the kernel's (``flock``), or an NFSv4 server's: it is free the moment its owner dies, and a suspended owner
+keeps it. The locked file, ``<directory>/lock``, names the owner: for messages, and for workers that outlive a driver.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from lineage.errors import ArtifactError, TakenOverError
+from lineage.holder import Holder
+
+LOCK = "lock"
+_POLL_SECONDS = 0.2
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# Mount options and file systems with which a lock is known to one host alone.
+_LOCAL_OPTIONS = {"nolock", "nobrl", "localflock", "local_lock=all", "local_lock=flock"}
+_LOCAL_KINDS = {
+    f"fuse.{name}" for name in ("sshfs", "s3fs", "mountpoint-s3", "gcsfuse", "goofys", "rclone", "blobfuse2")
+}
+
+
+class Lock:
+    """The right to write one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._path = directory / LOCK
+        self._me = Holder.here()
+        self._descriptor: int | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def token(self) -> str:
+        """Names this lock in its file, as long as it is ours."""
+        return self._me.token
+
+    def try_acquire(self) -> bool:
+        """Acquires the lock if it is free.
+
+        Raises:
+            ArtifactError: the file system does not lock files.
+        """
+        if self._descriptor is not None:
+            return True
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # the directory was deleted meanwhile
+            self.directory.mkdir(parents=True, exist_ok=True)
+            return False
+        try:
+            # A file that its last owner has deleted locks nothing.
+            if _acquire(descriptor, self._path) and os.fstat(descriptor).st_nlink:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
+                self._descriptor = descriptor
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+        return self._descriptor is not None
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Releases an acquired lock at the end."""
+        try:
+            yield
+        finally:
+            self._release()
+
+    def require(self) -> None:
+        """Call it before a commit: an NFS server may have given the lock away, or the directory was deleted.
+
+        Raises:
+            TakenOverError: another process owns the lock.
+            OSError: the store is away.
+        """
+        require_owned(self.directory, self.token)
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with contextlib.suppress(OSError):  # the store is away: the server frees the lock
+            if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                self._path.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def owner(directory: Path) -> Holder | None:
+    """The process that owns the lock of a directory; None: the lock is free."""
+    with contextlib.suppress(OSError), (directory / LOCK).open("rb") as file:
+        return None if _try(file.fileno(), fcntl.LOCK_SH) else _owner(file.read())
+    return None
+
+
+def require_owned(directory: Path, token: str) -> None:
+    """Refuses to go on once another process owns the lock of a directory.
+
+    Raises:
+        TakenOverError: it does.
+        OSError: the store is away.
+    """
+    try:
+        found = _owner((directory / LOCK).read_bytes())
+    except FileNotFoundError:
+        found = None
+    if found is None or found.token != token:
+        to = f"process {found.pid} on {found.host}" if found else "another process, which is done"
+        raise TakenOverError(
+            f"the lock {directory / LOCK} was lost to {to}: its file was deleted, or the server of the store was away "
+            "for too long; its output is not committed; run again to reuse the other one's"
+        )
+
+
+def acquire_or(lock: Lock, finished: Callable[[], bool], waiting: Callable[[], None]) -> bool:
+    """Waits until the lock is ours (True), or until its owner has finished the work (False).
+
+    Args:
+        waiting: called at every poll in vain; may raise, to end the wait.
+    """
+    while not finished():
+        if lock.try_acquire():
+            return True
+        waiting()
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def not_locking(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Why a lock below a path does not hold across the hosts that share it; empty: it does, or no other host does.
+
+    Args:
+        path: need not exist.
+    """
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    found = [line.split()[1:4] for line in lines]
+    above = [each for each in found if Path(os.path.realpath(path)).is_relative_to(each[0].replace("\\040", " "))]
+    if not above:
+        return ""
+    point, kind, options = max(reversed(above), key=lambda each: len(each[0]))  # a later mount hides an earlier one
+    local = sorted(_LOCAL_OPTIONS.intersection(options.split(",")))
+    return f"{point} is {' '.join([kind, *local])}" if local or kind in _LOCAL_KINDS else ""
+
+
+def _acquire(descriptor: int, path: Path) -> bool:
+    try:
+        while not _try(descriptor, fcntl.LOCK_EX):
+            if not _try(descriptor, fcntl.LOCK_SH):
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # there is no owner: another process only asks for one
+            time.sleep(0.001)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            raise ArtifactError(f"{path}: its file system does not lock; put the store on one that does") from error
+        raise
+    return True
+
+
+def _try(descriptor: int, mode: int) -> bool:
+    try:
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(record: bytes) -> Holder:
+    with contextlib.suppress(ValueError, TypeError):  # its owner writes it now
+        return Holder(**json.loads(record))
+    return Holder(host="an unknown host", pid=-1, started=0.0, token="")
