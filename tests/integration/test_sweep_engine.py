@@ -12,7 +12,7 @@ from flows.sweep import run as module
 from flows.sweep.folder import SweepFiles
 from flows.sweep.plan import read_sweep
 from lineage.errors import ConfigError, PipelineError, PrunedError
-from lineage.tracker import NoTracker
+from lineage.tracker import Tracker
 from tests.command import CONF
 
 RATE, SIZE = "stages.left.method.learning_rate", "stages.model.method.size"
@@ -62,7 +62,7 @@ def drive(tmp_path, monkeypatch):
         observer = SimpleNamespace(announce=lambda text: None)
         if study:
             sweep = replace(sweep, known=None)
-        run = Run(plan=sweep.plan, processes=processes, observer=observer, tracker=NoTracker(), claim=lambda _: None)
+        run = Run(plan=sweep.plan, processes=processes, observer=observer, tracker=Tracker(), claim=lambda _: None)
         engine = module.Engine(sweep=sweep, study=study, files=files, num_workers=workers)
         engine.drive(run)
         return titles, {each.number: (each.state, each.cause) for each in module.trial_results(folder)}, ended
