@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from uuid import UUID
 
+import httpx
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -94,7 +95,12 @@ def in_flow(
         settle_left(run.plan.pipeline.store)
     try:
         pipeline_flow()
-    except BaseException:
+    except BaseException as error:
+        if not reported.has_begun and isinstance(error, httpx.HTTPError):
+            raise PipelineError(
+                f"Prefect at {configured_api_url()} went away before the first stage ({error}); "
+                "run the same command again"
+            ) from error
         if not reported.is_over:
             raise
         # Else Prefect did not take the end, or repeats the state that the body returned.
@@ -108,6 +114,7 @@ class _Reported:
     """How a flow run ended, in a file of the store until Prefect knows it.
 
     Attributes:
+        has_begun: the body was called.
         is_over: the body has returned or raised; any later error is of Prefect alone.
         error: of the body.
     """
@@ -118,12 +125,14 @@ class _Reported:
         self._note: OpenFlow | None = None
         self._closed = threading.Event()
         self._was_away = False
+        self.has_begun = False
         self._alarm: Callable[[], object] = lambda: None  # restores the alarm that was set before ours
         self.is_over = False
         self.error: BaseException | None = None
 
     def follow(self, body: Callable[[], State[None] | None]) -> State[None] | None:
         """The body of the flow run; from its end on Prefect has some seconds to take that end."""
+        self.has_begun = True
         self._flow_run = flow_run_here()
         self._write(open_flow())
         threading.Thread(target=self._watch, daemon=True, name="prefect health").start()

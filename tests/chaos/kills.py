@@ -69,7 +69,7 @@ WAYS = {
     "Ctrl-C": Way(kill=_driver(signal.SIGINT), codes=_STOPPED | {-signal.SIGINT}),
     "SIGKILL of all": Way(kill=_all, codes=_KILLED),
     "SIGKILL of a stage or its fork server": Way(kill=_one("multiprocessing"), codes=_KILLED),
-    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect.server"), codes=_KILLED),
+    "SIGKILL of Prefect's server": Way(kill=_one("flows.prefect.server"), codes=_KILLED | {1}),  # before any stage
 }
 CLUSTER_WAYS = {
     "SIGKILL of a Ray worker": Way(kill=_one("ray::"), codes=_KILLED),
