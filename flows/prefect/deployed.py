@@ -134,9 +134,9 @@ def pipeline_flow(pipeline: Declared, preset: Preset) -> Flow[..., None]:
 
     def ended(flow: Flow[..., None], flow_run: FlowRun, state: State[None]) -> None:
         """Called once Prefect knows the end, in the process of the run or in the one that started it."""
-        words = preset.words(pipeline.option, flow_run.parameters.get("overrides") or [])
         with contextlib.suppress(ConfigError):  # there is neither a store nor a block to notify
-            found = load_pipeline(*split_words(words))
+            cli_args = preset.words(pipeline.option, flow_run.parameters.get("overrides") or [])
+            found = load_pipeline(*split_words(cli_args))
             OpenFlow(flow_run=str(flow_run.id), driver=Holder.here(), api=None).remove(found.store)
             if state.is_cancelled() or state.is_cancelling() or state.is_crashed():
                 _notify_of_end(found, flow_run, state)
