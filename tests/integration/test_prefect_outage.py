@@ -6,9 +6,14 @@ import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows.prefect.flow import as_task, failed_state, in_flow
+from flows.prefect.open_runs import settle_left
+from flows.prefect.server import read_settings_again, send_events
+from lineage.errors import PipelineError
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
@@ -57,6 +62,53 @@ def is_unbroken(toy: Command) -> bool:
 
 def notes(toy: Command) -> list[Path]:
     return list((toy.folder / "artifacts/logs/prefect-open").glob("*.json"))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, users) -> SimpleNamespace:
+    """A run in this process, of no stages, on that server."""
+    monkeypatch.setenv("PREFECT_API_URL", users.url)
+    read_settings_again()
+    yield SimpleNamespace(plan=SimpleNamespace(pipeline=SimpleNamespace(store=tmp_path / "artifacts")))
+    send_events()
+    monkeypatch.undo()
+    read_settings_again()
+
+
+def test_how_a_body_ends_is_how_its_flow_run_does(run, toy, tmp_path):
+    def stopped():
+        raise KeyboardInterrupt
+
+    def failing():
+        as_task("data", lambda: None)
+        raise PipelineError("no memory")
+
+    for body, error in ((stopped, KeyboardInterrupt), (failing, PipelineError)):
+        with pytest.raises(error):
+            in_flow(run, body, [], None, name="toy")
+    in_flow(run, lambda: failed_state("a gate refused"), [], None, name="toy")
+    in_flow(run, lambda: None, [], None, name="toy")
+    assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED", "FAILED", "FAILED", "COMPLETED"]
+    assert not notes(toy)
+
+
+def test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next_command(
+    run, toy, users, tmp_path, capsys
+):
+    def body():
+        as_task("left", users.leave)
+        as_task("right", lambda: None)
+
+    in_flow(run, body, ["left", "right"], None, name="toy")
+    assert capsys.readouterr().err.count("does not answer, and shows the flow run") == 1
+    [note] = notes(toy)
+    fields = json.loads(note.read_text())
+    assert (fields["end"], fields["finished"]) == ("COMPLETED", ["left", "right"])
+    note.write_text(json.dumps(fields | {"driver": fields["driver"] | {"started": 0.0}}))  # as of another process
+    users.start()
+    assert len(settle_left(tmp_path / "artifacts")) == 1
+    assert states(tmp_path / "prefect/prefect.db")[0] == ["COMPLETED"]
+    assert not notes(toy)
 
 
 @pytest.mark.slow
