@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.peft_adapter import base_source, is_peft

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from flows.planning.plan import Plan, PlannedInput, PlannedStage
-from flows.planning.staleness import write_examples
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput, write_examples
 from flows.stages.admission import Waiting, admitted
 from flows.stages.given import job_input
 from flows.stages.job import CheckJob

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from flows.planning.model_checks import POLICY
-from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput
 from flows.stages.job import JobInput
 from lineage.artifact import MODELS, SOURCE, Kind
 from lineage.digest import DigestCache
