@@ -98,8 +98,10 @@ class TeacherAnswers(Method):
         import pyarrow.parquet as pq
 
         from tasks.data.tokens.tokenize_rows import require_chat_template
+        from tasks.positions import require_positions
+        from tasks.tokenizers import load_tokenizer
         from tasks.train.kernels import hold_in
-        from tasks.train.models import load_model, load_tokenizer, require_positions
+        from tasks.train.models import load_model
 
         self.check_slots(frozenset(inputs))
         teacher = inputs["teacher"]

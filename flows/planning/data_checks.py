@@ -16,7 +16,8 @@ from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
-from tasks.train.models import differing_tokens, learned_positions, too_few_positions
+from tasks.positions import learned_positions, too_few_positions
+from tasks.tokenizers import differing_tokens
 
 
 def check_data(pipeline: Pipeline) -> None:

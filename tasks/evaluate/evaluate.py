@@ -138,7 +138,9 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.train.models import load_config, load_tokenizer, require_positions
+        from tasks.positions import require_positions
+        from tasks.tokenizers import load_tokenizer
+        from tasks.train.models import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -362,7 +364,7 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: a model has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.train.models import differing_tokens, load_tokenizer
+    from tasks.tokenizers import differing_tokens, load_tokenizer
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():

@@ -27,9 +27,9 @@ from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, T
 
 from lineage.errors import PipelineError
 from tasks.evaluate.scoring import without_router_loss
+from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
-from tasks.train.models import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.train.rewards import sequence_scores
 
 if TYPE_CHECKING:

@@ -18,11 +18,13 @@ from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.best import HELD_OUT_LOSS
-from tasks.chat_template import install_chat_template, template_text
+from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.data.tokens.cache import load_or_make, show
 from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.positions import require_positions
 from tasks.recipe import Role
+from tasks.tokenizers import load_tokenizer, require_same_tokens
 from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
@@ -141,7 +143,7 @@ class TrainingRun:
             policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
-        models.require_positions(policy.model.config, self.method.max_length)
+        require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
@@ -199,12 +201,12 @@ class TrainingRun:
             prepare_layers(model, self.ctx.resources, own_loop=True)
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
-        models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
+        require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name], self._frozen_dtype)
-        models.require_positions(model.config, self.method.max_length)
+        require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
-        elif models.load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+        elif load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
             logger.warning(
                 "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
                 name, self.inputs[name].name, self.inputs[_POLICY].name,
@@ -357,7 +359,7 @@ class TrainingRun:
         before = golden_values(model, prompts)
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+            (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
         if "rollouts" in self.__dict__ and self.ctx.rank == 0:
             self.rollouts.write_samples(self.ctx.output_dir)
         if merged is None or not prompts:

@@ -17,7 +17,7 @@ from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
 from tasks.heartbeat import Doing
 from tasks.method import Adapter
-from tasks.train.models import load_tokenizer
+from tasks.tokenizers import load_tokenizer
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights

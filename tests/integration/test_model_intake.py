@@ -24,7 +24,8 @@ from tasks import remote_code
 from tasks.context import Resources, TrainContext
 from tasks.fetch_model import fetch_model
 from tasks.method import Adapter
-from tasks.train.models import tokenizer_of, whole_model
+from tasks.tokenizers import tokenizer_of
+from tasks.train.models import whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
 from tests.model_directories import edit, write_adapter

@@ -201,7 +201,7 @@ def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
     if tokenizer is None:
         counted = lengths.byte_lengths(files)
     else:
-        from tasks.train.models import load_tokenizer
+        from tasks.tokenizers import load_tokenizer
 
         counted = lengths.token_lengths(files, load_tokenizer(tokenizer))
     return lengths.measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
