@@ -2,10 +2,11 @@
 
 In a loop of its own:
 
-    examples = run.rollouts.examples(step)
-    completion_ids = run.rollouts.generate(model, examples, step)
-    rewards_BK = run.rollouts.score(examples, completion_ids)
-    metrics = run.rollouts.record(step, examples, completion_ids, rewards_BK)
+    rollouts = Rollouts(run)
+    examples = rollouts.examples(step)
+    completion_ids = rollouts.generate(model, examples, step)
+    rewards_BK = rollouts.score(examples, completion_ids)
+    metrics = rollouts.record(step, examples, completion_ids, rewards_BK)
 
 Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
 """
@@ -73,6 +74,7 @@ class Rollouts:
         self.equal_steps = 0
         self.samples: list[dict[str, object]] = []
         self._check_columns()
+        run.writers.append(self.write_samples)
 
     @cached_property
     def reward_model(self) -> "PreTrainedModel | None":

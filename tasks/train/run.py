@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy
-    from tasks.train.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class TrainingRun:
         method, inputs, ctx: of the stage.
         trained: the model to save; None: that of ``policy``.
         share: how many parameters are trained, where it is not all of them; for the metrics.
+        writers: of further files in the output directory, beside the model.
         device: where a loop of its own trains; trainers of transformers place models and batches themselves.
     """
 
@@ -108,6 +109,7 @@ class TrainingRun:
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
+        self.writers: list[Callable[[Path], None]] = []
         self._adapter_start: dict[str, Tensor] | None = None
         self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
@@ -328,13 +330,6 @@ class TrainingRun:
         found = self._start.model.generation_config.eos_token_id
         return [] if found is None else [found] if isinstance(found, int) else list(found)
 
-    @cached_property
-    def rollouts(self) -> "Rollouts":
-        """What generates and scores, of a method that learns from its own completions."""
-        from tasks.train.rollouts import Rollouts
-
-        return Rollouts(self)
-
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
         if self.method.neftune_alpha:
@@ -360,8 +355,8 @@ class TrainingRun:
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
-        if "rollouts" in self.__dict__ and self.ctx.rank == 0:
-            self.rollouts.write_samples(self.ctx.output_dir)
+        for write in self.writers if self.ctx.rank == 0 else ():
+            write(self.ctx.output_dir)
         if merged is None or not prompts:
             return {}
         return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)

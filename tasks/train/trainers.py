@@ -58,10 +58,8 @@ def reads_lines(trainer_class: type) -> bool:
     """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
     from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
-    from tasks.train.distill_trainer import DistillTrainer
-    from tasks.train.pair_trainer import PairTrainer
-
-    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer, DistillTrainer))
+    ours = getattr(trainer_class, "is_padding_free", False)
+    return ours or issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer))
 
 
 def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
