@@ -21,7 +21,7 @@ from tasks.train.generating import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.evaluate.scoring import Answer
+    from tasks.evaluate.answers import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class TeacherAnswers(Method):
         self, rows: Sequence[Row], prompts: Sequence[list[int]], number: int, model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext,
     ) -> "list[Answer]":  # fmt: skip
-        from tasks.evaluate.scoring import greedy_answers, sampled_answers
+        from tasks.evaluate.answers import greedy_answers, sampled_answers
 
         size = ctx.resources.micro_batch_size
         if self.sampling is None:

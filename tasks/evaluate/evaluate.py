@@ -16,6 +16,7 @@ from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import rows as held_out
+from tasks.evaluate.answers import Answer, greedy_answers, sampled_tokens
 from tasks.evaluate.measured import (
     AnswerForm,
     Measured,
@@ -29,7 +30,7 @@ from tasks.evaluate.measured import (
 )
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
-from tasks.evaluate.scoring import Answer, Scored, greedy_answers, logps, rewards, sampled_tokens
+from tasks.evaluate.scoring import Scored, logps, rewards
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 

@@ -16,7 +16,8 @@ from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer
-from tasks.evaluate.scoring import Answer, Scored
+from tasks.evaluate.answers import Answer
+from tasks.evaluate.scoring import Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
