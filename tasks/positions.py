@@ -8,7 +8,6 @@ from lineage.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
 _FIRST_POSITION_IS_0 = (
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-
 _MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 
 

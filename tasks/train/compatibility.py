@@ -16,10 +16,10 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
-from tasks.dpo import DPO
+from tasks.dpo import DPO, weights_of
 from tasks.method import FROZEN_POLICY, Method, Training
 from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
-from tasks.train.dpo_losses import LOSSES, weights_of
+from tasks.train.dpo_losses import LOSSES
 from tasks.train.generating import Generating
 from tasks.train.optimizers import OPTIMIZERS, Entry
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
