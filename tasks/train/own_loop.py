@@ -30,9 +30,10 @@ from lineage.errors import PipelineError, StoppedError
 from tasks.heartbeat import Doing
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
+from tasks.train.fit import deterministic_kernels, seconds_before
 from tasks.train.kernels import fast_products
 from tasks.train.optimizers import install_optimizer
-from tasks.train.run import deterministic_kernels, seconds_before, trainer_args
+from tasks.train.run import trainer_args
 from tasks.train.schedules import schedule_args
 
 if TYPE_CHECKING:
