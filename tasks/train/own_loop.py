@@ -33,8 +33,8 @@ from tasks.train.checkpointing import Saver, divergence, last_saved
 from tasks.train.fit import deterministic_kernels, seconds_before
 from tasks.train.kernels import fast_products
 from tasks.train.optimizers import install_optimizer
-from tasks.train.run import trainer_args
 from tasks.train.schedules import schedule_args
+from tasks.train.trainers import trainer_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun

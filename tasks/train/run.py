@@ -48,18 +48,16 @@ from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
     attention_of,
     hold_in,
-    kernel_args,
     prepare_layers,
     replace_kernels,
 )
-from tasks.train.optimizers import install_optimizer, optimizer_args
+from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
-from tasks.train.schedules import install_schedule, schedule_args
-from tasks.train.sharding import zero_args
-from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
+from tasks.train.schedules import install_schedule
+from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -474,42 +472,6 @@ class TrainingRun:
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
-
-
-def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) -> dict[str, object]:
-    """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
-
-    Raises:
-        ConfigError: the global batch does not divide, or the number of workers is not that of ``resources``.
-    """
-    resources = ctx.resources
-    if ctx.world_size != resources.num_workers:
-        raise ConfigError(
-            f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
-            "the global batch is derived from the latter, so the two must agree"
-        )
-    return {
-        "output_dir": str(ctx.work_dir),
-        "per_device_train_batch_size": resources.micro_batch_size,
-        "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
-        "max_steps": num_steps,
-        **optimizer_args(method.optimizer),
-        **schedule_args(method.schedule, method.learning_rate, num_steps),
-        "max_grad_norm": method.max_grad_norm,
-        "seed": method.seed,
-        "neftune_noise_alpha": method.neftune_alpha,
-        **kernel_args(method, resources),
-        "train_sampling_strategy": "sequential",  # the dataset is in the order of training
-        "max_length": None,  # rows are already cut, and counted
-        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
-        "remove_unused_columns": False,  # the collator reads what it needs
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **zero_args(method, ctx),
-    }
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
