@@ -36,7 +36,7 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     """
     from flows.declare.compose import compose_tree
     from flows.declare.config import pipeline_of, stages_of
-    from flows.planning.kernels import check_kernels
+    from flows.planning.checks import check_kernels
     from flows.planning.model_checks import root_config
     from tasks.method import Training
     from tasks.train.compatibility import Case, refusals

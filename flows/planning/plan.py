@@ -6,15 +6,15 @@ from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
-from flows.planning.data_checks import (
+from flows.planning.checks import (
     batch_notes,
     check_data,
     check_evaluations,
     check_frozen_models,
     check_gates,
+    check_kernels,
     check_positions,
 )
-from flows.planning.kernels import check_kernels
 from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
     Hyperparameters,
