@@ -10,7 +10,8 @@ from tasks.context import Resources, TrainContext
 from tasks.heartbeat import Doing
 from tasks.method import Adapter, Input, Quantization, Training, Validation
 from tasks.train import models, reference_logps
-from tasks.train.compatibility import Case, refusals
+from tasks.train.compatibility import refusals
+from tasks.train.rule import Case
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.integration.test_resume import stop_and_go_on
