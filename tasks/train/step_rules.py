@@ -6,8 +6,8 @@ from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher
 from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.packing import why_not_packable
-from tasks.dpo import DPO, weights_of
-from tasks.train.dpo_losses import LOSSES
+from tasks.dpo import DPO
+from tasks.train.dpo_losses import LOSSES, weights_of
 from tasks.train.generating import Generating
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.rule import Case, Fields, Rule
