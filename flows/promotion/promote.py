@@ -14,8 +14,8 @@ from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import ArtifactError, ConfigError, GateError, PipelineError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, ancestry
-from lineage.graph.index import Index, Indexed
-from lineage.graph.places import node_key
+from lineage.graph.index import Index
+from lineage.graph.places import Indexed, node_key
 from lineage.graph.refs import resolve
 from lineage.manifest import Manifest
 from lineage.promotions import Event, append, decision, locked, read_events, stacks

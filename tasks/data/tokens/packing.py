@@ -1,6 +1,6 @@
 """Short rows together in examples of one length, and the models that can train on them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # Tested: in a pack, a row has the loss and the gradients that it has alone (tests/integration/test_packs.py).
@@ -51,3 +51,11 @@ def why_not_packable(config: Mapping[str, object]) -> str | None:
     else:
         return None
     return f"on a model of type {found}, {why}"
+
+
+def rows_of(pack: Mapping[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    """The rows of a pack, whose lengths are its ``seq_lengths``."""
+    place = 0
+    for length in pack["seq_lengths"]:
+        yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
+        place += length
