@@ -11,8 +11,7 @@ from flows.planning.disk_room import require_plan_room
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
-from flows.progress.journal import Journal
-from flows.progress.observer import Observer, Observers
+from flows.progress.observer import Observer, Observers, RunRecord
 from flows.progress.run_notes import RUN_VARIABLE, SweepNote
 from flows.stages.admission import require_gpus
 from flows.stages.launch import StageProcesses, shared_modules
@@ -75,14 +74,14 @@ def open_run(
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = _sweep_note(plan, trials) if trials else None
-    journal = Journal(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
-    with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
+    record = RunRecord(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
+    with record.open(), _marked(record.run_id), tracker.execution(_execution(plan, words, trials)):
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
         try:
-            observers = Observers(observer, journal)
-            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=journal.claim)
+            observers = Observers(observer, record)
+            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=record.claim)
         except PipelineError:
             processes.end_all()
             raise
