@@ -12,8 +12,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning import reads
 from flows.planning.plan import make_plan
-from flows.progress import observer
-from flows.progress import run_notes
+from flows.progress import observer, run_notes
 from flows.progress.observer import RunRecord
 from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
 from lineage.errors import ArtifactError, PipelineError, StoppedError
