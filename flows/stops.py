@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from lineage.holder import host
+from lineage.owner import host
 
 # An exception there leaves a lock behind that nobody gives back, and every import waits for it from then on.
 _NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")

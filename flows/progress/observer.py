@@ -26,8 +26,8 @@ from flows.progress.run_notes import (
     with_flow_run,
 )
 from lineage.errors import PipelineError
-from lineage.holder import HEARTBEAT_SECONDS, Holder
 from lineage.mlflow.address import shown, tracking_uri
+from lineage.owner import HEARTBEAT_SECONDS, Owner
 from lineage.tracker import Tracker
 from tasks.context import Metrics
 
@@ -154,7 +154,7 @@ class RunRecord:
         mlflow = shown(tracking_uri(plan.pipeline.tracking.uri)) if plan.pipeline.tracking.mlflow else None
         now = time.time()
         self._note = RunNote(
-            id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Holder.here(), started=now,
+            id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Owner.here(), started=now,
             stages=expected(plan, stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
             sweep=sweep, in_flow=in_flow, command=command,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Literal
 
 from lineage.errors import StoppedError
 from lineage.files import atomic_write
-from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+from lineage.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
@@ -103,7 +103,7 @@ class RunNote:
     id: str
     pipeline: str
     words: list[str]
-    driver: Holder
+    driver: Owner
     started: float
     stages: Mapping[str, StageNote]
     waits_for: str = ""
@@ -155,7 +155,7 @@ def read_note(path: Path) -> RunNote | None:
     try:
         fields = json.loads(path.read_text())
         stages = {title: StageNote(**stage) for title, stage in fields.pop("stages").items()}
-        driver, links = Holder(**fields.pop("driver")), Links(**fields.pop("links"))
+        driver, links = Owner(**fields.pop("driver")), Links(**fields.pop("links"))
         sweep = fields.pop("sweep", None)
         return RunNote(**fields, stages=stages, driver=driver, links=links, sweep=SweepNote(**sweep) if sweep else None)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -178,7 +178,7 @@ def latest(store: Path) -> Iterator[RunNote]:
                 yield note
 
 
-def silent_drivers(store: Path) -> list[Holder]:
+def silent_drivers(store: Path) -> list[Owner]:
     """The processes of other machines that run nothing any more, as far as is heard."""
     elsewhere = [note for note in latest(store) if not note.driver.is_here()]
     heard = [note.driver for note in elsewhere if not note.is_dead(store)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flows.progress.run_notes import Links, RunNote, end_of, new_id, note_path, with_flow_run
-from lineage.holder import HEARTBEAT_SECONDS, Holder
+from lineage.owner import HEARTBEAT_SECONDS, Owner
 
 
 class WaitingNote:
@@ -20,7 +20,7 @@ class WaitingNote:
     def __init__(self, store: Path, pipeline: str, words: Sequence[str]) -> None:
         self._store = store
         self._note = RunNote(
-            id=new_id(), pipeline=pipeline, words=list(words), driver=Holder.here(), started=time.time(), stages={},
+            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
             links=with_flow_run(Links(), is_ours=False),
         )  # fmt: skip
         self._written = 0.0

@@ -19,8 +19,8 @@ from flows.wording import printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
 from lineage.fingerprint import short
-from lineage.holder import HEARTBEAT_SECONDS
 from lineage.manifest import Manifest
+from lineage.owner import HEARTBEAT_SECONDS
 from lineage.secrets import redacted
 from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE

@@ -23,7 +23,7 @@ from flows.stages.endings import failed
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError
-from lineage.holder import Holder
+from lineage.owner import Owner
 from tasks.context import Metrics
 
 _NOTE = "session.json"  # below work/
@@ -38,7 +38,7 @@ def kill_session(leader: int) -> None:
 
 def note_session(work: Path) -> None:
     """Writes down that this process leads the session of what a run does in a stage's ``work/``."""
-    note = {"leader": asdict(Holder.here()), "run": os.environ.get(RUN_VARIABLE)}
+    note = {"leader": asdict(Owner.here()), "run": os.environ.get(RUN_VARIABLE)}
     with contextlib.suppress(OSError):  # the disk is full, or the store away: whoever needs it says so
         (work / _NOTE).write_text(json.dumps(note))
 
@@ -51,7 +51,7 @@ def end_left_session(work: Path) -> None:
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no note, or half a one
         note = json.loads((work / _NOTE).read_text())
-        leader, run = Holder(**note["leader"]), note["run"]
+        leader, run = Owner(**note["leader"]), note["run"]
         if run is None or not leader.is_here() or not leader.is_gone():
             return
         for pid in _session(leader.pid):

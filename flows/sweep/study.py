@@ -16,8 +16,8 @@ from flows.sweep.dimension import Dimension
 from flows.sweep.draws import draw, num_combinations, overrides_of
 from flows.sweep.sampling import direction_sign, directions, make_pruner, make_sampler, silence
 from flows.sweep.trial import Outcome, Trial
-from lineage.holder import Holder
 from lineage.lock import Lock, owner
+from lineage.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Study:
     def __init__(self, sweep: Sweep, space: Mapping[str, Dimension], folder: Path) -> None:
         assert sweep.sampler is not None and sweep.num_trials is not None
         self._sweep, self._space, self._num_trials = sweep, space, sweep.num_trials
-        me = Holder.here()
+        me = Owner.here()
         self._processes, self._me = folder / _PROCESSES, f"{me.host}-{me.pid}-{me.token[:8]}"
         self._running: dict[int, optuna.Trial] = {}
         self._heard: dict[int, set[int]] = {}  # number -> steps that were reported; of all that this process proposed

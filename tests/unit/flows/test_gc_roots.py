@@ -14,7 +14,7 @@ from flows.progress.run_notes import RunNote, new_id
 from flows.sweep.folder import Row
 from lineage.errors import ArtifactError, ConfigError
 from lineage.gc import TOKENS
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.promotions import Event, append
 from lineage.store import Store
 from tests.written_store import WrittenStore, node
@@ -42,7 +42,7 @@ def event(made, alias="champion", action="promote", **fields) -> Event:
 
 def run_of(written, pipeline="q", **fields):
     run = RunNote(
-        id=new_id(), pipeline=pipeline, words=[], driver=Holder.here(), started=time.time(), stages={}, **fields
+        id=new_id(), pipeline=pipeline, words=[], driver=Owner.here(), started=time.time(), stages={}, **fields
     )
     run.write(written.root)
 

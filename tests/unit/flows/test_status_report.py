@@ -11,7 +11,7 @@ from flows.reports.status import status_dict, status_text
 from flows.sweep.folder import Ledger, row_of
 from flows.sweep.trial import Trial
 from lineage.attempts import note_attempt
-from lineage.holder import Holder, host
+from lineage.owner import Owner, host
 from tests.sweeps import complete, ended
 
 
@@ -43,7 +43,7 @@ def live(store):
         "extra": StageNote(state="failed", since=now, directory="", reason="no memory\nat all"),
     }
     note = RunNote(
-        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Holder.here(),
+        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Owner.here(),
         started=now - 65, stages=stages,
     )  # fmt: skip
     note.write(store)

@@ -17,7 +17,7 @@ from flows.progress.observer import RunRecord
 from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
@@ -194,7 +194,7 @@ def test_a_store_that_cannot_be_written_stops_no_run(plan, record):
 
 
 def note_of(pid=1, started=0.0, host="elsewhere", **fields):
-    driver = Holder(host=host, pid=pid, started=started, token="")
+    driver = Owner(host=host, pid=pid, started=started, token="")
     return RunNote(id=new_id(), pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
 
 
@@ -208,7 +208,7 @@ def test_a_run_of_another_host_dies_by_silence(tmp_path):
 
 
 def test_a_pid_that_another_process_has_now_is_no_driver(tmp_path):
-    here = Holder.here()
+    here = Owner.here()
     alive, other = note_of(here.pid, here.started, here.host), note_of(here.pid, here.started - 100, here.host)
     for note in (alive, other):
         note.write(tmp_path)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, is_to_begin, waits_for
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 SWEEP = SweepNote(folder="s", own=["left"], trials=3)
 
@@ -17,7 +17,7 @@ def stage(state="pending", **fields):
 def note(**fields):
     stages = fields.pop("stages", {}) | {"left": stage(after=["data", "model"])}
     return RunNote(
-        id="r", pipeline="toy", words=[], driver=Holder.here(), started=0.0, stages=stages, links=Links(flow_run="f"),
+        id="r", pipeline="toy", words=[], driver=Owner.here(), started=0.0, stages=stages, links=Links(flow_run="f"),
         **fields,
     )  # fmt: skip
 
