@@ -79,7 +79,7 @@ def host() -> str:
 
 
 def machine() -> str:
-    """Tells this machine from others of its name, such as containers, and from itself before a reboot; empty: unknown."""
+    """Tells this machine from others of its name (containers), and from itself before a reboot; empty: unknown."""
     found = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
