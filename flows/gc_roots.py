@@ -8,7 +8,7 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import reads
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from flows.sweep.files import read_best
 from flows.sweep.folder import FOLDER, Ledger
 from lineage.dvc import VIEWS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.prefect_address import configured_api_url, use_own_auth
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from lineage.files import atomic_write
 from lineage.owner import Owner
 

@@ -21,7 +21,7 @@ from flows.open_flows import End, OpenFlow
 from flows.prefect_address import configured_api_url
 from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell, unheard
-from flows.progress.run_notes import end_of
+from flows.progress.run_record import end_of
 from flows.stops import hearing_sigterm
 from lineage.errors import StoppedError
 from lineage.owner import Owner

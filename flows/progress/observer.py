@@ -13,16 +13,16 @@ from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
-from flows.progress.run_notes import (
+from flows.progress.run_record import (
     Links,
     Outcome,
-    RunNote,
-    StageNote,
+    RunRecord,
+    StageRecord,
     StageState,
-    SweepNote,
+    SweepRecord,
     end_of,
     new_id,
-    note_path,
+    run_record_path,
     with_flow_run,
 )
 from lineage.errors import PipelineError
@@ -95,7 +95,7 @@ class Observers:
             observer.announce(text)
 
 
-def expected(plan: Plan, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageNote]:
+def expected(plan: Plan, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageRecord]:
     """Of the stages that a run is to make, each with those that come before it.
 
     Args:
@@ -110,23 +110,23 @@ def expected(plan: Plan, stages: Sequence[PlannedStage], own: Sequence[str], now
     }
 
 
-def blank(plan: Plan, title: str, now: float) -> StageNote:
+def blank(plan: Plan, title: str, now: float) -> StageRecord:
     """What the plan says of a stage; of one that only a trial of a sweep has, by the stage's name."""
     name = title.partition("#")[0]
     planned = next((each for each in plan.stages if each.name == name), None)
     if planned is None:
-        return StageNote(state="pending", since=now, directory="")
+        return StageRecord(state="pending", since=now, directory="")
     cpus, gpus = asks(planned)
     workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
     directory = str(plan.entry(planned).path) if title == name else ""
-    return StageNote(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)
+    return StageRecord(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)
 
 
 _BURST_SECONDS = 0.1  # changes that come together are one write
 _TEXT_LENGTH = 4000
 
 
-class RunRecord:
+class RunRecorder:
     """Keeps the note of one run, as long as its context; every method may be called from any thread.
 
     Args:
@@ -139,7 +139,7 @@ class RunRecord:
 
     def __init__(
         self, plan: Plan, words: Sequence[str], tracker: Tracker, stages: Sequence[PlannedStage],
-        sweep: SweepNote | None = None, *, in_flow: bool = True, command: str = "run",
+        sweep: SweepRecord | None = None, *, in_flow: bool = True, command: str = "run",
     ) -> None:  # fmt: skip
         self._plan = plan
         self._stages = stages
@@ -149,11 +149,11 @@ class RunRecord:
         self._writing = threading.Lock()
         self._changed = threading.Event()
         self._ended = threading.Event()
-        self._written: RunNote | None = None
+        self._written: RunRecord | None = None
         self._api = os.environ.get("PREFECT_API_URL")
         mlflow = shown(tracking_uri(plan.pipeline.tracking.uri)) if plan.pipeline.tracking.mlflow else None
         now = time.time()
-        self._note = RunNote(
+        self._note = RunRecord(
             id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Owner.here(), started=now,
             stages=expected(plan, stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
             sweep=sweep, in_flow=in_flow, command=command,
@@ -260,7 +260,7 @@ class RunRecord:
                 note = self._note = replace(self._note, links=links)
             with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
                 if note == self._written:
-                    os.utime(note_path(self._store, note.id))
+                    os.utime(run_record_path(self._store, note.id))
                 else:
                     note.write(self._store)
                     self._written = note

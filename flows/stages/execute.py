@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flows.planning.needs import needs, pool_of, runs_elsewhere
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.run_notes import RunNote, StageNote, latest
+from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
 from flows.stages.admission import admitted
 from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged, require_unchanged_sources
@@ -361,12 +361,12 @@ def ended_before(store: Path, entry: Entry) -> str:
     return ""
 
 
-def _is_of(stage: StageNote, entry: Entry) -> bool:
+def _is_of(stage: StageRecord, entry: Entry) -> bool:
     """Another host may have the store elsewhere."""
     return stage.state in ("running", "failed") and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]
 
 
-def _cause(note: RunNote, stage: StageNote, entry: Entry) -> str:
+def _cause(note: RunRecord, stage: StageRecord, entry: Entry) -> str:
     if stage.state == "failed":
         return stage.reason.partition("\n")[0]
     reached = Progress(path=entry.metrics, total=None)

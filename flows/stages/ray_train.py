@@ -26,7 +26,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 
-from flows.progress.run_notes import dashboard_file
+from flows.progress.run_record import dashboard_file
 from flows.stages.cluster_room import join
 from flows.stages.endings import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
 from flows.stages.job import Job

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.progress.run_notes import RUN_VARIABLE
+from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.endings import failed
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named

@@ -10,14 +10,14 @@ import pytest
 from flows import cancel as module
 from flows.__main__ import main
 from flows.cancel import cancel, find_run
-from flows.progress.run_notes import RUN_VARIABLE, Links, RunNote, note_path
+from flows.progress.run_record import RUN_VARIABLE, Links, RunRecord, run_record_path
 from lineage.errors import ConfigError, PipelineError
 from lineage.owner import Owner
 
 
 def note(run_id="20260101-000000-aaaa", **fields):
     driver = fields.pop("driver", Owner.here())
-    return RunNote(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+    return RunRecord(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_what_another_run_has_started_is_let_be(tmp_path, left_behind):
 def test_what_a_run_left_on_another_host_is_ended_there(tmp_path, left_behind):
     dead = note(driver=replace(Owner.here(), host="elsewhere"))
     dead.write(tmp_path)
-    os.utime(note_path(tmp_path, dead.id), (0, 0))
+    os.utime(run_record_path(tmp_path, dead.id), (0, 0))
     assert cancel(dead, tmp_path).endswith(f"call posttrain cancel {dead.id} there to end what it may have left")
     assert left_behind.poll() is None
 
@@ -183,7 +183,7 @@ def test_a_pid_of_another_boot_is_not_touched(tmp_path, sleeper):
     asked.write(tmp_path)
     with pytest.raises(PipelineError, match="on that machine"):
         cancel(asked, tmp_path)
-    os.utime(note_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
+    os.utime(run_record_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
     assert "died before" in cancel(asked, tmp_path)
     assert psutil.Process(sleeper.pid).is_running()
 

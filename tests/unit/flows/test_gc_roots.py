@@ -10,7 +10,7 @@ import pytest
 from flows import gc_roots
 from flows.declare.operation import Tracking
 from flows.gc_roots import add_present, find_roots
-from flows.progress.run_notes import RunNote, new_id
+from flows.progress.run_record import RunRecord, new_id
 from flows.sweep.folder import Row
 from lineage.errors import ArtifactError, ConfigError
 from lineage.gc import TOKENS
@@ -41,7 +41,7 @@ def event(made, alias="champion", action="promote", **fields) -> Event:
 
 
 def run_of(written, pipeline="q", **fields):
-    run = RunNote(
+    run = RunRecord(
         id=new_id(), pipeline=pipeline, words=[], driver=Owner.here(), started=time.time(), stages={}, **fields
     )
     run.write(written.root)

@@ -7,7 +7,7 @@ import pytest
 
 from flows.__main__ import main
 from flows.progress import stage_log
-from flows.progress.run_notes import RunNote, StageNote, SweepNote, new_id
+from flows.progress.run_record import RunRecord, StageRecord, SweepRecord, new_id
 from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 from lineage.errors import ArtifactError, ConfigError
 from lineage.lock import Lock
@@ -29,9 +29,9 @@ def unfinished(store, stage, digits, log):
 
 
 def noted(store, title, entry, state="running", pipeline="toy", driver=None, sweep=None, **fields):
-    stage = StageNote(state=state, since=0.0, directory=str(entry.path if entry else ""), **fields)
+    stage = StageRecord(state=state, since=0.0, directory=str(entry.path if entry else ""), **fields)
     number = len(list(store.glob("runs/*")))
-    RunNote(
+    RunRecord(
         id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, words=[], driver=driver or Owner.here(), started=0.0,
         stages={title: stage}, sweep=sweep,
     ).write(store)  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_stage_that_will_never_begin_has_no_log(tmp_path):
 def test_following_waits_for_a_stage_to_begin(tmp_path, monkeypatch, ref):
     """Although an earlier attempt has left a log."""
     monkeypatch.setattr(stage_log, "_POLL_SECONDS", 0.01)
-    sweep = SweepNote(folder="", own=["dpo"], trials=2) if "#" in ref else None
+    sweep = SweepRecord(folder="", own=["dpo"], trials=2) if "#" in ref else None
     earlier = unfinished(tmp_path, "dpo", "0123456789abcdef", "")
     later = unfinished(tmp_path, "dpo", "fedcba9876543210", "")
     title = ref.rpartition("/")[2]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flows.progress.run_notes import RunNote, StageNote
+from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import ended_before
 from lineage.attempts import note_attempt
 from lineage.owner import Owner, host
@@ -27,9 +27,9 @@ def entry(tmp_path):
 
 def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **fields) -> None:
     elsewhere = f"/mnt/{tmp_path.name}/sft/0123456789abcdef"  # as another host has it
-    stages = {"sft#3": StageNote(state=state, since=0.0, directory=elsewhere, reason=reason)}
+    stages = {"sft#3": StageRecord(state=state, since=0.0, directory=elsewhere, reason=reason)}
     fields = {"driver": KILLED, **fields}
-    RunNote(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
+    RunRecord(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
 
 
 @pytest.mark.parametrize(
