@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.open_flows import tell_of_killed
-from flows.planning.disk_room import require_plan_room
+from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
@@ -69,7 +69,7 @@ def open_run(
         ConfigError: this machine or the store has not what they ask for, or MLflow does not answer.
     """
     check_machine(stages)
-    require_plan_room(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
+    require_plan_disk(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
     from flows.planning.checks import bf16_notes
-    from flows.planning.disk_room import share_notes
+    from flows.planning.disk_capacity import share_notes
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import pending
     from flows.reports.run import plan_table

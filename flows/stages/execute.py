@@ -13,7 +13,13 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
 from flows.stages.admission import admitted
-from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged, require_unchanged_sources
+from flows.stages.inputs import (
+    input_records,
+    inputs_as_planned,
+    job_inputs,
+    require_unchanged,
+    require_unchanged_sources,
+)
 from flows.stages.job import STOP_FILE, Job
 from flows.stages.launch import saving_first
 from flows.stages.run import Run
@@ -75,7 +81,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         entry.fence()
         if finished():  # by a run that ended between the poll and the lock
             return _reused(run, planned, entry)
-        parents = given_as_planned(run.plan, planned)
+        parents = inputs_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))

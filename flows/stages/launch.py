@@ -21,7 +21,7 @@ import psutil
 
 from flows.declare.pipeline import Stage
 from flows.planning.plan import PlannedStage
-from flows.stages.endings import asked, death, left, lost, memory_kills
+from flows.stages.exit_reasons import asked, death, left, lost, memory_kills
 from flows.stages.job import CheckJob, Job
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main

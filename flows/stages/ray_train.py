@@ -27,8 +27,8 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from flows.progress.run_record import dashboard_file
-from flows.stages.cluster_room import join
-from flows.stages.endings import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
+from flows.stages.cluster_capacity import join
+from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.worker import run_worker

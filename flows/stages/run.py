@@ -11,7 +11,7 @@ from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
 from flows.progress.observer import Observer
 from flows.stages.admission import Waiting, admitted
-from flows.stages.given import job_input
+from flows.stages.inputs import job_input
 from flows.stages.job import CheckJob
 from flows.stages.launch import StageProcesses
 from flows.wording import counted

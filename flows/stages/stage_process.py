@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from flows.progress.run_record import RUN_VARIABLE
-from flows.stages.endings import failed
+from flows.stages.exit_reasons import failed
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError

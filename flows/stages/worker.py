@@ -14,7 +14,7 @@ from lineage.errors import ArtifactError
 from lineage.store import Entry
 from tasks.check_rows import POLICY
 from tasks.context import Metrics, Report, TrainContext
-from tasks.disk_need import require_room
+from tasks.disk_need import require_disk
 from tasks.heartbeat import HeartbeatFile, Phase
 from tasks.method import Training
 from tasks.train.adapter_files import base_and_adapters
@@ -50,7 +50,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
             context.mark(None, Phase.LOADING)
             if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
                 model, _ = base_and_adapters(inputs[POLICY].path)
-                require_room(job.stage, job.method, job.resources, model, Entry(job.directory))
+                require_disk(job.stage, job.method, job.resources, model, Entry(job.directory))
             metrics = job.method.run(inputs, context)
         finally:
             if heartbeat:

@@ -11,7 +11,7 @@ from typing import Literal
 from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.stages.admission import count_cpus, visible_gpus
-from flows.stages.cluster_room import ask_cluster
+from flows.stages.cluster_capacity import ask_cluster
 from lineage.errors import ConfigError
 
 _ASK_SECONDS = 120.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flows.open_run import Trials, check_machine, note_before, open_run
 from flows.prefect_server import embedded_server
-from flows.progress.board import Board
 from flows.progress.observer import Observers
+from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
@@ -102,21 +102,21 @@ class _Sweep:
             PipelineError: trials failed.
         """
         is_known = self.stated.known is not None
-        with stoppable(), self._proposer.at_work(), Board(sys.stderr, self.stated.titles) as board:
+        with stoppable(), self._proposer.at_work(), Screen(sys.stderr, self.stated.titles) as screen:
             first = self._proposer.ask()
             if self.stated.stale if is_known else first:
-                self._run(board, first)
+                self._run(screen, first)
             else:  # no trial has anything to do: their records are read, and that is all
-                run = Run(plan=self._plan, processes=StageProcesses(), observer=board, tracker=Tracker())
+                run = Run(plan=self._plan, processes=StageProcesses(), observer=screen, tracker=Tracker())
                 book = self._book(run)
                 self._engine(run, book, first, queue.Queue()).drive(_start_nothing)
                 _require_none_failed(book)
 
-    def _run(self, board: Board, first: Trial | None) -> None:
+    def _run(self, screen: Screen, first: Trial | None) -> None:
         known = self.stated.known
         count = self.stated.sweep.num_trials if known is None else len(known)
         trials = Trials(folder=self.folder, own=self.stated.own, count=count)
-        with open_run(self._plan, self._words, board, self.stated.stale, trials) as run:
+        with open_run(self._plan, self._words, screen, self.stated.stale, trials) as run:
             with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
                 print(union_text(self.stated), file=sys.stderr, flush=True)
             book = self._book(run)

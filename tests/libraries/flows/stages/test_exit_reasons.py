@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
-from flows.stages.endings import asked, death, failed, left, memory_hint, memory_kills
+from flows.stages.exit_reasons import asked, death, failed, left, memory_hint, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
@@ -85,7 +85,7 @@ def test_the_loss_of_the_cluster_is_a_loss(cluster_job, monkeypatch):
 
 
 def test_a_process_that_a_signal_killed_is_lost_and_one_that_ended_by_itself_is_not(job, monkeypatch):
-    monkeypatch.setattr("flows.stages.endings.memory_kills", lambda: 3)
+    monkeypatch.setattr("flows.stages.exit_reasons.memory_kills", lambda: 3)
     killed = death(job, -signal.SIGKILL, None)
     assert killed.cause == f"rank 0 on {HERE} was killed by SIGKILL at step 12; out of memory?"
     assert "at step 12; out of memory?" in death(job, -signal.SIGKILL, 3).cause
