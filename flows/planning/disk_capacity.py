@@ -1,4 +1,4 @@
-"""Whether the store has room for all that a plan is to train, as far as its models are known before it runs."""
+"""Whether the disk of the store has space for all that a plan trains, as far as its models are known before."""
 
 from collections.abc import Sequence
 from pathlib import Path

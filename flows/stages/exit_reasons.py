@@ -1,4 +1,4 @@
-"""What the end of a stage means, in one line: which worker, on which host, at which step, of what."""
+"""Exit reasons: why a stage ended, in one line: which worker, on which host, at which step, of what."""
 
 import contextlib
 import os

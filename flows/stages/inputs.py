@@ -1,4 +1,4 @@
-"""The inputs of a stage are those that were planned and committed: checked before it starts, sources also at its end."""
+"""The inputs of a stage: those that were planned and committed, checked before it starts; sources also at its end."""
 
 from collections.abc import Mapping
 
@@ -130,9 +130,14 @@ def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dic
 def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
     """What fills one slot."""
     return JobInput(
-        name=planned_input.name, kind=kind, fingerprint=planned_input.fingerprint, path=plan.path_of(planned_input), source=planned_input.source,
-        digest=_record(planned_input, parents).digest, trusts_code=_trusts_code(plan, planned_input),
-    )  # fmt: skip
+        name=planned_input.name,
+        kind=kind,
+        fingerprint=planned_input.fingerprint,
+        path=plan.path_of(planned_input),
+        source=planned_input.source,
+        digest=_record(planned_input, parents).digest,
+        trusts_code=_trusts_code(plan, planned_input),
+    )
 
 
 def _trusts_code(plan: Plan, planned_input: PlannedInput) -> bool:
