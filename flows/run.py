@@ -65,7 +65,7 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
         try:
             with _screen(plan.stale) as screen, open_run(plan, words, screen, plan.stale) as run:
                 results = _run_flow(run, beside)
-        except (ConfigError, StoppedError):  # before anything ran, and for whoever did it
+        except (ConfigError, StoppedError):  # before anything ran, or by the user
             raise
         except PipelineError as error:
             follow_up(plan, words, error)
@@ -77,7 +77,7 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
 def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
     """Runs the flow; the Prefect server that it starts lives as long as ``beside``."""
     plan = run.plan
-    with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
+    with contextlib.suppress(OSError):  # stderr is closed: no reason not to train
         print(plan_table(plan), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))

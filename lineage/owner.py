@@ -22,8 +22,8 @@ class Owner:
     """A process.
 
     Args:
-        started: when it did, in seconds since the epoch; tells it from a later process of the same pid.
-        booted: when its machine did, by the same clock: if that is set, both move; None: unknown.
+        started: its start, in seconds since the epoch; a later process may have the same pid.
+        booted: the boot of its machine, by the same clock: if the clock is set, both move; None: unknown.
         machine: this boot of it and the namespace of its pids; empty: unknown.
         token: of one lock, or one run.
     """

@@ -89,7 +89,7 @@ def is_left(path: Path, silent: Collection[Owner]) -> bool:
     """Whether the process of a note is gone: it was killed, or no MLflow answered it.
 
     Args:
-        silent: processes of other hosts that have not been heard of for too long.
+        silent: processes of other hosts whose heartbeats timed out.
     """
     try:
         return is_gone(Owner(**json.loads(path.read_text())), silent)

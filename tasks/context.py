@@ -1,4 +1,4 @@
-"""What a stage is told about where it runs. Nothing here may change the model."""
+"""Where a stage runs: resources, directories, reports. Nothing here may change the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -33,19 +33,19 @@ from tasks.context import Metrics
 
 
 class Observer(Protocol):
-    """Hears what becomes of the stages of a run, from any thread. No method raises for want of a reader.
+    """Is notified of the state of each stage of a run, from any thread. No method raises where its reader is gone.
 
     A stage goes by its title: its name, and in a sweep also the trial where only some trials have it.
     """
 
     def waiting(self, title: str, reason: str) -> None:
-        """It waits for something; called again and again while it does."""
+        """It waits for something; called repeatedly while it does."""
 
     def running(self, title: str, metrics: Path, total: int | None) -> None:
         """It began. ``metrics`` is its ``metrics.jsonl``, ``total`` its optimizer steps."""
 
     def reused(self, title: str) -> None:
-        """Another run has made it meanwhile."""
+        """Another run produced it meanwhile."""
 
     def done(self, title: str, seconds: float, metrics: Metrics) -> None:
         """It is committed."""
@@ -54,7 +54,7 @@ class Observer(Protocol):
         """It raised, or was stopped."""
 
     def pruned(self, title: str, cause: str) -> None:
-        """It was ended because other trials do better, which is no failure."""
+        """It was pruned because other trials are better: no failure."""
 
     def announce(self, text: str) -> None:
         """Lines that belong to no single stage."""
@@ -127,7 +127,7 @@ _TEXT_LENGTH = 4000
 
 
 class RunRecorder:
-    """Keeps the note of one run, as long as its context; every method may be called from any thread.
+    """Keeps the record of one run within its context; every method may be called from any thread.
 
     Args:
         words: the options and overrides of the command.
@@ -165,10 +165,10 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Begins the note; ends it with what leaves the context.
+        """Starts the record; at the end writes the outcome.
 
         Raises:
-            ArtifactError: what the plan reuses was freed before the note could say so.
+            ArtifactError: what the plan reuses was deleted before the record protected it.
         """
         self._link()
         thread = threading.Thread(target=self._keep, daemon=True, name="run-record")
@@ -190,10 +190,10 @@ class RunRecorder:
             self._write()
 
     def claim(self, plans: Sequence[Plan]) -> None:
-        """Notes what further plans read too, so that ``gc`` leaves it as long as this run lives.
+        """Records what further plans read too, which ``gc`` then keeps while this run lives.
 
         Raises:
-            ArtifactError: some of it was freed since its plan was made.
+            ArtifactError: some of it was deleted since its plan was made.
         """
         with self._lock:
             noted = [*self._note.reads, *(key for plan in plans for key in reads(plan))]
@@ -246,7 +246,7 @@ class RunRecorder:
             self._note = replace(self._note, links=with_flow_run(self._note.links, is_ours=is_ours))
 
     def _keep(self) -> None:
-        """Writes what changed, and touches the note while nothing does: a driver on another host is heard so."""
+        """Writes what changed; else touches the file, which is the heartbeat that other hosts see."""
         while not self._ended.is_set():
             self._changed.wait(HEARTBEAT_SECONDS)
             self._changed.clear()
@@ -258,7 +258,7 @@ class RunRecorder:
             with self._lock:
                 links = replace(self._note.links, mlflow_run=self._tracker.execution_id())
                 note = self._note = replace(self._note, links=links)
-            with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+            with contextlib.suppress(OSError):  # a store that cannot be written is reported by the stage that needs it
                 if note == self._written:
                     os.utime(run_record_path(self._store, note.id))
                 else:

@@ -183,9 +183,9 @@ def latest(store: Path) -> Iterator[RunRecord]:
 def silent_drivers(store: Path) -> list[Owner]:
     """Drivers on other machines whose heartbeats timed out."""
     elsewhere = [record for record in latest(store) if not record.driver.is_here()]
-    heard = [record.driver for record in elsewhere if not record.is_dead(store)]
+    live = [record.driver for record in elsewhere if not record.is_dead(store)]
     silent = [record.driver for record in elsewhere if record.is_dead(store)]
-    return [each for each in silent if not any(each.is_process(other) for other in heard)]
+    return [each for each in silent if not any(each.is_process(other) for other in live)]
 
 
 def dashboard_file(directory: Path) -> Path:

@@ -91,7 +91,7 @@ class Screen:
         self._say(name, text)
 
     def _say(self, name: str, text: str) -> None:
-        with self._lock, contextlib.suppress(OSError):  # whoever read this is gone; the run goes on
+        with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
             self._console.print(f"{name:<{self._width}}  {text}", markup=False, soft_wrap=True)
 
     def _render(self) -> Table:

@@ -118,7 +118,7 @@ def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
 
 
 def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
-    """The same, then what is written until the stage ends: it is committed, or nobody makes it any more."""
+    """The same, then what is written until the stage ends: it is committed, or no run produces it any more."""
     log = entry.logs / "stage.log"
     while not log.exists() and _is_made(entry):
         time.sleep(_POLL_SECONDS)

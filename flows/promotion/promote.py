@@ -356,7 +356,7 @@ def require_commercial(graph: Graph, labels: Mapping[str, set[str]], patterns: S
     """Refuses a model that was made from anything with a non-commercial label.
 
     Raises:
-        GateError: names the label and the way from the source to the model; or what is missing, so that nobody knows.
+        GateError: names the label and the way from the source to the model; or the input that is missing.
     """
     # A champion has the labels of all that it was made from: name where they come from before it.
     for source, found in sorted(labels.items(), key=lambda item: bool(graph.parents(item[0]))):

@@ -54,7 +54,7 @@ class RunView:
 
     Args:
         state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
-        ended: None: it is not over. Of one that died: when it was last heard.
+        ended: None: it is not over. Of one that was killed: its last heartbeat.
         trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
         went_on: the next run, of one that is over, which took up what it left.
     """

@@ -13,7 +13,7 @@ from flows.sweep.folder import Row
 from flows.sweep.planner import PlannedTrial, count_stages, key_of
 from flows.sweep.stated import Stated
 
-_MOST_COLUMNS = 4  # of metrics that nobody has named
+_MOST_COLUMNS = 4  # of metrics that no setting names
 _MOST_TRIALS = 100
 
 

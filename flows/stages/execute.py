@@ -286,7 +286,7 @@ def begin(
 
 
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
-    """The processors that a stage's workers run on; empty: they are on a cluster's hosts, of which nobody knows."""
+    """The processors that a stage's workers run on; empty: unknown, on the hosts of a cluster."""
     return {} if runs_elsewhere(planned) else dict(hardware())
 
 
@@ -307,7 +307,7 @@ def run_attempts(
         checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
-        tell: whoever looks on.
+        tell: reports to the observer.
 
     Raises:
         LostError: once too often.
@@ -354,7 +354,7 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
 
 
 def ended_before(store: Path, entry: Entry) -> str:
-    """What ended the last attempt at an artifact; empty: there was none, or no note tells of it.
+    """What ended the last attempt at an artifact; empty: there was none, or it left no record.
 
     Args:
         store: where runs leave their notes.

@@ -186,10 +186,10 @@ def modules_of(methods: Sequence[type[Method]]) -> list[str]:
     return list(dict.fromkeys([_BEGIN, *own, *around])) if methods else []
 
 
-_GRACE_SECONDS = 5.0  # for a process that was told to end
+_GRACE_SECONDS = 5.0  # for a process that was asked to end
 _POLL_SECONDS = 0.1
 _WHOLE_SECONDS = 2.0  # in which it shows that not one stage was asked to end, but the run
-_SAVE_SECONDS = 20.0  # for a training that saves first; whoever stops us gives 30 s in all
+_SAVE_SECONDS = 20.0  # for a training that saves first; the process that stops us gives 30 s in all
 
 
 class StageProcesses:
@@ -225,7 +225,7 @@ class StageProcesses:
                 signal.signal(number, handler)
 
     def raise_if_stopped(self) -> None:
-        """For whoever waits.
+        """For callers that wait.
 
         Raises:
             StoppedError: the run is being stopped.
@@ -239,7 +239,7 @@ class StageProcesses:
         Raises:
             StageError: the stage raised, or its process died.
             StoppedError: the run is being stopped.
-            PipelineError: this stage was ended, as ``end`` was told.
+            PipelineError: this stage was ended: the ``why`` of ``end``.
         """
         self.raise_if_stopped()
         self.raise_if_unwanted(job.directory)
@@ -321,7 +321,7 @@ class StageProcesses:
             signal_group(process, signal.SIGKILL)
 
     def end(self, directory: Path, why: PipelineError) -> None:
-        """Ends one stage with its whole group, now or when it would start; whoever waits for it gets ``why`` raised."""
+        """Ends one stage with its whole group, now or when it would start; callers that wait get ``why`` raised."""
         with self._lock:
             self._unwanted[directory] = why
             _, process = self._running.get(directory, (None, None))
@@ -336,10 +336,10 @@ class StageProcesses:
             signal_group(process, signal.SIGKILL)
 
     def raise_if_unwanted(self, directory: Path) -> None:
-        """For whoever waits with one stage.
+        """For callers that wait with one stage.
 
         Raises:
-            PipelineError: as ``end`` was told; once.
+            PipelineError: the ``why`` of ``end``; once.
         """
         with self._lock:
             why = self._unwanted.pop(directory, None)

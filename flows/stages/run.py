@@ -27,7 +27,7 @@ from tasks.method import Method, Training
 
 @dataclass
 class DataChecks:
-    """What was checked in one run: each stage's rows once, whoever asks first."""
+    """What was checked in one run: each stage's rows once."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _errors: dict[str, StageError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
@@ -40,8 +40,8 @@ class DataChecks:
         """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
 
         Args:
-            waiting: hears again and again what the stage waits for.
-            announce: hears what leaked.
+            waiting: is called repeatedly with what the stage waits for.
+            announce: is called with what leaked.
 
         Raises:
             PipelineError: the rows of one of them cannot be trained on.
@@ -102,7 +102,7 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | 
     """The check of one stage's rows; None where it does not train, or what it needs is not made yet.
 
     Args:
-        directory: of the stage that asks: its log tells of the check.
+        directory: of the stage that asks: the check goes to its log.
     """
     method = planned.stage.method
     if not isinstance(method, Training) or method.tokenization() is None or POLICY not in planned.inputs:
@@ -162,7 +162,7 @@ class Run:
     """One run of a plan: what its stages share.
 
     Args:
-        titles: stage -> what its observer is told that it is called, where not by its name.
+        titles: stage -> its title for the observer, where that is not its name.
         claim: keeps what further plans read, such as those of trials; raises as ``claim`` of the same name.
     """
 

@@ -96,7 +96,7 @@ def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
 
 
 def execution_name(pipeline: str, start: float) -> str:
-    """What tells an execution from the others of its pipeline."""
+    """What distinguishes an execution from others of its pipeline."""
     return f"{pipeline} {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
 
 

@@ -61,7 +61,7 @@ class Executions:
 
     Args:
         writer: this process, where it runs an execution.
-        silent: processes of other hosts that have not been heard of for too long.
+        silent: processes of other hosts whose heartbeats timed out.
 
     Attributes:
         added: what was not there before: executions, runs, models, versions.

@@ -137,7 +137,7 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
     """Writes every run, model, version and alias that the store knows and MLflow does not.
 
     Args:
-        silent: processes of other hosts that have not been heard of for too long: their open runs are closed.
+        silent: processes of other hosts whose heartbeats timed out: their open runs are closed.
 
     Raises as ``_client``.
     """

@@ -206,7 +206,7 @@ class Rollouts:
         return torch.cat(found)
 
     def watch(self, step: int, rewards_NK: "Tensor") -> None:
-        """Counts the steps in which no reward tells one completion from another; see ``record``."""
+        """Counts the steps in which all completions of a prompt have equal rewards; see ``record``."""
         self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
         patience = self.method.equal_rewards_patience
         if self.equal_steps == 0:

@@ -41,7 +41,7 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     """Checks, names, splits and writes every row, replays old ones, and reports what became of them.
 
     Args:
-        opened: slot -> its source, of those that somebody looked into before.
+        opened: slot -> its source, where it was opened before.
     Raises:
         ConfigError: a mixture does not fit the slots.
         DataError: rows cannot be used, or one side has none; the report is written all the same.

@@ -9,7 +9,7 @@ PACKABLE = frozenset({
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
     "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
-_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention is not told of it
+_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not get it
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROWS_PER_SEARCH = 10_000  # best fits are looked for among so many
 
