@@ -49,8 +49,8 @@ from lineage.code import code_digest
 from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError, GateError, PipelineError
 from lineage.fingerprint import short
-from lineage.holder import Holder
 from lineage.lock import Lock, acquire_or
+from lineage.owner import Owner
 from lineage.secrets import redacted
 from lineage.source_checks import PYTHON, code_of, python_function
 from lineage.store import create_store
@@ -137,7 +137,7 @@ def pipeline_flow(pipeline: Declared, preset: Preset) -> Flow[..., None]:
         with contextlib.suppress(ConfigError):  # there is neither a store nor a block to notify
             cli_args = preset.words(pipeline.option, flow_run.parameters.get("overrides") or [])
             found = load_pipeline(*split_words(cli_args))
-            OpenFlow(flow_run=str(flow_run.id), driver=Holder.here(), api=None).remove(found.store)
+            OpenFlow(flow_run=str(flow_run.id), driver=Owner.here(), api=None).remove(found.store)
             if state.is_cancelled() or state.is_cancelling() or state.is_crashed():
                 _notify_of_end(found, flow_run, state)
 

@@ -33,13 +33,13 @@ from flows.prefect.address import configured_api_url, prefix_of_command
 from flows.prefect.open_runs import End, OpenFlow, api_here, report_unknown, settle, settle_left
 from flows.prefect.server import EmbeddedServer
 from flows.progress.observer import Observer
-from flows.progress.run_notes import end_of
+from flows.progress.run_record import end_of
 from flows.stages.execute import Result, execute
 from flows.stages.gpu_pool import require_pools
 from flows.stages.run import Run
 from flows.stops import hearing_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.remote_files import why_silent
 from tasks.context import Launcher
 
@@ -199,7 +199,7 @@ def _is_away() -> bool:
 
 def open_flow(pipeline: str = "") -> OpenFlow:
     """Of the flow run that this code runs in."""
-    return OpenFlow(flow_run=str(flow_run_here().id), driver=Holder.here(), api=api_here(), pipeline=pipeline)
+    return OpenFlow(flow_run=str(flow_run_here().id), driver=Owner.here(), api=api_here(), pipeline=pipeline)
 
 
 def flow_run_here() -> FlowRun:

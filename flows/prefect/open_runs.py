@@ -13,9 +13,9 @@ from typing import Literal
 from uuid import UUID
 
 from flows.prefect.address import configured_api_url, own_auth, use_own_auth
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from lineage.files import atomic_write
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.remote_files import why_silent
 
 End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types of final states
@@ -38,7 +38,7 @@ class OpenFlow:
     """
 
     flow_run: str
-    driver: Holder
+    driver: Owner
     api: str | None
     end: End = "CRASHED"
     message: str = ""
@@ -63,7 +63,7 @@ def left_open(store: Path) -> Iterator[OpenFlow]:
     for path in sorted((store / _FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # another command settles it too
             fields = json.loads(path.read_text())
-            flow = OpenFlow(**fields | {"driver": Holder(**fields["driver"])})
+            flow = OpenFlow(**fields | {"driver": Owner(**fields["driver"])})
             if flow.flow_run in dead or flow.driver.is_dead(silent_seconds=0.0):
                 died = f"its process {flow.driver.pid} on {flow.driver.host} was killed"
                 yield flow if flow.message else replace(flow, message=f"{died}; run the same command again to resume")

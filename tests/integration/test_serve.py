@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from flows.prefect.open_runs import OpenFlow
-from lineage.holder import Holder
+from lineage.owner import Owner
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi
 from tests.webhook import save_block, webhook
@@ -348,7 +348,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
 
     unheard = api.start("toy/local")
     api.set_state(unheard, "RUNNING")
-    gone = replace(Holder.here(), started=0.0)  # our pid, of another time
+    gone = replace(Owner.here(), started=0.0)  # our pid, of another time
     OpenFlow(flow_run=unheard, driver=gone, api=environment["PREFECT_API_URL"], pipeline="toy").write(
         folder / "artifacts"
     )

@@ -12,7 +12,7 @@ import pytest
 from flows.prefect.open_runs import OpenFlow
 from lineage.artifact import Source
 from lineage.digest import DigestCache
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.remote_files import open_remote
 from lineage.sources import pin
 from tests.command import CONF, TOY, Command, wait_until
@@ -84,7 +84,7 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     server.post("/deployments/", {"name": "workers", "flow_id": flow["id"]})
     dead = server.start("toy/workers")
     server.set_state(dead, "RUNNING")
-    gone = replace(Holder.here(), started=0.0)  # our pid, of another time
+    gone = replace(Owner.here(), started=0.0)  # our pid, of another time
     OpenFlow(flow_run=dead, driver=gone, api=server.url, pipeline="toy").write(tmp_path / "artifacts")
     with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:
         rows.write_text("second")

@@ -4,7 +4,7 @@ import httpx
 
 from flows.prefect import deployed as module
 from flows.prefect.open_runs import OpenFlow
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 
 def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monkeypatch):
@@ -14,7 +14,7 @@ def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monk
     notified = []
     pipeline = SimpleNamespace(name="toy", store=tmp_path)
     monkeypatch.setattr(module, "flow_run_here", lambda: SimpleNamespace(name="toy 11-21", deployment_version=None))
-    monkeypatch.setattr(module, "open_flow", lambda name: OpenFlow(flow_run="1", driver=Holder.here(), api=None))
+    monkeypatch.setattr(module, "open_flow", lambda name: OpenFlow(flow_run="1", driver=Owner.here(), api=None))
     monkeypatch.setattr(module, "_exit_with_parent", lambda: None)
     monkeypatch.setattr(module, "load_pipeline", lambda *_: pipeline)
     monkeypatch.setattr(module, "notify_of", lambda *said: notified.append(said))
