@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.data import batches
-from tasks.data.batches import row_batches
+from tasks.data import ordered_pool as batches
+from tasks.data.ordered_pool import row_batches
 
 
 @pytest.mark.parametrize("per_group", [7, 100])

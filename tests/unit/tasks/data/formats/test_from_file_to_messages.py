@@ -11,9 +11,9 @@ import pytest
 from lineage.artifact import Source
 from tasks.data.formats.detect import detect
 from tasks.data.formats.known import BY_NAME
+from tasks.data.kinds import messages_of, tools_of
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
-from tasks.data.schema import messages_of, tools_of
 
 Fields = dict[str, object]
 CALLED = ({"city": "Paris", "days": 3}, {"city": "Rome", "where": {"lat": 41.9}})  # a table gives each the keys of both

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.values import BadRowError, is_blank
+from tasks.data.kinds import messages_of
 from tasks.data.preparing.convert_rows import remarks
-from tasks.data.schema import messages_of
 
 Row = dict[str, object]
 Turn = dict[str, str]

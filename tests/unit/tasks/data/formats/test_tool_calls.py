@@ -4,7 +4,7 @@ import pytest
 
 from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.values import BadRowError
-from tasks.data.schema import messages_of
+from tasks.data.kinds import messages_of
 
 Row = dict[str, object]
 Q: Row = {"role": "user", "content": "q"}
