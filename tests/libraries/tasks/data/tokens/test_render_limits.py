@@ -51,15 +51,6 @@ def test_the_limits_hold_on_the_rows_themselves(hasty):
         sly.render([SAID * 2], None, "r")
 
 
-def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
-    evil = template(ENDLESS + "again")
-    with pytest.raises(ConfigError):
-        evil.render([SAID], None, "r")
-    monkeypatch.setattr(Template, "_texts", None)
-    with pytest.raises(ConfigError, match="takes more than"):
-        evil.render([SAID], None, "s")
-
-
 def test_the_limits_hold_in_a_thread(hasty):
     found = []
 

@@ -33,12 +33,6 @@ def test_a_long_document_is_a_cell_like_any_other(tmp_path: Path) -> None:
     assert rows_of(write(tmp_path / "rows.csv", f"text\n{text}\n")) == [{"text": text}]
 
 
-def test_rows_come_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 20)
-    file = write(tmp_path / "rows.csv", "text\n" + "".join(f"row {number}\n" for number in range(10)))
-    assert rows_of(file) == [{"text": f"row {number}"} for number in range(10)]
-
-
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
@@ -120,10 +114,6 @@ def test_a_cell_in_which_rows_are_swallowed_is_named_with_its_lines(
 )
 def test_text_of_several_lines_is_a_cell_like_any_other(tmp_path: Path, text: str) -> None:
     assert rows_of(write(tmp_path / "rows.csv", f'q,a\n1,"{text}"\n')) == [{"q": "1", "a": text}]
-
-
-def test_documents_of_one_column_may_have_lines(tmp_path: Path) -> None:
-    assert rows_of(write(tmp_path / "rows.csv", 'text\n"a\nb\nc"\n')) == [{"text": "a\nb\nc"}]
 
 
 @pytest.mark.parametrize(
