@@ -147,16 +147,6 @@ def test_an_answer_that_was_cut_off_does_not_end_its_turn(tokenizer: PreTrainedT
         assert starts == [text + end for text in texts]
 
 
-def test_an_answer_that_becomes_longer_as_text_takes_capacity_from_the_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    prompts = distinct_prompts([long_pair("r", 200, 1)], 1)
-    answer = Answer(text="\ufffd" * 40, finished=True, num_tokens=1)  # a token as generated, three as text
-    [ids] = answered_tokens(prompts, [answer], tokenizer, Lengths(max_length=160, max_new_tokens=40))
-    assert len(ids) == 160
-    assert tokenizer.decode(ids).endswith("assistant\n" + answer.text + "<|im_end|>")
-
-
 def test_answers_that_are_too_long_are_cut_at_their_end_and_counted(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -203,15 +193,6 @@ def test_too_many_dropped_rows_are_refused_with_the_remedy(tmp_path: Path, token
     remedy = r"2 of 20 .* are dropped \(equal_after_the_cut\) .* raise max_length or max_dropped of evaluate"
     with pytest.raises(DataError, match=remedy):
         drawn(tmp_path, tokenizer, pairs, Lengths(max_length=128, max_new_tokens=32, max_dropped=0.05))
-
-
-def test_long_documents_are_counted_and_refused_only_where_nothing_is_left(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    lengths = Lengths(max_length=8, max_new_tokens=2, max_cut=1)
-    rows = drawn(tmp_path, tokenizer, [long_pair("r", 5, 4)], lengths)
-    assert rows.lost["text/rows_cut"] == 4
-    assert {len(row.input_ids) for row in rows.text} == {8}
 
 
 def test_no_capacity_for_a_prompt_is_refused() -> None:
