@@ -39,12 +39,6 @@ def test_all_is_made_in_short_in_another_store(toy: Toy, tmp_path: Path) -> None
     assert not left.restart
 
 
-def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> None:
-    best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
-    method = short(toy(*best), tmp_path).stage("left").stage.method
-    assert method.best.every_steps == 2  # type: ignore[attr-defined]
-
-
 def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> None:
     plan = toy()
     method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))

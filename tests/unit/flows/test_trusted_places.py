@@ -1,17 +1,14 @@
 """What a command writes where, and what it prints of names and addresses: all of it through the command line."""
 
 import base64
-import csv
 import http.server
 import json
 import os
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from flows.__main__ import main
-from flows.reports.run import summary
 from lineage.secrets import redacted
 from lineage.store import MARKER
 from tests.command import CONF, Command
@@ -47,15 +44,6 @@ def test_status_before_the_first_run_is_no_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 0 and "no run" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
-    (tmp_path / "foreign").mkdir()
-    with (tmp_path / "rows.txt").open("a") as rows:
-        rows.write("x" * 2_000_000)  # its digest would be kept
-    os.utime(tmp_path / "rows.txt", (0, 0))
-    assert toy("plan", f"store={tmp_path / 'foreign'}").returncode == 0
-    assert list((tmp_path / "foreign").iterdir()) == []
 
 
 def test_an_older_store_without_the_marker_is_one(tmp_path, capsys):
@@ -111,11 +99,6 @@ def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
     assert planned.returncode == 0 and warning in planned.stderr
     assert "/two" in planned.stdout and "/one" not in planned.stdout
     assert verified.returncode == 2 and warning in verified.stderr
-
-
-def test_of_data_too(toy):
-    result = toy("data", "rows.txt", "split=train", "split=train[:1]")
-    assert result.returncode == 2 and "split: is given twice" in result.stderr
 
 
 # --- addresses
@@ -245,11 +228,6 @@ def test_no_escape_of_a_file_name_reaches_the_terminal(tmp_path, capfd):
     assert r"\x1b]0;owned" in said.err
 
 
-def test_no_escape_of_a_store_is_in_the_end_of_a_run():
-    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
-    assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
-
-
 def test_no_escape_of_a_log_reaches_the_terminal(tmp_path, capsys):
     made = WrittenStore(tmp_path).chain()["dpo"]
     log = tmp_path / "dpo" / made.fingerprint[:16] / "logs" / "stage.log"
@@ -260,93 +238,3 @@ def test_no_escape_of_a_log_reaches_the_terminal(tmp_path, capsys):
 
 
 # --- rows and models that cannot be read
-
-
-def _columns(path):
-    path.write_text(",".join(f"c{number}" for number in range(10_001)) + "\n" + "," * 10_000 + "\n")
-
-
-def _cells(path):
-    path.write_text("a,b\n" + "," * 1_000_001 + "\n")
-
-
-@pytest.mark.parametrize(
-    ("write", "found"),
-    [
-        (_columns, "10,001 columns; at most 10,000 are accepted"),
-        (_cells, "rows.csv:2: a row of more than 1,000,000 separators"),
-    ],
-)
-def test_a_table_that_no_person_wrote_is_refused_by_name(write, found, tmp_path, capsys):
-    write(tmp_path / "rows.csv")
-    assert main(["data", str(tmp_path / "rows.csv")]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'rows.csv'}:" in said and found in said
-
-
-@pytest.mark.parametrize("quote", ["", '"'])
-def test_of_a_packed_table_no_more_is_unpacked_than_a_row_may_have(quote, tmp_path, capsys, monkeypatch):
-    import gzip
-
-    from tasks.data.reading import delimited
-
-    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 2**20)
-    break_ = "\n" if quote else " "
-    with gzip.open(tmp_path / "rows.csv.gz", "wt") as file:
-        file.write("a,b\n" + quote)
-        for _ in range(40):
-            file.write(("x" * 1023 + break_) * 1024)
-    taken = []
-    real = delimited._Bounded.__iter__
-
-    def counted(lines):
-        for line in real(lines):
-            taken.append(len(line))
-            yield line
-
-    monkeypatch.setattr(delimited._Bounded, "__iter__", counted)
-    assert main(["data", str(tmp_path / "rows.csv.gz")]) == 2
-    assert "rows.csv.gz:" in (said := capsys.readouterr().err) and "more than 1 MB" in said
-    assert sum(taken) <= 2**20 + 4
-    assert csv.field_size_limit() <= 64 * 2**20
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", b""),
-        ("model.safetensors", b"\xff" * 64),
-        ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
-        ("model.safetensors", (2).to_bytes(8, "little") + b"{}" + b"more"),
-        ("config.json", b'{"model_type": '),
-        ("config.json", b"[1]"),
-        ("tokenizer.json", b"\xff\xfe"),
-    ],
-)
-def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path, toy):
-    (tmp_path / "model").mkdir()
-    for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / each).write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "model" / name).write_bytes(content)
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    result = toy("data", "rows.jsonl", f"model={tmp_path / 'model'}")
-    assert result.returncode == 2
-    assert f"{tmp_path / 'model' / name}: cannot be read as a part of a model" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("code", "text", "remedy"),
-    [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
-)
-def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
-    from lineage import sources
-
-    def refused(directory):
-        raise OSError(code, text, f"{directory}/proc/1/net")
-
-    (tmp_path / "rows").mkdir()
-    monkeypatch.setattr(sources, "file_names", refused)
-    assert main(["data", str(tmp_path / "rows")]) == 2
-    assert f"{tmp_path}/rows/proc/1/net: {text}; {remedy}" in capsys.readouterr().err

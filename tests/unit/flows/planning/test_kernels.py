@@ -1,6 +1,5 @@
 """What the plan decides and refuses about precision and kernels."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from flows.planning import kernels
 from flows.planning.plan import make_plan
 from lineage.errors import ConfigError
 from lineage.kind import kind_here
-from tests.command import Command
 
 TRAINED = ("cpt", "sft", "reward", "dpo")
 
@@ -155,10 +153,6 @@ def test_a_certificate_from_before_is_of_the_same_environment():
     assert kind_here({**now, "compile": True}, {}) != kind_here(now, {}) != kind_here({**now, "gpus_per_worker": 1}, {})
 
 
-def test_fp16_on_a_gpu_is_planned():
-    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))
-
-
 @pytest.mark.parametrize(
     ("flags", "found"),
     [("fpu avx512_bf16 sse", "avx512_bf16"), ("avx512_bf16 amx_bf16", "amx_bf16"), ("fpu avx512f", None)],
@@ -172,10 +166,3 @@ def test_bf16_is_suggested_where_the_cpu_has_instructions_for_it(tmp_path, monke
     assert kernels.bf16_notes({"sft": stages["sft"], "evaluate": stages["evaluate"]}) == []
     monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "nothing")
     assert kernels.bf16_notes(stages) == []
-
-
-def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
-    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
-    document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
-    assert any("this CPU has amx_bf16" in note for note in document["notes"])

@@ -1,8 +1,14 @@
+"""How far a stage is, and how a terminal shows it."""
+
 import io
 import json
 import time
 
+import pytest
+
 from flows.progress.board import Board
+from flows.progress.stage_progress import Progress
+from flows.wording import clock, counted
 
 
 class Terminal(io.StringIO):
@@ -70,3 +76,69 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
         board.running("dpo", tmp_path / "none", None)
         board.done("dpo", 1.0, {})
     assert not board._running
+
+
+def report(step, when=0.0, **metrics):
+    return json.dumps({"step": step, "time": when, "metrics": metrics}) + "\n"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def read(path, total=10, started=0.0):
+    found = Progress(path=path, total=total, started=started)
+    found.refresh()
+    return found
+
+
+def test_a_stage_that_has_reported_nothing_is_at_step_0(path):
+    assert read(path).describe().startswith("0/10")
+    assert read(path).seconds_left() is None
+
+
+def test_a_line_that_is_still_written_waits_for_its_end(path):
+    path.write_text(report(1, loss=2.0) + '{"step": 2, "ti')
+    found = read(path)
+    assert (found.step, found.metrics) == (1, {"loss": 2.0})
+    with path.open("a") as file:
+        file.write('me": 0.0, "metrics": {"loss": 1.0}}\n')
+    found.refresh()
+    assert (found.step, found.metrics) == (2, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("line", ["{}\n", "nonsense\n", "[]\n", '{"step": "x", "time": 0, "metrics": {}}\n', "\xff\n"])
+def test_a_line_that_is_no_report_is_passed_over(path, line):
+    path.write_text(report(1, loss=2.0) + line + report(3, loss=1.0))
+    assert read(path).step == 3
+
+
+def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
+    path.write_text(report(2, when=100.0) + report(4, when=104.0))
+    assert read(path).seconds_left() == 12.0
+    assert read(path, total=None).seconds_left() is None
+    path.write_text(report(2, when=100.0))
+    assert read(path, started=90.0).seconds_left() == 40.0
+
+
+def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_goes_on_with(path):
+    path.write_text("".join(report(step, when=float(step), loss=1.0) for step in range(1, 51)))
+    found = read(path, total=100, started=1000.0)
+    assert (found.step, found.seconds_left()) == (50, None)
+    with path.open("a") as file:
+        file.write(report(51, when=1004.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(4.0 * 49)  # the start-up is counted in
+    with path.open("a") as file:
+        file.write(report(52, when=1006.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(2.0 * 48)
+
+
+def test_times_are_read_as_clocks():
+    assert [clock(seconds) for seconds in (5, 65, 3605)] == ["0:05", "1:05", "1:00:05"]
+
+
+def test_one_is_no_plural():
+    assert [counted(number, "CPU") for number in (0, 1, 2)] == ["0 CPUs", "1 CPU", "2 CPUs"]

@@ -9,15 +9,14 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
-from flows.stages.execute import begin, execute, workers_hardware
+from flows.stages.execute import execute
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
-from lineage.tracker import StageTracker, Tracker
+from lineage.tracker import Tracker
 from tests.command import CONF
 from tests.finished import finish, save
 
@@ -85,19 +84,6 @@ def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
     assert observer.calls == [("waiting", "data", who)]
 
 
-class Recording(Tracker, StageTracker):
-    """What a tracker was told of stages that failed."""
-
-    def __init__(self):
-        self.failures = []
-
-    def stage(self, start):
-        return self
-
-    def failed(self, error):
-        self.failures.append(error)
-
-
 class Writing:
     """Processes that all write an output."""
 
@@ -155,26 +141,6 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
     ]
 
 
-def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_done, monkeypatch):
-    planned = half_done.stage("left")
-    entry = half_done.entry(planned)
-    (entry.path / "attempts.jsonl").unlink()
-    begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
-    save(entry, 4)
-    monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
-    made_by = execute(run, planned).manifest.provenance
-    assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
-    assert made_by.hardware == {"cpu": "another"}
-
-
-def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_said(toy, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    plan = toy("stages.left.resources.launcher=cluster")
-    assert workers_hardware(plan.stage("left")) == {}
-    assert workers_hardware(plan.stage("data"))["cpu"]
-
-
 class AskedInItsLastStep(Writing):
     """Processes that are asked to end when nothing is left to save."""
 
@@ -191,32 +157,6 @@ def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_out
         execute(run, plan.stage("left"))
     assert plan.entry(plan.stage("left")).is_finished()
     assert observer.calls[-1][:2] == ("done", "left")
-
-
-def test_what_an_attempt_before_has_left_is_ended_while_its_note_is_there(plan, monkeypatch):
-    planned, ended = plan.stage("data"), []
-    entry = plan.entry(planned)
-    entry.open()
-    monkeypatch.setattr(execute_module, "end_left_session", lambda work: ended.append((work, work.is_dir())))
-    processes = Ending(StageError("data", "no rows", "log"))
-    with pytest.raises(StageError):
-        execute(Run(plan=plan, processes=processes, observer=Heard(), tracker=Tracker()), planned)
-    assert ended == [(entry.work, True)]
-
-
-def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monkeypatch):
-    planned = half_done.stage("left")
-    entry = half_done.entry(planned)
-    newest = save(entry, 6)
-
-    @contextlib.contextmanager
-    def admitted(*args):
-        (newest / "state.txt").write_text("flipped")
-        yield ()
-
-    monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
-    assert execute(run, planned).manifest.provenance.resumed_at == [4]
 
 
 def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
