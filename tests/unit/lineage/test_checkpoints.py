@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from lineage.checkpoints import RECORD, Checkpoints
-from lineage.errors import ArtifactError
-from lineage.store import Entry
 from tests import saved
 
 
@@ -89,20 +87,6 @@ def test_a_metric_that_is_no_number_keeps_nothing_from_being_saved(store: Checkp
     assert store.read(5).metrics == {"loss": 1.0}
 
 
-def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:
-    def require() -> None:
-        raise ArtifactError("the lock was lost")
-
-    theirs = (commit(store, 5) / RECORD).read_bytes()
-    mine = Checkpoints(store.directory, require)
-    with pytest.raises(ArtifactError, match="was lost"):
-        commit(mine, 5, metrics={"loss": 9.0})
-    with pytest.raises(ArtifactError, match="was lost"):
-        mine.keep([])
-    assert (store.path(5) / RECORD).read_bytes() == theirs
-    assert store.damage(5) == []
-
-
 def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
     for step in (2, 4):
         commit(store, step)
@@ -114,50 +98,6 @@ def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monke
 
 def killed(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
-    draft = store.directory / "draft-7"
-    draft.mkdir(parents=True)
-    (draft / "model.safetensors").write_text("half")
-    assert store.steps() == []
-    assert store.newest() is None
-    assert store.newest_intact() == (None, [])
-
-
-class Asleep:
-    """Lets an heir take over while its holder sleeps, once it has looked at its lease for the last time."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-
-    def __call__(self) -> None:
-        self.entry.fence()
-        self.entry.begin()
-        commit(self.entry.checkpoints, 5, metrics={"loss": 1.0})
-        commit(self.entry.checkpoints, 6)
-
-
-def commits_again(mine: Checkpoints) -> None:
-    with pytest.raises(FileNotFoundError):
-        commit(mine, 5)
-
-
-@pytest.mark.parametrize("writes", [commits_again, lambda mine: mine.keep([])], ids=["commit", "keep"])
-def test_who_sleeps_through_a_takeover_harms_no_checkpoint_of_its_heir(tmp_path: Path, writes) -> None:
-    entry = Entry(tmp_path)
-    commit(entry.checkpoints, 4)
-    writes(Checkpoints(entry.checkpoints.directory, Asleep(entry)))
-    assert entry.checkpoints.steps() == [5, 6]
-    assert entry.checkpoints.read(5).metrics == {"loss": 1.0}
-    assert entry.checkpoints.damage(5) == entry.checkpoints.damage(6) == []
-
-
-def test_none_is_put_where_another_is(store: Checkpoints) -> None:
-    commit(store, 5)
-    with pytest.raises(OSError, match="not empty"):
-        commit(store, 5, metrics={"loss": 9.0})
-    assert store.read(5).metrics == {"loss": 3.0}
 
 
 def test_what_is_discarded_is_found_whole_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
@@ -176,8 +116,3 @@ def test_only_what_is_kept_stays(store: Checkpoints) -> None:
     assert sorted(path.name for path in store.directory.iterdir()) == ["step-2", "step-4"]
     store.clear()
     assert not store.directory.exists()
-
-
-def test_a_directory_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="its name is not step-N"):
-        Checkpoints.at(tmp_path)

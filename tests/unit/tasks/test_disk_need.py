@@ -53,10 +53,6 @@ def test_ppo_saves_its_value_model_too_and_the_base_under_an_adapter() -> None:
     assert adapted.checkpoint == 4 * WEIGHTS + 12 * WEIGHTS + 12 * (20 + 30)
 
 
-def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
-    assert need(save_steps=10, zero_stage=2, num_workers=2).checkpoint == 20 * WEIGHTS
-
-
 @pytest.mark.parametrize(
     ("target_modules", "save", "adapter", "output"),
     [
@@ -185,11 +181,6 @@ def test_what_the_stages_before_give_back_is_room(model: Path, entry: Entry, fre
     assert (
         require_room("sft", SFT(num_steps=100), resources, None, entry) == -10 * 12 * WEIGHTS
     )  # whatever its model is
-
-
-def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
-    keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
-    assert require_room("sft", SFT(num_steps=100), keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
 
 
 def test_what_an_attempt_before_left_is_room(model: Path, entry: Entry, free) -> None:
