@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import note_attempt
 from lineage.lock import Lock
-from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
+from tests.chaos.record import doubled, made_again, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
 from tests.written_store import WrittenStore
 
@@ -37,18 +36,6 @@ def report(entry: Path, *steps: int) -> None:
 def test_one_flaw_spoils_it(flaw: dict) -> None:
     assert GOOD.is_good
     assert not replace(GOOD, **flaw).is_good
-
-
-def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path) -> None:
-    note_attempt(entry, 0, "code")
-    report(entry, 1, 2, 3, 4, 5)
-    assert reached(tmp_path, ["cpt"]) == []
-    [hit] = reached(tmp_path, ["sft"])
-    assert hit == Reached(directory=entry, attempt=1, step=5)
-    assert (hit.lost(), hit.went_on_from()) == (0, 0)  # nobody went on yet
-    note_attempt(entry, 3, "code")
-    note_attempt(entry, 5, "code")
-    assert (hit.lost(), hit.went_on_from()) == (2, 3)
 
 
 def test_a_step_that_is_told_twice_or_out_of_order_is_found(tmp_path: Path, entry: Path) -> None:

@@ -78,6 +78,13 @@ def test_losses_and_weights_are_held_against_their_tolerances(
     assert apart.weight_difference == pytest.approx(weight, rel=0.02)
 
 
+def test_without_a_tolerance_every_bit_counts(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole")
+    assert compare(whole, trained(tmp_path / "same"), MOVED, None).verdict == "bit-identical"
+    nearly = trained(tmp_path / "nearly", steps=((1, 4.0), (2, 3.0), (3, 2.0 + 1e-15)))
+    assert compare(whole, nearly, MOVED, None).verdict == "differs"
+
+
 @pytest.mark.parametrize(("step", "early"), [(1, True), (2, True), (3, False)])
 def test_a_difference_before_the_interruption_is_of_the_machine(tmp_path: Path, step: int, early: bool) -> None:
     apart = found(tmp_path, steps=tuple((number, loss + 1e-9 * (number >= step)) for number, loss in STEPS))

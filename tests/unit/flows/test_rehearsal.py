@@ -9,7 +9,7 @@ import pytest
 from flows import rehearsal
 from flows.certify import certify, other_workers
 from flows.planning.plan import Plan
-from flows.rehearsal import delete_others, rehearse, row_of, scratch, scratch_plan, step_seconds
+from flows.rehearsal import delete_others, rehearse, scratch, scratch_plan, step_seconds
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lock import Lock
 from tasks.context import Launcher, Resources
@@ -123,33 +123,6 @@ def test_where_other_workers_say_nothing_it_says_why(
     left = toy(*micro, *(f"stages.left.method.{field}" for field in overrides)).stage("left")
     other = other_workers(replace(left, stage=replace(left.stage, resources=resources)))
     assert isinstance(other, str) and why in other
-
-
-ADAPTER = "adapter/adapter_model.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("files", "merged"),
-    [
-        (("model.safetensors", ADAPTER), True),
-        (("model-00001-of-00002.safetensors", "config.json", ADAPTER), True),
-        (("model.safetensors",), False),  # although the stage states an adapter
-        (("config.json", ADAPTER), False),
-        (("adapter_model.safetensors", "adapter_config.json"), False),
-    ],
-    ids=["merged", "in parts", "no adapter beside", "no model", "an adapter alone"],
-)
-def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple[str, ...], merged: bool) -> None:
-    plan = toy("stages.left.method.adapter={rank: 4}")
-    finish(plan)
-    left = plan.stage("left")
-    entry = plan.entry(left)
-    manifest = entry.manifest()
-    assert manifest
-    written = replace(manifest, files=dict.fromkeys(files, "d"))
-    (entry.path / "manifest.json").write_text(written.to_json())
-    row = row_of(plan, left, seconds=1.0, num_steps=40, checkpoint_bytes=None)
-    assert ("merge" in row.exercised) is merged
 
 
 def test_the_pace_is_that_of_the_fastest_step_by_its_own_tokens() -> None:

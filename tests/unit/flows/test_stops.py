@@ -11,7 +11,7 @@ import pytest
 
 from flows import __main__ as module
 from flows import stops
-from flows.stops import hearing_sigterm, stoppable
+from flows.stops import stoppable
 from lineage.holder import host
 
 
@@ -38,24 +38,6 @@ def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_fr
     assert module.main(["run"]) == module.STOPPED
     said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to go on\n"
     assert capsys.readouterr().err == said
-
-
-def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
-    class Imported:
-        @staticmethod
-        def add_arguments(parser):
-            os.kill(os.getpid(), signal.SIGHUP)
-
-        @staticmethod
-        def run(options):
-            return 0
-
-    monkeypatch.setattr(importlib, "import_module", lambda name: Imported)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert module.main(["status"]) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -103,29 +85,6 @@ def test_an_import_is_finished_first_as_it_would_keep_its_lock(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt), stoppable():
         then_wait(lambda: importlib.import_module("asked_in_here"))
     assert sys.modules.pop("asked_in_here").whole
-
-
-def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, monkeypatch):
-    def prefects(number, frame):
-        raise RuntimeError
-
-    (tmp_path / "asked_by_sigterm.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def flow_run() -> None:
-        with stoppable():
-            signal.signal(signal.SIGTERM, prefects)
-            try:
-                with hearing_sigterm():
-                    then_wait(lambda: importlib.import_module("asked_by_sigterm"))
-            finally:
-                assert signal.getsignal(signal.SIGTERM) == prefects
-
-    with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"):
-        flow_run()
-    assert sys.modules.pop("asked_by_sigterm").whole
 
 
 def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):

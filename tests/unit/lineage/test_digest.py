@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineage import code
 from lineage.artifact import Kind, Source
-from lineage.code import code_digest, code_digest_now
+from lineage.code import code_digest
 from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError
 from lineage.sources import pin as pin_with
@@ -162,14 +161,3 @@ def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(
         (package / f"{name}.py").write_text("changed = 1\n")
         digests.append(code_digest("bare.method"))
     assert len(set(digests)) == 3
-
-
-def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import other_of_mine\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = code_digest_now("mine")
-    parsed, parse = [], code.ast.parse
-    monkeypatch.setattr(code.ast, "parse", lambda source: parsed.append(source) or parse(source))
-    assert code_digest_now("mine") == before and parsed == []
-    (tmp_path / "mine.py").write_text("import another_of_mine\n")
-    assert code_digest_now("mine") != before and parsed == [b"import another_of_mine\n"]

@@ -11,7 +11,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
 from flows.stages import ray_train
-from flows.stages.endings import asked, death, failed, memory_hint, memory_kills
+from flows.stages.endings import asked, death, memory_hint, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
@@ -109,16 +109,6 @@ def test_a_process_that_lost_its_fork_server_is_lost_and_says_where_it_was(job, 
         f"the process that leads its workers, on {HERE}, ended at step 12 {how}",
         f"its process on {HERE} ended {how}",
     ]
-
-
-def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
-    loads = replace(job, directory=tmp_path / "other")
-    for rank in (0, 1):
-        Alive(loads.directory / "work", rank, None).mark(None, Doing.LOADING)
-    assert failed(loads, 0, DataError("no rows")).cause == "no rows"
-    assert death(loads, -signal.SIGSEGV, None).cause == f"rank 0 on {HERE} was killed by SIGSEGV before its first step"
-    assert failed(loads, 0, ValueError("x\ny")).cause == "ValueError: x"
-    assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
 
 
 def test_the_kernel_says_how_many_it_killed(tmp_path):

@@ -52,22 +52,6 @@ def trainer(state, args):
     return SimpleNamespace(model=None, state=state, args=args, _save_checkpoint=None)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_written(tmp_path, monkeypatch, rank):
-    def fails(*_):
-        raise OSError("the connection to another worker is gone")
-
-    monkeypatch.setattr(module, "_train", fails)
-    monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
-    draft = tmp_path / "checkpoint-4"
-    draft.mkdir()
-    state, args = SimpleNamespace(global_step=3), SimpleNamespace(max_steps=8, deepspeed=None)
-    context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, rank=rank, world_size=2)
-    with pytest.raises(OSError, match="connection"):
-        module.fit(SFT(), trainer(state, args), {}, context, 40)
-    assert draft.exists() == (rank == 1)
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, monkeypatch, deterministic):
     found, products = [], []

@@ -13,7 +13,7 @@ from flows.stages import execute as execute_module
 from flows.stages.execute import execute
 from flows.stages.run import Run
 from flows.stops import stoppable
-from lineage.attempts import attempts, note_attempt
+from lineage.attempts import note_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
 from lineage.tracker import Tracker
@@ -105,21 +105,6 @@ def half_done(toy):
     note_attempt(entry.path, 0, "other code")
     entry.metrics.write_text("".join(f'{{"step": {step}, "time": 0, "metrics": {{}}}}\n' for step in range(1, 6)))
     return plan
-
-
-def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monkeypatch):
-    @contextlib.contextmanager
-    def stopped(*args):
-        raise StoppedError("the run was stopped")
-        yield
-
-    entry = half_done.entry(half_done.stage("left"))
-    before = entry.metrics.read_text()
-    monkeypatch.setattr(execute_module, "admitted", stopped)
-    with pytest.raises(StoppedError):
-        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
-    assert [each.step for each in attempts(entry.path)] == [0]
-    assert entry.metrics.read_text() == before
 
 
 def test_the_manifest_names_all_code_that_trained_it(half_done):

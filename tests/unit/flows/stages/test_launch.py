@@ -17,26 +17,11 @@ from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import stage_environment
 from flows.stages.stage_process import end_left_session
 from flows.stops import stoppable
-from lineage.errors import PrunedError, StageError, StoppedError
+from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
 from tasks.method import Method
 from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
-
-
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_start_that_a_stop_broke_is_a_stop_and_no_failure(stopped, tmp_path, monkeypatch):
-    processes = StageProcesses()
-
-    def start(process):
-        if stopped:
-            processes._stopped.set()
-        raise EOFError("the fork server is gone")
-
-    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start)
-    job = Job(stage="left", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path)
-    with pytest.raises(StoppedError if stopped else EOFError):
-        processes.run(job)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

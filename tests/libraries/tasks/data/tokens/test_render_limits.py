@@ -4,7 +4,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -49,21 +48,6 @@ def test_the_limits_hold_on_the_rows_themselves(hasty):
     assert sly.render([SAID], None, "r") == ["q"]
     with pytest.raises(ConfigError, match="CPU time"):
         sly.render([SAID * 2], None, "r")
-
-
-def test_the_limits_hold_in_a_thread(hasty):
-    found = []
-
-    def render() -> None:
-        try:
-            template(ENDLESS + "in a thread").render([SAID], None, "r")
-        except ConfigError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=render)
-    thread.start()
-    thread.join()
-    assert "CPU time" in str(found[0])
 
 
 def test_an_operation_that_cannot_be_interrupted_ends_its_process():

@@ -12,7 +12,7 @@ from tasks.data.batches import row_batches
 from tasks.data.preparing import write
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 from tasks.prepare_data import PrepareText
-from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side
+from tests.prepared import SIDES, numbered, prepare_slots, report, side
 
 
 def test_near_duplicates_are_listed_by_the_ids_that_rows_have_in_the_output(tmp_path: Path) -> None:
@@ -65,20 +65,6 @@ def test_rows_come_out_by_their_positions(
     found = list(write.in_order(batches, tmp_path, borders))
     assert [text for batch in found for text in batch.column("text").to_pylist()] == list(map(str, range(50)))
     assert not list(tmp_path.iterdir())
-
-
-def test_rows_are_parted_by_their_bytes_and_not_by_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parted, in_order = [], write.in_order
-    monkeypatch.setattr(write, "BYTES_AT_ONCE", 10_000)
-    monkeypatch.setattr(
-        write, "in_order", lambda rows, at, borders: parted.append(borders) or in_order(rows, at, borders)
-    )
-    long = [{"text": f"{number} {'x' * 5000}"} for number in range(10)]
-    prepare(tmp_path, PrepareText(held_out=0.3), [*long, *numbered(100)], shuffle_seed=0, shuffle_buffer=1)
-    (borders,) = parted
-    assert len(borders) == 5 and borders[-1] < 15
 
 
 @pytest.mark.parametrize("per_group", [7, 100])
