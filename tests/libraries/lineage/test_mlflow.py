@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.mlflow.entities import Reports, parameters, produces, source_data
+from lineage.mlflow.entities import Reports, model_name, parameters, produces, source_data, stage_data
 from tests.written_store import WrittenStore
 
 
@@ -112,3 +112,15 @@ def test_a_file_that_was_cut_to_a_checkpoint_is_read_again_and_no_step_twice(fil
     assert new(reports) == []
     append(file, *range(7, 10))
     assert [step for _, step, *_ in new(reports)] == [8, 9]
+
+
+def test_prepared_rows_are_a_data_set_with_the_labels_above_them(store, tmp_path):
+    manifest = store.stage("corpus", {"rows": store.source("corpus")}, metrics={"rows": 5.0})
+    data = stage_data("rows", manifest, tmp_path, ["cc-by-4.0"]).dataset
+    assert data.digest == manifest.output_digest[:36]
+    profile = json.loads(data.profile)
+    assert (profile["num_rows"], profile["labels"]) == (5, ["cc-by-4.0"])
+
+
+def test_a_stage_name_becomes_one_that_a_logged_model_may_have():
+    assert model_name("source:a.b") == "a-b"

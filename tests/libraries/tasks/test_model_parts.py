@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer
 
 from lineage.artifact import Kind, Source
@@ -297,3 +298,42 @@ def test_json_that_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ConfigError, match=rf"{tmp_path}: its tokenizer cannot be loaded \(\w+: .*; files as save_"):
         tokenizer_of(tmp_path)
+
+
+def test_a_changed_file_is_put_together_again(model, fetched, tmp_path):
+    other = write_tokenizer(tmp_path / "other", vocab_size=290)
+    first = fetched(tokenizer=str(other))
+    assert fetched(tokenizer=str(other)) == first
+    edit(other / "tokenizer_config.json", model_max_length=9)
+    second = fetched(tokenizer=str(other))
+    assert second != first and tokenizer_of(second).model_max_length == 9
+
+
+def test_a_family_whose_tokens_are_there_is_accepted(model, fetched):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|start_header_id|>", "<|end_header_id|>",
+                                                                        "<|eot_id|>")])  # fmt: skip
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(model.parent / "llama")
+    edit(model / "config.json", vocab_size=400)
+    directory = fetched(tokenizer=str(model.parent / "llama"), chat_template="llama3")
+    assert "<|eot_id|>" in tokenizer_of(directory).apply_chat_template(CHAT, tokenize=False)
+
+
+def test_a_pad_token_of_a_model_with_images_is_that_of_its_text(tmp_path):
+    model = write_model(tmp_path / "model", "gemma3")
+    directory = fetch_model(checkpoint(model, pad_token=PAD), tmp_path / "cache")
+    assert AutoConfig.from_pretrained(directory).get_text_config().pad_token_id == tokenizer_of(directory).pad_token_id
+
+
+def test_a_tokenizer_without_a_tokenizer_json_is_judged_when_it_is_loaded(model, fetched, tmp_path):
+    tokens = json.loads((model / "tokenizer.json").read_text())["model"]
+    (model / "tokenizer.json").unlink()
+    edit(model / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    (model / "vocab.json").write_text(json.dumps(tokens["vocab"]))
+    (model / "merges.txt").write_text("\n".join(" ".join(pair) for pair in tokens["merges"]))
+    pinned(model, pad_token="<pad>")  # the plan cannot know
+    with pytest.raises(ConfigError, match=r"pad_token='<pad>': the tokenizer has no such token"):
+        fetched(pad_token="<pad>")
+    directory = fetched(pad_token=PAD)
+    assert AutoConfig.from_pretrained(directory).pad_token_id == tokens["vocab"][PAD]

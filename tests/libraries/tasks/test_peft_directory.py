@@ -28,6 +28,7 @@ from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.peft_adapter import MERGED_TYPES
 from lineage.sources import Pinned, pin
+from tasks.data.examine import fetch_tokenizer
 from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.train.adapter_files import base_and_adapters
 from tasks.train.models import tokenizer_of, whole_model
@@ -261,3 +262,9 @@ def test_a_directory_that_points_elsewhere_is_not_a_model(base: Path, tmp_path: 
     edit(directory / PARTS_FILE, weights="/etc", adapter=None)
     with pytest.raises(ConfigError, match=rf"holds {PARTS_FILE}, which posttrain writes into its cache alone"):
         fetch_model(checkpoint(directory), tmp_path / "cache")
+
+
+def test_its_tokens_are_counted_by_the_tokenizer_of_its_base(lora: Path, base: Path) -> None:
+    assert fetch_tokenizer(str(lora)) == base
+    move_tokenizer(Path(shutil.copytree(base, lora.parent / "copy")), lora)
+    assert fetch_tokenizer(str(lora)) == lora

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from flows import doctor
 from flows.commands import doctor as command
 from flows.doctor import Finding
+from lineage.errors import ConfigError
 
 VERSIONS = {"python": "3.11.7", "prefect": "3.8.8", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
             "transformers": "5.23.0", "torch": "2.13.0+cpu", "optuna": "5.0.0"}  # fmt: skip
@@ -286,3 +289,33 @@ def test_a_configuration_that_a_run_would_refuse_is_found(tmp_path, monkeypatch,
     assert names == absent
     refusals = [text for check, _, text in found if check == "configuration"]
     assert len(refusals) == bool(refusal) and all(refusal in text for text in refusals)
+
+
+def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
+    def refuse(seconds):
+        raise ConfigError("RAY_ADDRESS=auto: wants a token; or none; put it in RAY_AUTH_TOKEN")
+
+    monkeypatch.setattr("flows.stages.cluster_room.ask_cluster", refuse)
+    expected = Finding("ray", "error", "RAY_ADDRESS=auto: wants a token; or none", "put it in RAY_AUTH_TOKEN")
+    assert doctor.check_ray("auto") == expected
+
+
+def test_a_real_server_is_found_with_its_port_and_environment(tmp_path):
+    script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    for variable, level in [({}, "warn"), ({"PREFECT_SERVER_API_AUTH_STRING": "a:b"}, "ok")]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", script, "prefect.server.api.server:create_app"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "PREFECT_HOME": str(tmp_path), **variable},
+        )  # fmt: skip
+        port = int(server.stdout.readline())
+        [finding] = doctor.check_exposed([psutil.Process(server.pid)])
+        server.communicate(b"\n")
+        assert (finding.level, f"port {port}," in finding.found) == (level, level == "warn")
+
+
+def test_small_limits_are_found(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: DISK(2**26, 0, 2**29))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 1024))
+    found = faults(doctor.check_limits())
+    assert [each[:2] for each in found] == [("tmp", "warn"), ("shared memory", "warn"), ("open files", "warn")]
+    assert "0.5 GiB" in found[0][2] and "0.1 GiB" in found[1][2] and "1024 files" in found[2][2]

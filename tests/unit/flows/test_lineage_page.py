@@ -24,8 +24,9 @@ def test_hostile_text_makes_no_element_and_no_attribute():
 
 
 def test_hostile_text_arrives_as_it_is():
-    page = Page(render(hostile()))
-    assert json.loads(page.raw["script"][0]) == hostile()
+    text = render(hostile())
+    assert text.isascii()  # it can be written whatever a file is called
+    assert json.loads(Page(text).raw["script"][0]) == hostile()
 
 
 def test_no_field_of_a_template_is_filled_from_the_graph():
@@ -106,3 +107,23 @@ def test_layers_respect_edges_and_boxes_do_not_overlap(count: int):
     columns = sorted(boxes.values(), key=lambda box: (box.x, box.y))
     assert all(box.y >= 0 for box in columns)
     assert all(upper.x < lower.x or upper.y + upper.height < lower.y for upper, lower in pairwise(columns))
+
+
+def test_badges_say_alias_label_and_what_is_missing():
+    node = stage("dpo", aliases=["champion"], labels=["cc-by-nc-4.0"], state="missing")
+    assert {"champion", "cc-by-nc-4.0", "missing"} <= set(Page(render(graph_of([node], []))).words)
+
+
+def test_crossings_that_can_be_avoided_are():
+    edges = [Edge(parent=one, child=other, slot="rows") for one, other in ("ad", "bc", "ce", "df")]
+    ends = [Edge(parent=one, child="end", slot=one) for one in "ef"]
+    boxes, _routes = layout(dict.fromkeys(["a", "b", "c", "d", "e", "f", "end"], 66.0), edges + ends)
+    y = {name: box.y for name, box in boxes.items()}
+    assert (y["a"] < y["b"]) == (y["d"] < y["c"]) == (y["f"] < y["e"])
+
+
+def test_a_box_of_many_slots_grows():
+    edges = [Edge(parent=str(index), child="end", slot=str(index)) for index in range(20)]
+    _boxes, routes = layout(dict.fromkeys([*map(str, range(20)), "end"], 66.0), edges)
+    heights = sorted(points[-1][1] for points in routes)
+    assert min(high - low for low, high in pairwise(heights)) >= 15

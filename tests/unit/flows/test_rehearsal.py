@@ -9,7 +9,7 @@ import pytest
 from flows import rehearsal
 from flows.certify import certify, other_workers
 from flows.planning.plan import Plan
-from flows.rehearsal import delete_others, rehearse, scratch, scratch_plan, step_seconds
+from flows.rehearsal import delete_others, rehearse, row_of, scratch, scratch_plan, step_seconds
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lock import Lock
 from tasks.context import Launcher, Resources
@@ -132,3 +132,36 @@ def test_the_pace_is_that_of_the_fastest_step_by_its_own_tokens() -> None:
     assert step_seconds([{"loss": 1.0}, fast]) == 6.0
     assert step_seconds([{"loss": 1.0}]) is None
     assert step_seconds([]) is None
+
+
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> None:
+    best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
+    method = short(toy(*best), tmp_path).stage("left").stage.method
+    assert method.best.every_steps == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("files", "merged"),
+    [
+        (("model.safetensors", ADAPTER), True),
+        (("model-00001-of-00002.safetensors", "config.json", ADAPTER), True),
+        (("model.safetensors",), False),  # although the stage states an adapter
+        (("config.json", ADAPTER), False),
+        (("adapter_model.safetensors", "adapter_config.json"), False),
+    ],
+    ids=["merged", "in parts", "no adapter beside", "no model", "an adapter alone"],
+)
+def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple[str, ...], merged: bool) -> None:
+    plan = toy("stages.left.method.adapter={rank: 4}")
+    finish(plan)
+    left = plan.stage("left")
+    entry = plan.entry(left)
+    manifest = entry.manifest()
+    assert manifest
+    written = replace(manifest, files=dict.fromkeys(files, "d"))
+    (entry.path / "manifest.json").write_text(written.to_json())
+    row = row_of(plan, left, seconds=1.0, num_steps=40, checkpoint_bytes=None)
+    assert ("merge" in row.exercised) is merged

@@ -215,3 +215,27 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
     }  # fmt: skip
     replace(live, sweep=replace(sweep, trials=None)).write(store)
     assert "  trials    3 ended (2 complete, 1 failed); each" in text(store)
+
+
+def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
+    replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
+    assert f"      go on with: posttrain run {live.words[0]}" in text(store)
+
+
+def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
+    died(live).write(store)
+    os.utime(note_path(store, live.id), (0, time.time() - 1000))
+    assert f"its driver on {host()} was killed in dpo; run" in text(store)
+
+
+def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):
+    resting = {f"sft#{number}": live.stages["sft"] for number in range(30)}
+    replace(live, stages={**live.stages, **resting}).write(store)
+    assert "others  1 done, 31 reused, 1 pending" in text(store)
+    assert "dpo     3/13" in text(store)
+
+
+def test_what_has_not_begun_waits_for_nothing_once_its_run_is_over(store, live):
+    died(live).write(store)
+    [run] = status_dict(store, *views(store))["last"]
+    assert {stage["stage"]: stage["waits_for"] for stage in run["stages"]}["evaluate"] == ""

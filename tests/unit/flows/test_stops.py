@@ -11,7 +11,7 @@ import pytest
 
 from flows import __main__ as module
 from flows import stops
-from flows.stops import stoppable
+from flows.stops import hearing_sigterm, stoppable
 from lineage.holder import host
 
 
@@ -95,3 +95,26 @@ def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("flows.stops._PATIENCE_SECONDS", 0.2)
     with pytest.raises(KeyboardInterrupt), stoppable():
         importlib.import_module("endless")
+
+
+def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, monkeypatch):
+    def prefects(number, frame):
+        raise RuntimeError
+
+    (tmp_path / "asked_by_sigterm.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def flow_run() -> None:
+        with stoppable():
+            signal.signal(signal.SIGTERM, prefects)
+            try:
+                with hearing_sigterm():
+                    then_wait(lambda: importlib.import_module("asked_by_sigterm"))
+            finally:
+                assert signal.getsignal(signal.SIGTERM) == prefects
+
+    with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"):
+        flow_run()
+    assert sys.modules.pop("asked_by_sigterm").whole

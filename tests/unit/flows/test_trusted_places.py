@@ -5,10 +5,12 @@ import http.server
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from flows.__main__ import main
+from flows.reports.run import summary
 from lineage.secrets import redacted
 from lineage.store import MARKER
 from tests.command import CONF, Command
@@ -238,3 +240,60 @@ def test_no_escape_of_a_log_reaches_the_terminal(tmp_path, capsys):
 
 
 # --- rows and models that cannot be read
+
+
+def _columns(path):
+    path.write_text(",".join(f"c{number}" for number in range(10_001)) + "\n" + "," * 10_000 + "\n")
+
+
+def _cells(path):
+    path.write_text("a,b\n" + "," * 1_000_001 + "\n")
+
+
+def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    with (tmp_path / "rows.txt").open("a") as rows:
+        rows.write("x" * 2_000_000)  # its digest would be kept
+    os.utime(tmp_path / "rows.txt", (0, 0))
+    assert toy("plan", f"store={tmp_path / 'foreign'}").returncode == 0
+    assert list((tmp_path / "foreign").iterdir()) == []
+
+
+def test_no_escape_of_a_store_is_in_the_end_of_a_run():
+    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
+    assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
+
+
+def test_of_data_too(toy):
+    result = toy("data", "rows.txt", "split=train", "split=train[:1]")
+    assert result.returncode == 2 and "split: is given twice" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (_columns, "10,001 columns; at most 10,000 are accepted"),
+        (_cells, "rows.csv:2: a row of more than 1,000,000 separators"),
+    ],
+)
+def test_a_table_that_no_person_wrote_is_refused_by_name(write, found, tmp_path, capsys):
+    write(tmp_path / "rows.csv")
+    assert main(["data", str(tmp_path / "rows.csv")]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'rows.csv'}:" in said and found in said
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "remedy"),
+    [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
+)
+def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
+    from lineage import sources
+
+    def refused(directory):
+        raise OSError(code, text, f"{directory}/proc/1/net")
+
+    (tmp_path / "rows").mkdir()
+    monkeypatch.setattr(sources, "file_names", refused)
+    assert main(["data", str(tmp_path / "rows")]) == 2
+    assert f"{tmp_path}/rows/proc/1/net: {text}; {remedy}" in capsys.readouterr().err

@@ -113,3 +113,21 @@ def test_a_stage_that_is_new_since_dvc_yaml_was_written_is_named(ran, tmp_path, 
     (tmp_path / "dvc.yaml").write_text("".join(line for line in text.splitlines(True) if "right" not in line))
     assert ran() == ALL
     assert "does not keep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["tracking.dvc=false", "stages.corpus.method.held_out=0.2"])
+def test_who_wants_no_dvc_hears_nothing_of_it(repository, capsys, word):
+    assert default_pipeline(capsys, word) == ""
+
+
+def test_a_pipeline_that_dvc_yaml_never_had_is_no_news(ran, tmp_path, capsys):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    ran()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_dvc_repository_nothing_is_said(ran, tmp_path, capsys):
+    declare(tmp_path)
+    assert ran() == ALL
+    assert capsys.readouterr().err == ""

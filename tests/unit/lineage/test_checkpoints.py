@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.checkpoints import RECORD, Checkpoints
+from lineage.errors import ArtifactError
 from tests import saved
 
 
@@ -116,3 +117,31 @@ def test_only_what_is_kept_stays(store: Checkpoints) -> None:
     assert sorted(path.name for path in store.directory.iterdir()) == ["step-2", "step-4"]
     store.clear()
     assert not store.directory.exists()
+
+
+def test_a_directory_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="its name is not step-N"):
+        Checkpoints.at(tmp_path)
+
+
+def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
+    draft = store.directory / "draft-7"
+    draft.mkdir(parents=True)
+    (draft / "model.safetensors").write_text("half")
+    assert store.steps() == []
+    assert store.newest() is None
+    assert store.newest_intact() == (None, [])
+
+
+def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:
+    def require() -> None:
+        raise ArtifactError("the lock was lost")
+
+    theirs = (commit(store, 5) / RECORD).read_bytes()
+    mine = Checkpoints(store.directory, require)
+    with pytest.raises(ArtifactError, match="was lost"):
+        commit(mine, 5, metrics={"loss": 9.0})
+    with pytest.raises(ArtifactError, match="was lost"):
+        mine.keep([])
+    assert (store.path(5) / RECORD).read_bytes() == theirs
+    assert store.damage(5) == []

@@ -118,3 +118,17 @@ def test_a_parent_made_again_between_the_two_is_named(store):
     assert base.fingerprint == again.fingerprint
     whats = [what for what, _ in found(store, first, second)]
     assert whats == ["bytes of an input", "seed"]
+
+
+def test_a_parents_recipe_comes_after_data_and_before_code(store):
+    first = store.chain()
+    base = store.stage("base", {"rows": first["corpus"]}, recipe={"size": 2})
+    other = store.stage("dpo", {"policy": base, "pairs": first["pairs"]}, provenance={"code_digest": "e" * 64})
+    plain = store.stage("dpo", {"policy": first["base"], "pairs": first["pairs"]}, recipe={"seed": 1})
+    assert [what for what, _ in found(store, plain, other)] == ["recipe of a parent", "seed", "code"]
+
+
+def test_an_artifact_does_not_differ_from_itself(store):
+    made = store.chain()
+    assert found(store, made["dpo"], made["dpo"]) == []
+    assert "A and B are one artifact" in text(store, made["dpo"], made["dpo"])

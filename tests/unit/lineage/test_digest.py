@@ -161,3 +161,28 @@ def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(
         (package / f"{name}.py").write_text("changed = 1\n")
         digests.append(code_digest("bare.method"))
     assert len(set(digests)) == 3
+
+
+def test_a_commit_of_a_hub_id_needs_no_network():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    pinned = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision=commit)).source
+    assert pinned.revision == commit
+
+
+def test_a_glob_covers_its_files(tmp_path):
+    (tmp_path / "1.jsonl").write_text("1")
+    before = pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint
+    (tmp_path / "2.jsonl").write_text("2")
+    assert pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint != before
+
+
+def test_digest_is_sha256(tmp_path):
+    (tmp_path / "f").write_bytes(b"abc")
+    assert digest_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatch):
+    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", 60 * 10**9)
+    cache = DigestCache(tmp_path / "digests.json")
+    assert cache.digest(large) == cache.digest(large)
+    assert len(hashed) == 2 and not (tmp_path / "digests.json").exists()

@@ -193,3 +193,30 @@ def test_no_run_records_what_it_reads_between_the_last_check_and_the_deletion(wr
     assert delete(written.root, garbage, roots)
     runs[0].join()
     assert order == [("the last check", True), ("the run checks", False)]
+
+
+def test_the_checkpoints_that_keep_best_keeps_stay(written):
+    best = {"resources": {"keep_best": {"metric": "loss", "n": 1}}}
+    made = written.stage("sft", {"rows": written.source("rows")}, provenance=best)
+    checkpoints = entry_of(written, made).checkpoints
+    commit(checkpoints, 3)
+    assert found(written, made) == ([], [])
+    (checkpoints.directory / ".step-5.gone").mkdir()
+    [garbage], _ = found(written, made)
+    assert delete(written.root, garbage, nothing)
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-3"]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_another_gc_deletes_meanwhile_is_not_found(written, made, monkeypatch, is_last):
+    other, entry, read = written.stage("dpo", {"policy": made}), entry_of(written, made), Entry.manifest
+
+    def slow(at):
+        if is_last:
+            shutil.rmtree(entry.path.parent, ignore_errors=True)  # before this stage is read
+        elif at.path == entry.path:
+            shutil.rmtree(entry.path)
+        return read(at)
+
+    monkeypatch.setattr(Entry, "manifest", slow)
+    assert [each.what for each in found(written)[0]] == [node(other)]

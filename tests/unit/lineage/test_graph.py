@@ -238,3 +238,30 @@ def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_named(store):
     (store.root / LABELS).write_text("{}\n")
     with pytest.raises(ArtifactError, match=r"labels\.jsonl:1"):
         stated_labels(store.root)
+
+
+def test_labels_flow_down_and_not_up(store):
+    made = store.chain()
+    found = graph(store, made["evaluate"])
+    assert found.labels == {"cc-by-nc-4.0"}
+    assert found.nodes[node(made["dpo"])].labels == {"cc-by-nc-4.0"}
+    assert found.nodes[node(made["cpt"])].labels == set()
+    assert graph(store, made["cpt"]).labels == set()
+
+
+def test_it_shows_an_artifact_as_it_was_made_last_whatever_the_index_says(store):
+    made = store.stage("dpo", {}, recipe={"beta": 1}, output="one")
+    with Index(store.root) as index:
+        again = store.stage("dpo", {}, recipe={"beta": 1}, output="two")
+        assert ancestry(index, node(made)).nodes[node(made)].manifest.output_digest == again.output_digest
+
+
+def test_a_link_to_the_store_leads_to_its_outputs(store, tmp_path):
+    dpo = store.chain()["dpo"]
+    (tmp_path / "link").symlink_to(store.root)
+    assert found(store, str(tmp_path / "link" / "dpo" / short(dpo.fingerprint) / "output")) == node(dpo)
+
+
+def test_an_empty_store_says_what_to_run(store):
+    with pytest.raises(ConfigError, match="no finished artifact; make one with: posttrain run"):
+        found(store, "p/dpo")

@@ -197,3 +197,43 @@ def test_data_that_cannot_be_searched_is_named_and_not_answered_for(store, caplo
     write_rows(store, first["corpus"], [TRAINED], [])
     assert answer(store, f"source:corpus#{TRAINED}")["rows"]
     assert node(second["corpus"]) in caplog.text
+
+
+def test_a_label_is_found_whatever_its_case(store):
+    store.stage("dpo", {"rows": store.source("corpus", labels=["CC-BY-NC-4.0"])})
+    assert stages(answer(store, "label:cc-by-nc-4.0")) == {"dpo"}
+
+
+def test_another_model_takes_the_place_of_a_base_that_must_go(store):
+    made = store.chain()
+    assert "stages.cpt.inputs.policy=ANOTHER" in text(store, node(made["base"]))
+
+
+def test_what_no_pipeline_stands_on_any_more_needs_no_retraining(store):
+    store.chain("a")
+    store.chain("b", beta=0.2)
+    found = answer(store, f"source:corpus@{_digits(store, 'a')}")
+    assert found["artifacts"] and found["retraining"] == []
+
+
+def test_the_view_says_what_a_pipeline_stands_on(store):
+    first = store.chain("a")
+    store.chain("b", beta=0.2)
+    for stage, manifest in first.items():
+        view = store.root / "pipelines" / "p" / stage
+        view.mkdir(parents=True)
+        (view / "manifest.json").write_text(manifest.to_json())
+    assert answer(store, f"source:corpus@{_digits(store, 'a')}")["retraining"]
+    assert answer(store, f"source:corpus@{_digits(store, 'b')}")["retraining"] == []
+
+
+@pytest.mark.parametrize("ref", ["", "  "])
+def test_an_empty_ref_is_refused(store, ref):
+    store.chain()
+    with pytest.raises(ConfigError, match="REF is empty"):
+        answer(store, ref)
+
+
+def test_several_rows_with_a_text_are_answered_for_together(store, with_rows):
+    found = answer(store, "source:corpus#a secret")
+    assert sorted(row["text"] for row in found["rows"]) == [HELD, TRAINED]

@@ -165,3 +165,20 @@ def test_several_processes_build_it_at_once(store):
     for worker in workers:
         worker.join()
     assert not list(store.root.glob("index.sqlite-*"))
+
+
+def test_a_record_of_another_artifact_is_no_record(store):
+    made = store.stage("dpo", {})
+    (store.root / "dpo" / short(made.fingerprint)).rename(store.root / "dpo" / ("0" * 16))
+    with Index(store.root) as index:
+        assert index.is_empty()
+
+
+def test_logs_and_views_are_no_stages(store):
+    made = store.stage("dpo", {})
+    for name in ("logs", "pipelines"):
+        place = store.root / name / short(made.fingerprint)
+        place.mkdir(parents=True)
+        (place / "manifest.json").write_text(made.to_json())
+    with Index(store.root) as index:
+        assert index.places() == [("p", "dpo")]

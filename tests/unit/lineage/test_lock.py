@@ -15,7 +15,7 @@ import pytest
 from lineage import lock as lock_module
 from lineage.errors import ArtifactError, StoppedError
 from lineage.holder import Holder
-from lineage.lock import Lock, acquire_or, not_locking, owner
+from lineage.lock import Lock, acquire_or, not_locking, owner, require_owned
 
 
 def test_a_second_contender_does_not_get_the_lock_and_nothing_is_left_of_it(tmp_path):
@@ -141,3 +141,23 @@ def test_mounts_on_which_hosts_do_not_see_each_other_s_locks(tmp_path, line, why
 )
 def test_which_process_of_this_host_is_dead(fields, dead):
     assert replace(Holder.here(), **fields).is_dead(0.0) is dead
+
+
+def test_a_clock_that_is_set_kills_no_process():
+    here = Holder.here()
+    assert here.booted is not None
+    assert not replace(here, started=here.started - 3600, booted=here.booted - 3600).is_gone()
+
+
+def test_a_directory_that_was_deleted_while_one_waited_is_made_again(tmp_path):
+    directory = tmp_path / "entry"
+    lock = Lock(directory)
+    directory.rmdir()
+    assert acquire_or(lock, lambda: False, lambda: None)
+    require_owned(directory, lock.token)
+
+
+def test_a_lock_file_of_an_earlier_version_locks_nothing(tmp_path):
+    (tmp_path / "lock").write_text('{"host": "el')
+    assert owner(tmp_path) is None
+    assert Lock(tmp_path).try_acquire()

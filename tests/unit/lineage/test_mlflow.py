@@ -106,3 +106,9 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     os.utime(note_path(tmp_path, run.id), (0, 0))
     module.complete_record(pipeline)
     assert told == [[elsewhere]] and not path.exists()
+
+
+def test_the_variable_wins_over_the_default_and_the_configuration_over_the_variable(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
+    assert tracking_uri(None) == "http://mlflow.example:5000"
+    assert tracking_uri("sqlite:///other.db") == "sqlite:///other.db"

@@ -97,3 +97,10 @@ def test_a_plan_reads_the_files_of_a_model(model):
     (model / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
         pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))
+
+
+def test_a_link_in_a_folder_of_it_is_found(model):
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../secret")
+    with pytest.raises(ConfigError, match=r"tool_use\.jinja is a link"):
+        require_own_files(model)

@@ -1,7 +1,10 @@
 import multiprocessing
 from pathlib import Path
 
-from lineage.promotions import Event, append, decision, locked, read_events, stacks, taken_back
+import pytest
+
+from lineage.errors import ArtifactError
+from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, stacks, taken_back
 
 
 def promote(store: Path, fingerprint: str, alias: str = "champion") -> None:
@@ -71,3 +74,22 @@ def test_a_model_that_was_rolled_back_is_taken_back_until_it_is_promoted_again(t
     assert taken() == {"b"}
     promote(tmp_path, "b")
     assert taken() == set()
+
+
+def test_a_damaged_line_before_the_last_is_named(tmp_path):
+    promote(tmp_path, "a")
+    with (tmp_path / PROMOTIONS).open("a") as file:
+        file.write("{}\n")
+    promote(tmp_path, "b")
+    with pytest.raises(ArtifactError, match=r"promotions\.jsonl:2: is no event"):
+        read_events(tmp_path)
+
+
+def test_a_write_that_a_kill_cut_short_never_happened(tmp_path):
+    promote(tmp_path, "a")
+    whole = (tmp_path / PROMOTIONS).read_bytes()
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        (tmp_path / PROMOTIONS).write_bytes(whole + whole[:cut])
+        assert [event.fingerprint for event in read_events(tmp_path)] == ["a"]
+        promote(tmp_path, "b")
+        assert [event.fingerprint for event in read_events(tmp_path)] == ["a", "b"]

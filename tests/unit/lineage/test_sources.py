@@ -54,6 +54,20 @@ def test_what_nothing_would_read_is_refused(source, message):
         pinned(source)
 
 
+def test_a_bounded_stream_is_pinned_and_a_sample_of_it_is_another_than_that_of_all_rows(tmp_path, monkeypatch):
+    for bound in ({"split": "train[:1000]"}, {"split": "train[5:1000]"}):
+        assert pinned(hub(streaming=True, **bound)).source.streaming
+    whole, stream = (pinned(hub(sample_count=5, streaming=streaming)) for streaming in (False, True))
+    assert whole.fingerprint != stream.fingerprint
+    assert stream.record.reading == {"sample_count": 5, "streaming": True}
+    assert pinned(hub(sample_count=5, labels=("nc",))).fingerprint == whole.fingerprint
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").write_text("{}")  # a file whose path could be a hub id
+    with pytest.raises(ConfigError, match=r"owner/name is no hub data set; .* remove streaming"):
+        pin("owner/name", streaming=True, sample_count=1)
+
+
 def test_what_was_pinned_can_be_pinned_again(tmp_path):
     """As it is before a stage starts; the revision is then our own."""
     (tmp_path / "a.py").write_text("def rows(): ...")
@@ -144,6 +158,11 @@ def test_a_directory_of_both_is_neither(rows: Path) -> None:
     (rows / "paragraphs.txt").rename(rows / "README.txt")  # a note, which is not read
     assert pin(rows).record.reading == {}
     assert pin(rows / "README.txt").record.reading == {"split_by": "paragraph"}
+    memory = fsspec.filesystem("memory")  # behind a URL they are split as they would be here
+    for name in ("lines.txt", "README.txt"):
+        memory.pipe(f"/{rows.name}/{name}", (rows / name).read_bytes())
+    assert pin(f"memory://{rows.name}/lines.txt").record.reading == {}
+    assert pin(f"memory://{rows.name}/README.txt").record.reading == {"split_by": "paragraph"}
 
 
 @pytest.mark.parametrize("path", ["rows.jsonl", "quickstart:corpus", "python:os.listdir"])
@@ -179,6 +198,10 @@ def test_a_function_is_pinned_to_its_code_and_what_that_imports(package):
     assert len({before.fingerprint, imported.fingerprint, pin("python:mine.rows.rows").fingerprint}) == 3
     assert before.record.revision == before.source.revision
     assert "mine" not in sys.modules  # and CODE, once run, would have raised
+
+
+def test_another_function_of_the_same_file_is_another_source(package):
+    assert pin("python:mine.rows.rows").fingerprint != pin("python:mine.rows.others").fingerprint
 
 
 def test_a_file_is_pinned_to_its_bytes_wherever_it_lies(tmp_path, monkeypatch):
@@ -330,6 +353,15 @@ def test_a_web_page_is_a_file_and_a_page_that_ends_with_a_slash_lists_them(tmp_p
         assert fingerprint(f"{address}/a.jsonl") != before
         with pytest.raises(ConfigError, match="no file there, or its server does not answer"):
             remote_versions("rows", f"{address}/none.jsonl")
+
+
+def test_a_file_system_that_tells_no_version_is_refused(monkeypatch, bucket):
+    listed = {"/bucket/a.jsonl": {"name": "/bucket/a.jsonl", "type": "file", "size": 3}}
+    monkeypatch.setattr(type(bucket), "find", lambda *_, **__: listed)
+    asked = type(bucket).info
+    monkeypatch.setattr(type(bucket), "info", lambda self, path: listed.get(path) or asked(self, path))
+    with pytest.raises(ConfigError, match="neither a checksum nor a time of change"):
+        remote_versions("rows", "memory://bucket")
 
 
 def test_a_model_is_not_read_from_a_url():

@@ -34,6 +34,16 @@ def entry(tmp_path):
     return entry
 
 
+def test_an_output_is_unfinished_until_it_is_committed(tmp_path, entry):
+    assert entry.path == tmp_path / "dpo" / ("f" * 16)
+    assert not entry.is_finished()
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
+    assert entry.is_finished() and not entry.work.exists()
+    assert Manifest.from_json(manifest().to_json()) == manifest()
+
+
 def test_a_kill_between_output_and_manifest_leaves_it_unfinished(entry, monkeypatch):
     lock = Lock(entry.path)
     lock.try_acquire()
@@ -154,3 +164,27 @@ def test_every_file_of_a_checkpoint_is(tmp_path: Path, mode: int) -> None:
     write_for_the_writer_alone(tmp_path / "draft")
     record = Checkpoint(step=5, time=1.0, train_seconds=1.0, num_workers=1, zero_stage=0, metrics={})
     assert modes(entry.checkpoints.commit(tmp_path / "draft", record)) == {mode}
+
+
+def test_what_lies_elsewhere_and_what_may_be_read_by_more_stays_as_it_is(tmp_path: Path) -> None:
+    entry = Store(tmp_path).entry("dpo", "f" * 64)
+    entry.begin()
+    elsewhere = write_for_the_writer_alone(tmp_path / "hub")
+    (entry.output / "link").symlink_to(elsewhere)
+    (entry.output / "gone").symlink_to(tmp_path / "gone")
+    (entry.output / "script").write_text("")
+    (entry.output / "script").chmod(0o755)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
+    assert elsewhere.stat().st_mode & 0o777 == 0o600
+    assert (entry.output / "script").stat().st_mode & 0o777 == 0o755
+
+
+def test_who_comes_next_removes_what_a_kill_left(entry):
+    save(entry, 2)
+    for name in ("checkpoints.12345678.gone", "work.12345678.gone", "checkpoints/.step-4.12345678"):
+        (entry.path / name).mkdir()
+    entry.fence()
+    assert sorted(path.name for path in entry.path.iterdir()) == ["checkpoints", "logs", "output"]
+    assert [path.name for path in (entry.path / "checkpoints").iterdir()] == ["step-2"]

@@ -102,6 +102,14 @@ def one(root):
     return finding.fault, finding.what, finding.why
 
 
+def test_an_added_file_and_a_manifest_that_cannot_be_read_are_named(store):
+    (place(store, "a") / "output" / "more.txt").write_text("")
+    (place(store, "b") / "manifest.json").write_text("{}")
+    assert [(each.fault, each.what) for each in findings(store)] == [
+        (Fault.CHANGED, node(store, "b")), (Fault.CHANGED, node(store, "a")),
+    ]  # fmt: skip
+
+
 def test_an_intact_store_has_no_finding(store):
     assert findings(store) == []
 

@@ -170,3 +170,32 @@ def test_a_store_that_may_only_be_read_is_not_adopted_into_and_says_so(store, vi
 
     monkeypatch.setattr(Lock, "try_acquire", refuse)
     assert "is not adopted: read-only" in view.adopt("sft")
+
+
+def test_another_inode_with_the_same_bytes_is_as_good(store, view):
+    """DVC links equal files of two stages to one."""
+    entry = made(store)
+    view.show({"sft": entry})
+    shown = view.place("sft") / "output/content.txt"
+    shown.unlink()
+    shutil.copyfile(entry.output / "content.txt", shown)
+    assert view.shows("sft", entry)
+
+
+def test_nothing_is_adopted_over_a_run_that_is_making_it(store, view):
+    entry = made(store)
+    view.show({"sft": entry})
+    shutil.rmtree(entry.path)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    assert view.adopt("sft") is None
+    assert not entry.is_finished()
+
+
+def test_it_moves_whole_to_another_entry(store, view):
+    view.show({"sft": made(store, recipe={"beta": 1})})
+    other = made(store, recipe={"beta": 2})
+    view.show({"sft": other})
+    assert view.shows("sft", other)
+    assert (view.place("sft") / "output/content.txt").read_text() == (other.output / "content.txt").read_text()
+    assert sorted(path.name for path in view.root.iterdir()) == [".lock", "sft"]

@@ -195,3 +195,12 @@ def test_what_an_attempt_before_left_is_room(model: Path, entry: Entry, free) ->
 def test_biases_of_a_model_that_has_none_are_refused():
     with pytest.raises(ConfigError, match=r"adapter\.bias=all: this model has no biases"):
         adapter_weights(Adapter(bias="all"), SHAPES)
+
+
+def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
+    keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
+    assert require_room("sft", SFT(num_steps=100), keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
+
+
+def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
+    assert need(save_steps=10, zero_stage=2, num_workers=2).checkpoint == 20 * WEIGHTS

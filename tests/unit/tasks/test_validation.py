@@ -266,3 +266,30 @@ def test_every_field_changes_the_learning_rate() -> None:
     assert OTHER.keys() == {each.name for each in fields(Adaptive)}
     unchanged = [name for name, value in OTHER.items() if factors(**{name: value}) == factors()]
     assert unchanged == []
+
+
+def test_a_spike_does_not_hide_the_next() -> None:
+    watch = watched(Adaptive(start_steps=5), [*STEADY, 50.0, 50.0])
+    assert [event for _, event, _ in watch.events] == ["spike", "spike"]
+
+
+def test_before_enough_losses_nothing_is_a_spike() -> None:
+    assert not watched(Adaptive(start_steps=7), [*STEADY, 50.0]).events
+
+
+def test_without_a_checkpoint_to_go_back_to_it_is_a_spike() -> None:
+    watch = watched(Adaptive(start_steps=5, divergence_z=20.0), [*STEADY, 9.0])
+    assert [event for _, event, _ in watch.events] == ["spike"]
+
+
+def test_the_best_of_an_older_one_that_is_kept_stays_too() -> None:
+    found = saved(s2=2.0, s5=6.0, s6=1.0)
+    assert kept_steps(found, 2, None, Best(metric="loss", every_steps=2)) == {2, 5, 6}
+
+
+def test_no_rounding_adds_a_step() -> None:
+    assert steps_of_epochs(1.1, 100, 10) == 11  # 1.1 * 100 / 10 = 11.000000000000002 in floats
+
+
+def test_steps_do_not_ask_for_rows() -> None:
+    assert [step for step in range(1, 10) if Validation(every_steps=3).is_due(step, 0, 8)] == [3, 6, 9]

@@ -11,12 +11,14 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
 from flows.stages import ray_train
-from flows.stages.endings import asked, death, memory_hint, memory_kills
+from flows.stages.endings import asked, death, failed, left, memory_hint, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
+from lineage.store import Entry
 from tasks.context import Resources
 from tasks.heartbeat import Alive, Doing
+from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()
@@ -153,3 +155,20 @@ def test_the_session_of_our_own_cluster_lies_where_no_other_account_can_enter(tm
         folder = Path(options["_temp_dir"])
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
         assert len(f"{folder}/session_2026-11-22_16-51-55_123456_1234567/sockets/plasma_store") <= 107
+
+
+def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
+    loads = replace(job, directory=tmp_path / "other")
+    for rank in (0, 1):
+        Alive(loads.directory / "work", rank, None).mark(None, Doing.LOADING)
+    assert failed(loads, 0, DataError("no rows")).cause == "no rows"
+    assert death(loads, -signal.SIGSEGV, None).cause == f"rank 0 on {HERE} was killed by SIGSEGV before its first step"
+    assert failed(loads, 0, ValueError("x\ny")).cause == "ValueError: x"
+    assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
+
+
+def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
+    assert left(job) == "sft begins again"
+    for step in (3, 12):
+        save(Entry(job.directory), step)
+    assert left(job) == "sft saved at step 12"

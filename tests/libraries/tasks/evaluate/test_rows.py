@@ -198,3 +198,12 @@ def test_too_many_dropped_rows_are_refused_with_the_remedy(tmp_path: Path, token
 def test_no_capacity_for_a_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_new_tokens=64 of evaluate leaves no capacity for a prompt in max"):
         Lengths(max_length=64, max_new_tokens=64)
+
+
+def test_long_documents_are_counted_and_refused_only_where_nothing_is_left(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lengths = Lengths(max_length=8, max_new_tokens=2, max_cut=1)
+    rows = drawn(tmp_path, tokenizer, [long_pair("r", 5, 4)], lengths)
+    assert rows.lost["text/rows_cut"] == 4
+    assert {len(row.input_ids) for row in rows.text} == {8}

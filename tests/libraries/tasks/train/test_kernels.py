@@ -166,3 +166,8 @@ def test_auto_is_the_fastest_attention_that_is_installed(
     fake_gpu(monkeypatch, capability=capability)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in installed else None)
     assert attention_of(replace(ON_GPU, **fields), precision) == expected
+
+
+def test_products_of_a_gpu_keep_the_default():
+    with fast_products(on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "highest"

@@ -123,3 +123,19 @@ def test_the_last_steps_count_and_of_held_out_rows_the_step_itself():
 def test_a_metric_that_some_steps_lack_is_the_mean_of_the_others():
     log = [entry(1, kl=1.0), entry(2), entry(3, kl=2.0), entry(4)]
     assert step_metrics(log, 4) == {"loss": 2.5, "kl": 1.5}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_written(tmp_path, monkeypatch, rank):
+    def fails(*_):
+        raise OSError("the connection to another worker is gone")
+
+    monkeypatch.setattr(module, "_train", fails)
+    monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
+    draft = tmp_path / "checkpoint-4"
+    draft.mkdir()
+    state, args = SimpleNamespace(global_step=3), SimpleNamespace(max_steps=8, deepspeed=None)
+    context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, rank=rank, world_size=2)
+    with pytest.raises(OSError, match="connection"):
+        module.fit(SFT(), trainer(state, args), {}, context, 40)
+    assert draft.exists() == (rank == 1)

@@ -204,3 +204,22 @@ def test_a_fallback_that_cannot_serve_is_refused_also_while_a_champion_is_there(
 def test_what_retraining_lacks_is_named(renewed, override, said):
     with pytest.raises(ConfigError, match=said):
         renewed("a", override)
+
+
+def test_a_champion_that_was_made_without_that_stage_gives_no_data(renewed):
+    made(renewed("a"))
+    plan = renewed("b", "sources.old-data.path=alias:champion/elsewhere")
+    assert "replay" not in inputs_of(plan, "data")
+    assert any("which was made without that stage; left out: data.replay" in note for note in plan.notes)
+
+
+def test_a_change_of_the_gate_alone_trains_nothing_again(renewed):
+    made(renewed("a"))
+    made(renewed("b"))
+    plan = renewed("b", "stages.gate.method.seed=1")
+    assert [planned.name for planned in plan.stale] == ["gate"]
+
+
+def test_a_slot_that_needs_a_model_is_not_left_out(toy):
+    with pytest.raises(ConfigError, match=r"stages\.left\.inputs\.policy=champion: alias:champion names nothing that"):
+        toy("stages.left.inputs.policy=champion")

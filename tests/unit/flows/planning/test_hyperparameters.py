@@ -6,7 +6,7 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
-from flows.planning.staleness import hyperparameters, write_examples
+from flows.planning.staleness import former_defaults, hyperparameters, write_examples
 from flows.reports.run import plan_table
 from flows.stages.data_checks import DataChecks
 from tasks.dpo import DPO
@@ -104,3 +104,9 @@ def test_what_a_former_default_made_is_run_again_and_the_plan_says_why(tmp_path:
         "1000 steps and is one epoch now: num_steps=1000 keeps it; the default under an adapter is 10 times as high "
         "now: learning_rate=2e-05 keeps it"
     )
+
+
+def test_other_differences_are_no_former_defaults() -> None:
+    assert former_defaults(SFT(num_epochs=2), {"num_steps": 1000}) == []
+    assert former_defaults(SFT(), {"num_steps": 900, "learning_rate": 2e-5}) == []
+    assert former_defaults(SFT(adapter=LORA, learning_rate=1e-3), {"adapter": {}, "learning_rate": 2e-5}) == []

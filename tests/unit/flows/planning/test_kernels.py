@@ -1,5 +1,6 @@
 """What the plan decides and refuses about precision and kernels."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from flows.planning import kernels
 from flows.planning.plan import make_plan
 from lineage.errors import ConfigError
 from lineage.kind import kind_here
+from tests.command import Command
 
 TRAINED = ("cpt", "sft", "reward", "dpo")
 
@@ -166,3 +168,10 @@ def test_bf16_is_suggested_where_the_cpu_has_instructions_for_it(tmp_path, monke
     assert kernels.bf16_notes({"sft": stages["sft"], "evaluate": stages["evaluate"]}) == []
     monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "nothing")
     assert kernels.bf16_notes(stages) == []
+
+
+def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
+    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
+    document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
+    assert any("this CPU has amx_bf16" in note for note in document["notes"])

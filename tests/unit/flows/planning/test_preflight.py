@@ -172,3 +172,13 @@ def test_nothing_trains_before_all_data_is_prepared_also_that_which_needs_a_toke
     assert plan.waits(plan.stage("base")) == {"corpus"}
     names = [planned.name for planned in plan.stages]
     assert all(names.index(other) < names.index(name) for name in names for other in plan.waits(plan.stage(name)))
+
+
+def test_data_stages_take_no_gpu():
+    plan = make_plan(load_pipeline(["resources=gpu"]))
+    assert needs(plan.stage("corpus"))[1] == 0
+    assert needs(plan.stage("evaluate"))[1] == 1
+
+
+def test_packing_on_the_quickstarts_own_model_is_planned():
+    assert not is_refused(load_pipeline(["stages.sft.method.packing=best_fit"]))

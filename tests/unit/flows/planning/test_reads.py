@@ -8,8 +8,11 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import claim, reads
+from flows.rehearsal import scratch_plan
 from lineage.errors import ArtifactError
 from lineage.graph.places import node_key
+from lineage.lock import Lock
+from lineage.store import Store
 from tests.command import CONF
 from tests.finished import finish, save
 from tests.written_store import WrittenStore, node
@@ -73,3 +76,34 @@ def test_a_run_that_would_go_on_does_not_begin_again_where_its_checkpoints_are_g
         claim([begun])
     finish(begun, "left")  # another run has
     claim([begun])
+
+
+def test_it_says_so_too_of_an_output_that_a_source_names(plan):
+    made = plan()
+    shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
+    with pytest.raises(ArtifactError, match=r"corpus/.*content.txt: was there"):
+        claim([made])
+
+
+def test_a_run_that_would_go_on_waits_for_one_that_began_it_again(begun):
+    left = begun.entry(begun.stage("left"))
+    lock = Lock(left.path)
+    assert lock.try_acquire()
+    left.begin()
+    with lock.holding():
+        claim([begun])  # raises where it takes it for gone
+
+
+def test_a_run_that_would_go_on_does_not_wait_for_gc_which_deletes_its_checkpoints(begun):
+    left = begun.entry(begun.stage("left"))
+    lock = Lock(left.path)
+    assert lock.try_acquire()
+    left.checkpoints.clear()
+    shutil.rmtree(left.work, ignore_errors=True)
+    with lock.holding(), pytest.raises(ArtifactError, match="run again"):
+        claim([begun])
+
+
+def test_a_rehearsal_reads_the_real_store(plan, tmp_path):
+    short = scratch_plan(plan().pipeline, tmp_path / "scratch", num_steps=2, save_steps=1)
+    assert node(plan.made) in reads(short)

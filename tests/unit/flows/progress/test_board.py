@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from flows.progress import stage_progress as progress
 from flows.progress.board import Board
 from flows.progress.stage_progress import Progress
 from flows.wording import clock, counted
@@ -142,3 +143,8 @@ def test_times_are_read_as_clocks():
 
 def test_one_is_no_plural():
     assert [counted(number, "CPU") for number in (0, 1, 2)] == ["0 CPUs", "1 CPU", "2 CPUs"]
+
+
+def test_a_stage_without_steps_shows_how_long_it_runs(path, monkeypatch):
+    monkeypatch.setattr(progress.time, "time", lambda: 30.0)
+    assert read(path, total=None, started=10.0).describe() == "20 s"

@@ -144,13 +144,21 @@ def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
     assert links.mlflow_run == "abc" and links.mlflow.startswith("sqlite:///")
 
 
-def test_a_store_that_cannot_be_written_stops_no_run(plan, journal):
+def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan, journal):
     store = plan.pipeline.store
     store.mkdir()
     (store / "runs").write_text("in the way")
     with journal.open():
         journal.running("left", store / "metrics.jsonl", None)
+    waiting = WaitingNote(store, "toy", [])
+    with waiting.open():
+        waiting.waits_for("another run")
     assert (store / "runs").read_text() == "in the way"
+
+
+def test_what_is_reused_is_waited_for_by_nothing(plan):
+    with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
+        assert the_note(plan.pipeline.store).stages["model"].after == []
 
 
 def test_what_is_deleted_before_a_run_has_noted_it_ends_the_run_at_its_begin(plan):
@@ -217,6 +225,16 @@ def test_a_run_of_another_host_dies_by_silence_and_one_of_this_host_with_its_pro
     for name, content in {"20990101-000000-aaaa": '{"id": ', "20990101-000000-bbbb": json.dumps({"id": 1})}.items():
         (tmp_path / "runs" / f"{name}.json").write_text(content)  # broken ones hide no other
     assert len(list(latest(tmp_path))) == 3
+
+
+def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_notes, "_LOOKED_AT", 2)
+    notes = [note_of(ELSEWHERE, f"2026010{day}-000000-0000", outcome="done") for day in range(1, 7)]
+    for index, note in enumerate(notes):
+        note.write(tmp_path)
+        if index != 1:
+            os.utime(note_path(tmp_path, note.id), (0, 0))
+    assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
 
 
 def test_a_driver_of_another_machine_is_gone_when_none_of_its_runs_is_heard(tmp_path):

@@ -1,6 +1,7 @@
+import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -124,3 +125,19 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
     writer.start()
     assert list(follow_log(entry, 1)) == ["two\n", "three\n", "four\n"]
     writer.join()
+
+
+def test_nobody_follows_a_stage_whose_owner_is_dead(entry):
+    (entry.path / "lock").write_text(json.dumps(asdict(Holder.here())))
+    assert list(follow_log(entry, None)) == ["one\n", "two\n"]
+
+
+def test_what_has_begun_is_followed_at_once(tmp_path, entry):
+    noted(tmp_path, "dpo", entry, state="waiting", reason="1 CPU")
+    assert begun_entry("dpo", tmp_path).path == entry.path
+    assert begun_entry("0123", tmp_path).path == entry.path
+
+
+def test_what_names_nothing_is_refused(tmp_path, entry):
+    with pytest.raises(ConfigError, match=r"nope: the store .* holds no finished artifact"):
+        stage_entry("nope", tmp_path)

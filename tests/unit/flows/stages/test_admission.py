@@ -124,3 +124,10 @@ def test_caches_that_libraries_unpickle_lie_in_it(place, tmp_path, monkeypatch):
     monkeypatch.setattr("subprocess.run", lambda *_, env, **__: seen.update(env))
     DvcProject(folder=tmp_path, root=tmp_path, stages={})._dvc("status")
     assert seen["DVC_SITE_CACHE_DIR"] == f"{place}/dvc"
+
+
+def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(admission, "count_cpus", lambda: 2)
+    with admission.admitted(64, 0, go_on) as gpus:
+        assert gpus == ()

@@ -154,3 +154,21 @@ def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_pat
     assert "was killed" in ended_before(tmp_path, entry)
     (entry.path / "attempts.jsonl").unlink()
     assert ended_before(tmp_path, entry) == ""
+
+
+def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    (save(stage.entry, 4) / "state.txt").write_text("flipped")
+    with pytest.raises(LostError):
+        stage.run((None, KILLED), (None, KILLED), (None, None))
+    assert stage.began == [2, 2]
+
+
+def test_checkpoints_that_are_damaged_as_they_are_saved_are_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    stage.damages = True
+    with pytest.raises(LostError):
+        stage.run(*[(4, KILLED)] * 5)
+    assert stage.began == [2, 2]

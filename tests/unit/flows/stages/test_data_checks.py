@@ -125,3 +125,10 @@ def test_what_was_trained_the_last_time_is_compared_unless_a_drop_is_accepted(qu
     assert check_job(plan, plan.stage("dpo"), plan.pipeline.store).previous_percent is None
     accepting = quickstart(*changed, "accept_label_drop=[sft]")
     assert check_job(accepting, accepting.stage("sft"), plan.pipeline.store).previous_percent is None
+
+
+def test_rows_that_are_not_prepared_yet_are_checked_later(quickstart):
+    plan = quickstart()
+    finish(plan, "corpus", "base")
+    assert check_job(plan, plan.stage("cpt"), plan.pipeline.store) is not None
+    assert check_job(plan, plan.stage("dpo"), plan.pipeline.store) is None

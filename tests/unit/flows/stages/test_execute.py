@@ -9,8 +9,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
+from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
-from flows.stages.execute import execute
+from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import note_attempt
@@ -154,3 +155,38 @@ def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monke
     run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=Tracker())
     with pytest.raises(StageError, match="has changed since the plan was made"):
         execute(run, plan.stage("data"))
+
+
+def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_done, monkeypatch):
+    planned = half_done.stage("left")
+    entry = half_done.entry(planned)
+    (entry.path / "attempts.jsonl").unlink()
+    begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
+    save(entry, 4)
+    monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
+    made_by = execute(run, planned).manifest.provenance
+    assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
+    assert made_by.hardware == {"cpu": "another"}
+
+
+def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_said(toy, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    plan = toy("stages.left.resources.launcher=cluster")
+    assert workers_hardware(plan.stage("left")) == {}
+    assert workers_hardware(plan.stage("data"))["cpu"]
+
+
+def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monkeypatch):
+    planned = half_done.stage("left")
+    entry = half_done.entry(planned)
+    newest = save(entry, 6)
+
+    @contextlib.contextmanager
+    def admitted(*args):
+        (newest / "state.txt").write_text("flipped")
+        yield ()
+
+    monkeypatch.setattr(execute_module, "admitted", admitted)
+    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
+    assert execute(run, planned).manifest.provenance.resumed_at == [4]

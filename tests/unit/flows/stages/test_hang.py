@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.stages import launch
-from flows.stages.job import Job
+from flows.stages.job import CheckJob, Job
 from flows.stages.launch import HangWatch
 from tasks.context import Launcher, Resources
 from tasks.heartbeat import Alive, Doing
@@ -145,3 +145,8 @@ def test_a_worker_that_stands_still_writes_its_stack(tmp_path):
     wait_until(lambda: "test_hang.py" in path.read_text(), "its stack is there", 20)
     rank.end()
     assert "test_a_worker_that_stands_still_writes_its_stack" in path.read_text()
+
+
+def test_a_check_of_rows_may_take_its_time(job, clock):
+    check = CheckJob(**vars(job), chat_template=None, held_out={}, previous_percent=None)
+    assert HangWatch(check).pause_seconds is None

@@ -14,7 +14,7 @@ from flows.declare.pipeline import Stage
 from flows.progress.run_notes import RUN_VARIABLE
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, saving_first
-from flows.stages.process_settings import stage_environment
+from flows.stages.process_settings import in_stage_environment, stage_environment
 from flows.stages.stage_process import end_left_session
 from flows.stops import stoppable
 from lineage.errors import PrunedError, StageError
@@ -171,3 +171,20 @@ def test_what_a_killed_process_has_left_is_ended(tmp_path):
     assert not gone(other)
     other.kill()
     process.wait()
+
+
+def test_what_has_nothing_to_save_is_not_waited_for(tmp_path):
+    assert interrupted(job_of(ToyModel(), tmp_path), signal.SIGTERM) == []
+
+
+def test_it_stays_until_the_last_of_several_has_no_need_of_it(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    starting, in_foreground = in_stage_environment(), in_stage_environment()
+    starting.__enter__()
+    in_foreground.__enter__()
+    starting.__exit__(None, None, None)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    in_foreground.__exit__(None, None, None)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's

@@ -125,3 +125,14 @@ def test_of_an_unbounded_metric_rows_that_agree_leave_no_width():
     report = scores("reward_score", a=[0.3 + 0.1] * 30, b=[0.1] * 30)
     assert PLAIN.estimate([report], "a", "b").has_no_width
     assert not PLAIN.estimate([scores("reward_score", a=[0.4, 0.5] * 15)], "a", None).has_no_width
+
+
+def test_an_interval_holds_its_value_at_any_confidence():
+    narrow = Bootstrap(confidence=0.3, num_resamples=2000, seed=0)
+    found = narrow.estimate([scores("accuracy", a=[1.0] * 100)], "a", None)
+    assert found.low < found.high == found.value == 1.0
+
+
+def test_of_a_loss_less_is_a_gain():
+    report = scores("loss", new=[1.0, 1.0], old=[2.0, 2.0])
+    assert PLAIN.estimate([report], "new", "old").value == pytest.approx(1.0)

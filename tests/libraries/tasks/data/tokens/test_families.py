@@ -380,3 +380,12 @@ def test_a_template_that_ends_turns_in_no_token_is_refused_with_the_remedy() -> 
     rows = RowTokenizer.of(Tokenization(kind=Kind.CONVERSATIONS, max_length=10**6), tokenizer)
     with pytest.raises(ConfigError, match=r"row a in no token of its own"):
         list(rows([{"row_id": "a", "messages": SINGLE}]))
+
+
+@pytest.mark.parametrize("family", ["deepseekv3", "qwen3", "glm4moe", "gptoss"])
+def test_calls_without_a_list_of_tools(family: str) -> None:
+    """DeepSeek's template takes the arguments of calls as JSON text alone."""
+    found = turns(family, TOOLS)
+    require_deepseek_json = family != "deepseekv3" or '{"city": "Rome"}' in found[0].text
+    assert require_deepseek_json
+    assert "Rome" in spans(found)[0]

@@ -315,3 +315,20 @@ def test_what_is_lost_is_named(
 def test_blanks_and_thoughts_may_go(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     (turns,) = Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
     assert len(turns.spans) == 2
+
+
+def test_the_template_with_tools_is_taken_for_rows_with_tools(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path))
+    tokenizer.chat_template = {"default": CHATML, "tool_use": HERMES}
+    renderer = Renderer.of(tokenizer)
+    assert "<tools>" in renderer.turns(WITH_TOOLS, [WEATHER], "a")[0].text
+    assert renderer.turns(tiny.conversation_rows(1)[0]["messages"], None, "a") == Renderer.of(
+        with_template(tokenizer, CHATML)
+    ).turns(tiny.conversation_rows(1)[0]["messages"], None, "a")
+
+
+def test_a_form_is_looked_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    renderer = Renderer.of(with_template(tokenizer, hermes_without("for tool in tools", "for tool in tools[:1]")))
+    renderer.turns(TURN, [WEATHER], "one tool")
+    with pytest.raises(ConfigError, match="the tool get_time on row two"):
+        renderer.turns(TURN, [WEATHER, TIME], "two")

@@ -316,3 +316,77 @@ def test_rows_without_one_beginning_are_named_by_file_and_line(call) -> None:  #
     assert "hh.jsonl:10: chosen does not begin with 'Human:'" in err
     code, out, err = call("hh.jsonl", "max_bad_rows=2")
     assert code == 0 and "another beginning: 1" in out and "no transcript: 1" in out
+
+
+def test_two_columns_can_change_names() -> None:
+    detected = detect(
+        [{"prompt": "a", "completion": "q"}], "r", columns={"prompt": "completion", "completion": "prompt"}
+    )
+    assert detected.convert({"prompt": "a", "completion": "q"}) == {"messages": [Q, A]}
+
+
+def test_prompts_read_every_column() -> None:
+    detected = detect([{"prompt": "q", "answer": 1}], "rows.jsonl")
+    assert detected.read_columns({"prompt": "q", "answer": 1}) == {"prompt", "answer"}
+    assert detected.mapping == {"prompt": "prompt", "*": "columns, for a reward function"}
+
+
+def test_an_empty_source_is_refused() -> None:
+    assert refused() == 'rows.jsonl: no rows; give at least one row, such as a line {"text": "..."}'
+    assert "no format fits the columns none;" in refused({})
+
+
+def test_bad_rows_among_good_ones_do_not_hide_the_format() -> None:
+    rows: list[Row] = [ALPACA] * 50 + [{"instruction": "q"}, {"odd": 1}] * 25
+    detected = detect(rows, "rows.jsonl")
+    with pytest.raises(BadRowError, match=r"^no field 'output' \(fields: instruction\)"):
+        detected.convert(rows[50])
+
+
+def test_a_document_may_come_with_the_address_of_its_picture() -> None:
+    row: Row = {"text": "a", "image": "https://example.org/a.png"}
+    assert detect([row], "rows.jsonl").convert(row) == {"text": "a"}
+
+
+def test_half_of_the_completions_may_be_null() -> None:
+    rows: list[Row] = [{"prompt": "q", "completion": "a" if number % 2 else None} for number in range(20)]
+    detected = detect(rows, "rows.jsonl")
+    assert (detected.name, detected.evidence) == (
+        "prompt_completion", "has prompt and completion: 20 of 20 rows looked at",
+    )  # fmt: skip
+    with pytest.raises(BadRowError, match=r"^completion is null; "):
+        detected.convert(rows[0])
+
+
+def test_of_a_table_the_rows_without_a_label_are_bad_ones() -> None:
+    rows: list[Row] = [{**CHAT, "label": None}] * 120 + [{**CHAT, "label": False}] * 80
+    detected = detect(rows, "rows.parquet")
+    assert detected.name == "messages_label"
+    with pytest.raises(BadRowError, match=r"^label is null; .* set format=messages$"):
+        detected.convert(rows[0])
+
+
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_a_column_is_never_to_be_renamed_to_itself(column: str) -> None:
+    row: Row = {column: None}
+    assert refused(row, row).endswith(
+        "; fill them: they are null in all rows looked at, or say which format is meant with format=NAME"
+    )
+
+
+def test_the_transcript_may_be_in_the_prompt() -> None:
+    rows: list[Row] = [{"prompt": transcript(place, ""), "chosen": " yes", "rejected": " no"} for place in range(3)]
+    detected = detect(rows, "hh.jsonl")
+    assert detected.name == "transcript_preference"
+    made = detected.convert(rows[0])
+    assert [turn["role"] for turn in made["prompt"]] == ["user", "assistant", "user"]  # type: ignore[attr-defined]
+    assert made["chosen"] == [{"role": "assistant", "content": "yes"}]
+    whole: list[Row] = [{**row, "prompt": transcript(place, "")} for place, row in enumerate(hh(3))]
+    assert detect(whole, "hh.jsonl").convert(whole[1]) == detect(hh(3), "hh.jsonl").convert(hh(3)[1])
+    plain: list[Row] = [{**row, "prompt": f"And what is {place}?"} for place, row in enumerate(hh(3))]
+    assert detect(plain, "hh.jsonl").convert(plain[1]) == detect(hh(3), "hh.jsonl").convert(hh(3)[1])
+
+
+def test_a_stated_format_reads_them_as_one_text() -> None:
+    made = detect(hh(2), "hh.jsonl", stated="implicit_preference").convert(hh(2)[1])
+    assert len(made["prompt"]) == 1  # type: ignore[arg-type]

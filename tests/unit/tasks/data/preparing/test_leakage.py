@@ -145,3 +145,12 @@ def test_every_pair_of_sets_is_compared_and_all_that_is_found_is_written(rows, l
 
 def enumerated(texts):
     return [(f"d{place}", text) for place, text in enumerate(texts)]
+
+
+def test_a_row_that_says_nothing_but_what_many_say_is_compared_all_the_same(rows, leaks):
+    text = " ".join(words(0, 60))
+    train = rows("train", {"t": f"{text} and more"})
+
+    count, overlaps = leaks([train], [rows("held_out", {f"h{place}": text for place in range(12)})])
+
+    assert count == 12 and {each.kind for each in overlaps} == {"n-gram"}

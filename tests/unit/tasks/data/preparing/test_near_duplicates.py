@@ -163,3 +163,24 @@ def test_bands_do_not_depend_on_how_many_rows_are_hashed_at_once():
 
     assert (band_hashes(texts)[200] == band_hashes(texts[200:201])[0]).all()
     assert band_hashes([]).shape == (0, NUM_BANDS)
+
+
+def test_rows_without_words_are_like_nothing(search):
+    assert search([("a", "?!"), ("b", "..."), ("c", "")]) == (0, [])
+
+
+def test_short_rows_are_compared_with_their_punctuation(search):
+    assert search([("a", "What is 1 + 1?"), ("b", "What is 1 - 1?")]) == (0, [])
+    count, _ = search([("a", "What is 1 + 1?"), ("b", "what is  1 + 1?\n")])
+    assert count == 1
+
+
+@pytest.mark.parametrize(
+    "other", ["the “cat” sat — on the mat…", "the cat、sat　on the mat。", "the cat\u00a0sat on the mat ¡"]
+)
+def test_punctuation_and_white_space_beyond_ascii_make_no_difference_either(other):
+    assert grams(["the cat sat on the mat"], 5) == grams([other], 5)
+
+
+def test_capitals_beyond_ascii_are_folded_too():
+    assert grams(["ÄRGER über ПРИВЕТ"], 2) == grams(["ärger ÜBER привет"], 2)

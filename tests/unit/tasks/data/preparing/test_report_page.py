@@ -110,3 +110,9 @@ def test_the_page_loads_nothing():
 
     assert "default-src 'none'" in page
     assert not re.findall(r"(?:src|href|url)\s*[=(]", page.replace("default-src", "").replace("style-src", ""))
+
+
+def test_half_a_surrogate_pair_of_a_file_name_is_written_and_read(tmp_path):
+    write_reports(report(HOSTILE), tmp_path)
+
+    assert DataReport.read(tmp_path) == report(HOSTILE)

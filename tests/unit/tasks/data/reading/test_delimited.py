@@ -144,3 +144,7 @@ def test_a_table_without_a_header_or_a_row_is_refused(
     with pytest.raises(DataError) as refusal:
         read(file)
     assert str(refusal.value) == f"{file}{message}"
+
+
+def test_documents_of_one_column_may_have_lines(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "rows.csv", 'text\n"a\nb\nc"\n')) == [{"text": "a\nb\nc"}]

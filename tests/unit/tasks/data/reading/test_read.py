@@ -343,3 +343,32 @@ def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, fu
 def test_a_function_that_cannot_be_read_is_named(code, message, function_rows):
     with pytest.raises(DataError, match=message):
         function_rows(code)
+
+
+def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({f"/test/rows/{name}": row(name) for name in ("train.jsonl", "test.jsonl", "dev/a.jsonl")})
+    try:
+        for path in ("memory://test/rows", "memory://test/rows/"):
+            assert [text for text, _ in texts(path)] == ["train.jsonl"]
+        assert caplog.messages[0] == (
+            "memory://test/rows: split=train is read; not read, being of other splits by name: test.jsonl, dev/a.jsonl"
+        )
+        assert [text for text, _ in texts("memory://test/rows", split="test")] == ["test.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/*.jsonl")] == ["test.jsonl", "train.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/test.jsonl")] == ["test.jsonl"]
+        for path in ("memory://test/rows/test.jsonl", "memory://test/rows/*.jsonl"):
+            with pytest.raises(ConfigError, match="split='test' of what has no splits"):
+                read(path, split="test")
+    finally:
+        files.store.clear()
+
+
+@pytest.mark.parametrize("text", ["train", "validation", "test_2.a-b"])
+def test_a_name_alone_is_the_whole_split(text: str) -> None:
+    assert parse_split(text) == (text, None)
+
+
+def test_a_slice_beyond_the_last_row_ends_there() -> None:
+    _, part = parse_split("train[:1000]")
+    assert part and part.bounds(300) == (0, 300)

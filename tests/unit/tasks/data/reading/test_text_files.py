@@ -172,3 +172,7 @@ def test_a_paragraph_that_is_no_text_or_does_not_end_is_named(tmp_path: Path, mo
     monkeypatch.setattr(lines, "BLOCK_BYTES", 2**9)
     with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 0 MB; .* state split_by=line"):
         read(write(tmp_path / "rows.txt", "a\n\n" + "line\n" * 1000))
+
+
+def test_blank_lines_before_and_after_all_others_part_nothing(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "rows.txt", "\n\na\nb\n \n\n")) == [{"text": "a"}, {"text": "b"}]
