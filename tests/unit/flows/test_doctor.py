@@ -319,3 +319,18 @@ def test_small_limits_are_found(monkeypatch):
     found = faults(doctor.check_limits())
     assert [each[:2] for each in found] == [("tmp", "warn"), ("shared memory", "warn"), ("open files", "warn")]
     assert "0.5 GiB" in found[0][2] and "0.1 GiB" in found[1][2] and "1024 files" in found[2][2]
+
+
+def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
+    """setuptools appends its own old copies of packages to the path when it is imported."""
+    copy = tmp_path / "prefect-0.1.dist-info"
+    copy.mkdir()
+    (copy / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 0.1\n")
+    before = doctor.installed()[0]["prefect"]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert doctor.installed()[0]["prefect"] == before
+
+
+def test_loopback_is_told_from_the_world():
+    assert all(map(doctor.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1")))
+    assert not any(map(doctor.is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0")))

@@ -118,3 +118,21 @@ def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, 
     with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"):
         flow_run()
     assert sys.modules.pop("asked_by_sigterm").whole
+
+
+def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
+    class Imported:
+        @staticmethod
+        def add_arguments(parser):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        @staticmethod
+        def run(options):
+            return 0
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: Imported)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert module.main(["status"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lineage import code
 from lineage.artifact import Kind, Source
-from lineage.code import code_digest
+from lineage.code import code_digest, code_digest_now
 from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError
 from lineage.sources import pin as pin_with
@@ -186,3 +187,14 @@ def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatc
     cache = DigestCache(tmp_path / "digests.json")
     assert cache.digest(large) == cache.digest(large)
     assert len(hashed) == 2 and not (tmp_path / "digests.json").exists()
+
+
+def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import other_of_mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest_now("mine")
+    parsed, parse = [], code.ast.parse
+    monkeypatch.setattr(code.ast, "parse", lambda source: parsed.append(source) or parse(source))
+    assert code_digest_now("mine") == before and parsed == []
+    (tmp_path / "mine.py").write_text("import another_of_mine\n")
+    assert code_digest_now("mine") != before and parsed == [b"import another_of_mine\n"]

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import require_own_files, require_sound
+from lineage.model_files import read_json, require_own_files, require_sound
 from lineage.sources import pin
 from tasks.fetch_model import fetch_model
 
@@ -104,3 +104,10 @@ def test_a_link_in_a_folder_of_it_is_found(model):
     (model / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../secret")
     with pytest.raises(ConfigError, match=r"tool_use\.jinja is a link"):
         require_own_files(model)
+
+
+def test_json_without_end_is_named(model):
+    (model / "config.json").write_text("[" * 100_000)
+    assert read_json(model, "config.json") is None  # for who can do without it
+    with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
+        require_sound(model)

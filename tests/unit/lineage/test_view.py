@@ -199,3 +199,22 @@ def test_it_moves_whole_to_another_entry(store, view):
     assert view.shows("sft", other)
     assert (view.place("sft") / "output/content.txt").read_text() == (other.output / "content.txt").read_text()
     assert sorted(path.name for path in view.root.iterdir()) == [".lock", "sft"]
+
+
+def test_without_hard_links_the_store_adopts_copies(store, view, monkeypatch):
+    """DVC deletes what lies in the view: a symbolic link to it would be left with nothing."""
+    entry = made(store)
+    view.show({"sft": entry})
+    shutil.rmtree(entry.path)
+
+    def refuse(source, target):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    view.adopt("sft")
+    shutil.rmtree(view.root)
+    assert entry.require_intact().files.keys() == {"content.txt"}
+
+
+def test_an_unfinished_view_is_nothing_to_adopt(view):
+    assert view.adopt("sft") is None

@@ -142,3 +142,8 @@ def test_a_model_that_cannot_be_dequantized_keeps_its_adapter_apart(monkeypatch)
     options = {"adapter": True, "quantization": None, "on_gpu": True}
     assert "set save=adapter" in why_not_on_quantized("gptq", saves_adapter=False, **options)
     assert why_not_on_quantized("gptq", saves_adapter=True, **options) is None
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+def test_formats_of_bitsandbytes_need_nothing_more(name):
+    check_models(load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"]))

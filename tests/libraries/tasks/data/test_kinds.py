@@ -254,3 +254,17 @@ def test_what_another_stage_holds_out_is_found_among_single_answers_and_prompts(
     assert line["kind"] in ("prompt", "exact")
     clean = prepared(tmp_path / "clean", kind, ROWS[kind], ROWS[kind][:1])
     assert leaked(Input(name="mine", kind=kind, fingerprint="c" * 64, path=clean), sets, context) is None
+
+
+def test_a_trainer_gets_prompts_with_the_columns_of_all_of_them(directory: Path, tmp_path: Path) -> None:
+    rows = tiny.prompt_rows(2)
+    result = tokenized(rows, directory, tmp_path, 64)
+    examples = result.dataset([0, 1])
+    assert (
+        PROMPTS.collator(0)([examples[0], examples[1]])
+        == list(examples)
+        == [
+            {"answer": answer, "prompt": row["prompt"], "prompt_ids": ids}
+            for answer, row, ids in zip([0, None], rows, result.columns["prompt_ids"], strict=True)
+        ]
+    )

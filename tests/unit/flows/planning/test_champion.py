@@ -223,3 +223,10 @@ def test_a_change_of_the_gate_alone_trains_nothing_again(renewed):
 def test_a_slot_that_needs_a_model_is_not_left_out(toy):
     with pytest.raises(ConfigError, match=r"stages\.left\.inputs\.policy=champion: alias:champion names nothing that"):
         toy("stages.left.inputs.policy=champion")
+
+
+def test_an_alias_names_no_rows(toy):
+    finish(toy())
+    hold(toy(), "left")
+    with pytest.raises(ConfigError, match="this slot takes"):
+        toy("sources.rows.path=alias:champion", "sources.rows.kind=checkpoint")

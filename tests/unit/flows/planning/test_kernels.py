@@ -175,3 +175,7 @@ def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
     document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
     assert any("this CPU has amx_bf16" in note for note in document["notes"])
+
+
+def test_fp16_on_a_gpu_is_planned():
+    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))

@@ -107,3 +107,10 @@ def test_a_run_that_would_go_on_does_not_wait_for_gc_which_deletes_its_checkpoin
 def test_a_rehearsal_reads_the_real_store(plan, tmp_path):
     short = scratch_plan(plan().pipeline, tmp_path / "scratch", num_steps=2, save_steps=1)
     assert node(plan.made) in reads(short)
+
+
+def test_an_unfinished_output_may_be_named_too(plan):
+    made = plan()
+    (Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).path / "manifest.json").unlink()
+    claim([made])  # raises where it takes it for gone
+    assert node(plan.made) in reads(made)

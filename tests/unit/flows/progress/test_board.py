@@ -148,3 +148,11 @@ def test_one_is_no_plural():
 def test_a_stage_without_steps_shows_how_long_it_runs(path, monkeypatch):
     monkeypatch.setattr(progress.time, "time", lambda: 30.0)
     assert read(path, total=None, started=10.0).describe() == "20 s"
+
+
+def test_a_stage_that_began_again_is_read_from_its_beginning(path):
+    path.write_text("".join(report(step, loss=1.0, extra=1.0) for step in range(1, 9)))
+    found = read(path)
+    path.write_text(report(1, loss=5.0))
+    found.refresh()
+    assert (found.step, found.metrics) == (1, {"loss": 5.0})

@@ -156,6 +156,14 @@ def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan, jour
     assert (store / "runs").read_text() == "in the way"
 
 
+def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
+    extra = replace(plan.stage("data"), name="extra")
+    pipeline = replace(plan.pipeline, stages={"extra": extra.stage, **plan.pipeline.stages})
+    wide = replace(plan, pipeline=pipeline, stages=[extra, *plan.stages])
+    with Journal(wide, [], Recorded(), wide.stale).open():
+        assert the_note(plan.pipeline.store).stages["model"].after == ["extra", "data"]
+
+
 def test_what_is_reused_is_waited_for_by_nothing(plan):
     with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
         assert the_note(plan.pipeline.store).stages["model"].after == []

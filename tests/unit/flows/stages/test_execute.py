@@ -14,7 +14,7 @@ from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
-from lineage.attempts import note_attempt
+from lineage.attempts import attempts, note_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
 from lineage.tracker import Tracker
@@ -190,3 +190,18 @@ def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monk
     monkeypatch.setattr(execute_module, "admitted", admitted)
     run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
     assert execute(run, planned).manifest.provenance.resumed_at == [4]
+
+
+def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monkeypatch):
+    @contextlib.contextmanager
+    def stopped(*args):
+        raise StoppedError("the run was stopped")
+        yield
+
+    entry = half_done.entry(half_done.stage("left"))
+    before = entry.metrics.read_text()
+    monkeypatch.setattr(execute_module, "admitted", stopped)
+    with pytest.raises(StoppedError):
+        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
+    assert [each.step for each in attempts(entry.path)] == [0]
+    assert entry.metrics.read_text() == before

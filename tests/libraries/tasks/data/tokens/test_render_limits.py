@@ -54,3 +54,12 @@ def test_an_operation_that_cannot_be_interrupted_ends_its_process():
     code = "from tasks.data.tokens import render_limits as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
     ended = subprocess.run([sys.executable, "-c", code], check=False)
     assert ended.returncode == -signal.SIGVTALRM
+
+
+def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
+    evil = template(ENDLESS + "again")
+    with pytest.raises(ConfigError):
+        evil.render([SAID], None, "r")
+    monkeypatch.setattr(Template, "_texts", None)
+    with pytest.raises(ConfigError, match="takes more than"):
+        evil.render([SAID], None, "s")

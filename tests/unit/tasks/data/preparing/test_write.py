@@ -7,12 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind, Source
+from lineage.errors import DataError
 from tasks.data import batches
 from tasks.data.batches import row_batches
 from tasks.data.preparing import write
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 from tasks.prepare_data import PrepareText
-from tests.prepared import SIDES, numbered, prepare_slots, report, side
+from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side
 
 
 def test_near_duplicates_are_listed_by_the_ids_that_rows_have_in_the_output(tmp_path: Path) -> None:
@@ -96,3 +97,9 @@ def test_a_row_above_the_bound_comes_alone_and_brings_nothing_along(
 def test_a_file_without_rows_has_no_parts(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     assert list(row_batches(tmp_path / "rows.parquet", 10)) == []
+
+
+def test_of_no_rows_no_lengths_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="leaves none"):
+        prepare(tmp_path, PrepareText(max_bad_rows=3), [{"text": ""}] * 3)
+    assert report(tmp_path)["lengths"] is None

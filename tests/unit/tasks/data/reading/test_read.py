@@ -372,3 +372,9 @@ def test_a_name_alone_is_the_whole_split(text: str) -> None:
 def test_a_slice_beyond_the_last_row_ends_there() -> None:
     _, part = parse_split("train[:1000]")
     assert part and part.bounds(300) == (0, 300)
+
+
+def test_rows_are_asked_for_as_they_are_needed(tmp_path):
+    (tmp_path / "endless.py").write_text("def rows():\n    while True: yield {'text': 'a'}\n")
+    chunks = read_function(Source(path=f"python:{tmp_path}/endless.py:rows", allow_code=True))
+    assert len(list(next(chunks).rows())) == 1000
