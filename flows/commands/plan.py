@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     read_overrides(options)
     if options.multirun:
         from flows.reports.sweep import union_dict, union_text
-        from flows.sweep.stated import read_sweep
+        from flows.sweep.plan import read_sweep
 
         sweep = read_sweep(options.overrides, options.config_dir)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))

@@ -14,7 +14,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.tables import empty_table, plain_text
-from flows.sweep.folder import Ledger
+from flows.sweep.folder import trial_results
 from flows.wording import printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
@@ -114,7 +114,7 @@ def _view(note: RunNote, store: Path, state: str, went_on: RunNote | None = None
     return RunView(
         note=note, state=state, ended=ended,
         stages=[_stage_view(title, note, ended) for title in note.stages],
-        trials=Counter(row.state for row in Ledger(Path(note.sweep.folder)).rows()) if note.sweep else {},
+        trials=Counter(row.state for row in trial_results(Path(note.sweep.folder))) if note.sweep else {},
         went_on=went_on,
     )  # fmt: skip
 

@@ -1,15 +1,13 @@
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, dashboard_file, new_id, note_path
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
-from flows.sweep.folder import Ledger, row_of
-from flows.sweep.trial import Trial
 from lineage.attempts import note_attempt
 from lineage.holder import Holder, host
 from tests.sweeps import complete, ended
@@ -205,9 +203,8 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
     replace(live, sweep=sweep).write(store)
     assert "cpt-sft-dpo  sweep toy-1234  runs since" in text(store)
     assert "  trials    0 of 8 ended; each makes dpo, evaluate" in text(store)
-    ledger = Ledger(folder)
-    for number, outcome in enumerate((complete(), complete(), ended("failed"))):
-        ledger.add(row_of(Trial(number=number, params={}), outcome))
+    results = (complete(0), complete(1), ended(2, "failed"))
+    (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in results))
     assert "  trials    3 of 8 ended (2 complete, 1 failed); each makes dpo, evaluate" in text(store)
     [run] = json.loads(json.dumps(status_dict(store, *views(store))))["running"]
     assert run["sweep"] == {
