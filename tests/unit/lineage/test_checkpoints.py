@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints")
 
 
-def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store: Checkpoints) -> None:
+def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store, tmp_path):
     path = commit(store, 5)
     assert path == store.directory / "step-5"
     assert not (store.directory.parent / "draft").exists()
@@ -36,14 +36,22 @@ def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store
     assert (found.step, found.train_seconds, found.metrics) == (5, 2.0, {"loss": 3.0})
     assert sorted(found.files) == ["model.safetensors", "part/rank-0"]
     assert Checkpoints.at(path) == found
+    with pytest.raises(ArtifactError, match="its name is not step-N"):
+        Checkpoints.at(tmp_path)
+    commit(store, 6, metrics={"loss": 1.0, "reward": math.nan, "pace": math.inf})  # which JSON cannot hold
+    assert store.damage(6) == []
+    assert store.read(6).metrics == {"loss": 1.0}
 
 
-def test_the_newest_is_by_number_not_by_name(store: Checkpoints) -> None:
+def test_the_newest_is_by_number_not_by_name_and_what_was_never_committed_is_not_seen(store):
+    draft = store.directory / "draft-700"
+    draft.mkdir(parents=True)
+    (draft / "model.safetensors").write_text("half")
+    assert (store.steps(), store.newest(), store.newest_intact()) == ([], None, (None, []))
     for step in (9, 10, 100, 20):
         commit(store, step)
     assert store.steps() == [9, 10, 20, 100]
-    newest = store.newest()
-    assert newest and newest.step == 100
+    assert store.newest().step == 100
 
 
 @pytest.mark.parametrize(
@@ -82,12 +90,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(store: Checkpoin
     assert newest and newest.step == 5
 
 
-def test_a_metric_that_is_no_number_keeps_nothing_from_being_saved(store: Checkpoints) -> None:
-    commit(store, 5, metrics={"loss": 1.0, "reward": math.nan, "pace": math.inf})
-    assert store.damage(5) == []
-    assert store.read(5).metrics == {"loss": 1.0}
-
-
 def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
     for step in (2, 4):
         commit(store, step)
@@ -117,20 +119,6 @@ def test_only_what_is_kept_stays(store: Checkpoints) -> None:
     assert sorted(path.name for path in store.directory.iterdir()) == ["step-2", "step-4"]
     store.clear()
     assert not store.directory.exists()
-
-
-def test_a_directory_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="its name is not step-N"):
-        Checkpoints.at(tmp_path)
-
-
-def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
-    draft = store.directory / "draft-7"
-    draft.mkdir(parents=True)
-    (draft / "model.safetensors").write_text("half")
-    assert store.steps() == []
-    assert store.newest() is None
-    assert store.newest_intact() == (None, [])
 
 
 def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:

@@ -3,7 +3,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
 from lineage import code
@@ -18,20 +20,19 @@ def pin(name, source):
     return pin_with(name, source, DigestCache(Path("/nonexistent/digests.json")))
 
 
-def test_a_file_is_known_by_its_bytes_not_its_place(tmp_path):
+def test_files_are_known_by_their_bytes_not_their_place(tmp_path):
     (tmp_path / "a").mkdir()
     for path in (tmp_path / "rows.jsonl", tmp_path / "a" / "rows.jsonl"):
-        path.write_text("{}\n")
-    digests = {pin("rows", Source(path=str(path))).fingerprint for path in tmp_path.rglob("*.jsonl")}
-    assert len(digests) == 1
-
-
-def test_a_changed_byte_changes_the_source(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("1")
-    before = pin("rows", Source(path=str(path))).fingerprint
-    path.write_text("2")
-    assert pin("rows", Source(path=str(path))).fingerprint != before
+        path.write_bytes(b"abc")
+    assert digest_file(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert len({pin("rows", Source(path=str(path))).fingerprint for path in tmp_path.rglob("*.jsonl")}) == 1
+    before = [pin("rows", Source(path=place)).fingerprint for place in (str(path), f"{tmp_path}/a/*.jsonl")]
+    path.write_text("abd")
+    (tmp_path / "a" / "2.jsonl").write_text("2")
+    after = [pin("rows", Source(path=place)).fingerprint for place in (str(path), f"{tmp_path}/a/*.jsonl")]
+    assert len({*before, *after}) == 3 and before[0] == before[1]  # a glob of one file is that file
+    with pytest.raises(ConfigError, match=r"sources.rows.path=nope.jsonl: no such file or directory"):
+        pin("rows", Source(path="nope.jsonl"))
 
 
 def test_the_interpreter_and_the_version_of_the_rows_are_the_revision_of_the_quickstart(monkeypatch):
@@ -41,43 +42,43 @@ def test_the_interpreter_and_the_version_of_the_rows_are_the_revision_of_the_qui
     assert pin("corpus", Source(path="quickstart:corpus")).fingerprint != pinned.fingerprint
 
 
-def test_a_branch_of_a_hub_id_is_resolved_to_a_commit(monkeypatch):
-    import types
-
-    import huggingface_hub
-
+def test_a_branch_of_a_hub_id_is_resolved_to_a_commit_and_a_commit_needs_no_network(monkeypatch):
     seen = {}
 
     def repo_info(self, path, **kwargs):
         seen.update(path=path, **kwargs)
-        return types.SimpleNamespace(sha="c" * 40)
+        return SimpleNamespace(sha="c" * 40)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
     given = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT))
-    pinned, digest = given.source, given.fingerprint
-    assert pinned.revision == "c" * 40
+    assert given.source.revision == "c" * 40
     assert (seen["path"], seen["repo_type"]) == ("owner/name", "model")
-    assert digest == pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision="c" * 40)).fingerprint
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: pytest.fail("it was asked"))
+    commit = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision="c" * 40))
+    assert (commit.source.revision, commit.fingerprint) == ("c" * 40, given.fingerprint)
 
 
-def test_a_path_that_is_nowhere_says_so():
-    with pytest.raises(ConfigError, match=r"sources.rows.path=nope.jsonl: no such file or directory"):
-        pin("rows", Source(path="nope.jsonl"))
-
-
-def test_the_code_of_a_method_covers_what_it_imports(tmp_path, monkeypatch):
-    package = tmp_path / "mine"
+@pytest.mark.parametrize(
+    ("name", "imports"),
+    [("mine", "def run():\n    from mine.loss import f\n    import mine.data\n"),
+     ("bare", "from . import loss\nfrom .data import rows\n")],
+    ids=["absolute", "relative, without init"],
+)  # fmt: skip
+def test_the_code_of_a_method_covers_what_it_imports(tmp_path, monkeypatch, name, imports):
+    package = tmp_path / name
     package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "method.py").write_text("def run():\n    from mine.loss import f\n")
-    (package / "loss.py").write_text("f = 1\n")
-    (package / "other.py").write_text("")
+    for module, text in {"method": imports, "loss": "f = 1\n", "data": "rows = 1\n", "other": ""}.items():
+        (package / f"{module}.py").write_text(text)
+    if name == "mine":
+        (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = code_digest("mine.method")
+    digests = [code_digest(f"{name}.method")]
     (package / "other.py").write_text("unrelated = 1\n")
-    assert code_digest("mine.method") == before
-    (package / "loss.py").write_text("f = 2\n")
-    assert code_digest("mine.method") != before
+    assert code_digest(f"{name}.method") == digests[0]
+    for module in ("loss", "data"):
+        (package / f"{module}.py").write_text("changed = 1\n")
+        digests.append(code_digest(f"{name}.method"))
+    assert len(set(digests)) == 3
 
 
 def test_a_glob_over_equal_names_covers_each(tmp_path):
@@ -148,38 +149,6 @@ def test_a_damaged_cache_is_begun_anew(tmp_path, large, hashed):
     cache = DigestCache(tmp_path / "digests.json")
     assert cache.digest(large) == cache.digest(large)
     assert len(hashed) == 1
-
-
-def test_the_code_of_a_method_covers_relative_imports_and_packages_without_init(tmp_path, monkeypatch):
-    package = tmp_path / "bare"
-    package.mkdir()
-    (package / "method.py").write_text("from . import loss\nfrom .data import rows\n")
-    (package / "loss.py").write_text("f = 1\n")
-    (package / "data.py").write_text("rows = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    digests = [code_digest("bare.method")]
-    for name in ("loss", "data"):
-        (package / f"{name}.py").write_text("changed = 1\n")
-        digests.append(code_digest("bare.method"))
-    assert len(set(digests)) == 3
-
-
-def test_a_commit_of_a_hub_id_needs_no_network():
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    pinned = pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT, revision=commit)).source
-    assert pinned.revision == commit
-
-
-def test_a_glob_covers_its_files(tmp_path):
-    (tmp_path / "1.jsonl").write_text("1")
-    before = pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint
-    (tmp_path / "2.jsonl").write_text("2")
-    assert pin("rows", Source(path=f"{tmp_path}/*.jsonl")).fingerprint != before
-
-
-def test_digest_is_sha256(tmp_path):
-    (tmp_path / "f").write_bytes(b"abc")
-    assert digest_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatch):

@@ -25,7 +25,7 @@ def graph(store, manifest):
         return ancestry(index, node(manifest))
 
 
-def test_it_holds_every_ancestor_and_link_once(store):
+def test_it_holds_every_ancestor_and_link_once_and_labels_flow_down(store):
     made = store.chain()
     found = graph(store, made["evaluate"])
     names = sorted(each.name for each in found.nodes.values())
@@ -33,6 +33,12 @@ def test_it_holds_every_ancestor_and_link_once(store):
     links = {(edge.parent.partition("@")[0], edge.child.partition("@")[0], edge.slot) for edge in found.edges}
     assert ("cpt", "evaluate", "cpt") in links and ("cpt", "dpo", "policy") in links
     assert len(links) == len(found.edges) == 10
+    assert found.labels == found.nodes[node(made["dpo"])].labels == {"cc-by-nc-4.0"}
+    assert found.nodes[node(made["cpt"])].labels == graph(store, made["cpt"]).labels == set()
+    source = next(each for each in found.nodes if each.startswith("source:pairs"))
+    path = [each.partition("@")[0] for each in found.path(source, found.root)]
+    assert path == ["source:pairs", "pairs", "dpo", "evaluate"]  # the shortest
+    assert found.path(found.root, source) == []
 
 
 def test_a_label_that_any_manifest_states_of_a_source_counts(store):
@@ -40,15 +46,6 @@ def test_a_label_that_any_manifest_states_of_a_source_counts(store):
     assert graph(store, dpo).labels == set()
     store.stage("sft", {"rows": store.source("corpus", labels=["nc"])})
     assert graph(store, dpo).labels == {"nc"}
-
-
-def test_the_path_is_the_shortest_from_source_to_model(store):
-    made = store.chain()
-    found = graph(store, made["evaluate"])
-    source = next(each for each in found.nodes if each.startswith("source:pairs"))
-    path = [each.partition("@")[0] for each in found.path(source, found.root)]
-    assert path == ["source:pairs", "pairs", "dpo", "evaluate"]
-    assert found.path(found.root, source) == []
 
 
 def test_a_parent_that_is_gone_is_named_as_missing(store):
@@ -121,21 +118,16 @@ def test_every_form_finds_the_artifact(store, monkeypatch):
     assert {form: found(store, form) for form in forms} == dict.fromkeys(forms, node(dpo))
 
 
-def test_pipeline_and_stage_mean_the_newest(store):
-    store.stage("dpo", {}, recipe={"beta": 1})
-    newest = store.stage("dpo", {}, recipe={"beta": 2})
+def test_pipeline_and_stage_mean_the_newest_unless_there_is_a_view(store, tmp_path):
+    viewed, newest = (store.stage("dpo", {}, recipe={"beta": beta}) for beta in (1, 2))
     store.stage("dpo", {}, recipe={"beta": 3}, pipeline="other")
     assert found(store, "p/dpo") == node(newest)
-
-
-def test_the_view_goes_before_the_newest(store):
-    viewed = store.stage("dpo", {}, recipe={"beta": 1})
-    store.stage("dpo", {}, recipe={"beta": 2})
+    (tmp_path / "link").symlink_to(store.root)
+    assert found(store, str(tmp_path / "link" / "dpo" / short(newest.fingerprint) / "output")) == node(newest)
     view = store.root / "pipelines" / "p" / "dpo"
     (view / "output").mkdir(parents=True)
     (view / "manifest.json").write_text(viewed.to_json())
-    assert found(store, "p/dpo") == node(viewed)
-    assert found(store, str(view / "output" / "content.txt")) == node(viewed)
+    assert found(store, "p/dpo") == found(store, str(view / "output" / "content.txt")) == node(viewed)
 
 
 def test_a_source_means_the_version_read_last(store):
@@ -178,7 +170,9 @@ def test_what_is_unknown_is_refused_with_what_is_near(store, ref, says):
         found(store, ref)
 
 
-def test_a_path_of_the_store_without_an_artifact_is_refused_as_such(store):
+def test_an_empty_store_and_a_path_without_an_artifact_are_refused_as_such(store):
+    with pytest.raises(ConfigError, match="no finished artifact; make one with: posttrain run"):
+        found(store, "p/dpo")
     store.chain()
     with pytest.raises(ConfigError, match="a path of this store, but no finished artifact"):
         found(store, str(store.root / "dpo" / ("0" * 16)))
@@ -240,28 +234,8 @@ def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_named(store):
         stated_labels(store.root)
 
 
-def test_labels_flow_down_and_not_up(store):
-    made = store.chain()
-    found = graph(store, made["evaluate"])
-    assert found.labels == {"cc-by-nc-4.0"}
-    assert found.nodes[node(made["dpo"])].labels == {"cc-by-nc-4.0"}
-    assert found.nodes[node(made["cpt"])].labels == set()
-    assert graph(store, made["cpt"]).labels == set()
-
-
 def test_it_shows_an_artifact_as_it_was_made_last_whatever_the_index_says(store):
     made = store.stage("dpo", {}, recipe={"beta": 1}, output="one")
     with Index(store.root) as index:
         again = store.stage("dpo", {}, recipe={"beta": 1}, output="two")
         assert ancestry(index, node(made)).nodes[node(made)].manifest.output_digest == again.output_digest
-
-
-def test_a_link_to_the_store_leads_to_its_outputs(store, tmp_path):
-    dpo = store.chain()["dpo"]
-    (tmp_path / "link").symlink_to(store.root)
-    assert found(store, str(tmp_path / "link" / "dpo" / short(dpo.fingerprint) / "output")) == node(dpo)
-
-
-def test_an_empty_store_says_what_to_run(store):
-    with pytest.raises(ConfigError, match="no finished artifact; make one with: posttrain run"):
-        found(store, "p/dpo")

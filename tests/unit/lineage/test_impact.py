@@ -52,16 +52,16 @@ def test_a_file_is_found_by_its_recorded_path_and_by_what_it_holds(store, tmp_pa
         answer(store, str(tmp_path / "new.jsonl"))
 
 
-def test_a_label_reaches_what_its_sources_went_into(store):
+def test_a_label_reaches_what_its_sources_went_into_whatever_its_case(store):
     store.chain()
-    found = answer(store, "label:cc-by-nc-4.0")
-    assert stages(found) == {"pairs", "dpo", "evaluate"}
+    assert stages(answer(store, "label:CC-by-nc-4.0")) == {"pairs", "dpo", "evaluate"}
     with pytest.raises(ConfigError, match=r"labels there: cc-by-nc-4\.0"):
         answer(store, "label:cc-by")
 
 
-def test_a_base_model_that_is_gone_is_still_answered_for(store):
+def test_a_base_model_is_answered_for_also_when_it_is_gone_and_another_takes_its_place(store):
     made = store.chain()
+    assert "stages.cpt.inputs.policy=ANOTHER" in text(store, node(made["base"]))
     store.delete(made["base"])
     assert stages(answer(store, node(made["base"]))) == {"cpt", "dpo", "evaluate"}
 
@@ -149,9 +149,14 @@ def test_a_row_reaches_the_models_that_trained_on_it_and_not_those_that_held_it_
     assert [row["text"] for row in found["rows"]] == [TRAINED]
 
 
-def test_a_row_is_found_by_its_id_too(store, with_rows):
+def test_rows_are_found_by_id_and_by_a_part_of_their_text(store, with_rows):
     (row,) = answer(store, f"source:corpus#{TRAINED}")["rows"]
     assert answer(store, f"source:corpus#{row['row_id']}")["rows"] == [row]
+    found = answer(store, "source:corpus#a secret")
+    assert sorted(row["text"] for row in found["rows"]) == [HELD, TRAINED]
+    for wanted in ("A Secret", "0123456789abcdef", ""):
+        with pytest.raises(ConfigError, match="row"):
+            answer(store, f"source:corpus#{wanted}")
 
 
 def test_a_row_that_was_only_held_out_asks_for_no_training(store, with_rows):
@@ -161,12 +166,6 @@ def test_a_row_that_was_only_held_out_asks_for_no_training(store, with_rows):
     shown = text(store, f"source:corpus#{TRAINED}")  # of what stands now, held out as well
     assert "no model that stands now was trained on it" in shown
     assert "delete the row from /data/corpus.jsonl; posttrain run pipeline=p" in shown
-
-
-@pytest.mark.parametrize("wanted", ["A Secret", "0123456789abcdef", ""])
-def test_a_row_that_is_not_there_is_refused(store, with_rows, wanted):
-    with pytest.raises(ConfigError, match="row"):
-        answer(store, f"source:corpus#{wanted}")
 
 
 def test_a_source_without_rows_of_ours_is_refused(store):
@@ -199,26 +198,11 @@ def test_data_that_cannot_be_searched_is_named_and_not_answered_for(store, caplo
     assert node(second["corpus"]) in caplog.text
 
 
-def test_a_label_is_found_whatever_its_case(store):
-    store.stage("dpo", {"rows": store.source("corpus", labels=["CC-BY-NC-4.0"])})
-    assert stages(answer(store, "label:cc-by-nc-4.0")) == {"dpo"}
-
-
-def test_another_model_takes_the_place_of_a_base_that_must_go(store):
-    made = store.chain()
-    assert "stages.cpt.inputs.policy=ANOTHER" in text(store, node(made["base"]))
-
-
-def test_what_no_pipeline_stands_on_any_more_needs_no_retraining(store):
-    store.chain("a")
+def test_what_no_pipeline_stands_on_any_more_needs_no_retraining_unless_a_view_says_so(store):
+    first = store.chain("a")
     store.chain("b", beta=0.2)
     found = answer(store, f"source:corpus@{_digits(store, 'a')}")
     assert found["artifacts"] and found["retraining"] == []
-
-
-def test_the_view_says_what_a_pipeline_stands_on(store):
-    first = store.chain("a")
-    store.chain("b", beta=0.2)
     for stage, manifest in first.items():
         view = store.root / "pipelines" / "p" / stage
         view.mkdir(parents=True)
@@ -232,8 +216,3 @@ def test_an_empty_ref_is_refused(store, ref):
     store.chain()
     with pytest.raises(ConfigError, match="REF is empty"):
         answer(store, ref)
-
-
-def test_several_rows_with_a_text_are_answered_for_together(store, with_rows):
-    found = answer(store, "source:corpus#a secret")
-    assert sorted(row["text"] for row in found["rows"]) == [HELD, TRAINED]

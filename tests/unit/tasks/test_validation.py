@@ -18,20 +18,22 @@ from tasks.train.validation import Patience, Validation, completes_epochs, steps
 
 
 @pytest.mark.parametrize(
-    ("epochs", "num_rows", "steps"),
-    [(1, 40, 5), (1, 41, 6), (0.5, 40, 3), (1.1, 100, 14), (3, 1, 1), (0.001, 40, 1)],
-)
-def test_passes_over_the_rows_in_steps(epochs: float, num_rows: int, steps: int) -> None:
-    assert steps_of_epochs(epochs, num_rows, 8) == steps
+    ("epochs", "num_rows", "batch", "steps"),
+    [(1, 40, 8, 5), (1, 41, 8, 6), (0.5, 40, 8, 3), (1.1, 100, 8, 14), (3, 1, 8, 1), (0.001, 40, 8, 1),
+     (1.1, 100, 10, 11)],  # 1.1 * 100 / 10 = 11.000000000000002 in floats
+)  # fmt: skip
+def test_passes_over_the_rows_in_steps(epochs, num_rows, batch, steps):
+    assert steps_of_epochs(epochs, num_rows, batch) == steps
 
 
 @pytest.mark.parametrize(
     ("epochs", "num_rows", "steps"),
     [(1, 40, [5, 10]), (1, 30, [4, 8, 12]), (0.5, 40, [3, 5, 8, 10]), (0.1, 40, [*range(1, 13)]), (1.5, 40, [8])],
 )
-def test_the_first_steps_that_complete_passes(epochs: float, num_rows: int, steps: list[int]) -> None:
+def test_the_first_steps_that_complete_passes(epochs, num_rows, steps):
     assert [step for step in range(1, 13) if completes_epochs(epochs, step, num_rows, 8)] == steps
     assert [step for step in range(1, 13) if Validation(every_epochs=epochs).is_due(step, num_rows, 8)] == steps
+    assert [step for step in range(1, 10) if Validation(every_steps=3).is_due(step, 0, 8)] == [3, 6, 9]
 
 
 def test_patience_counts_measurements_that_are_not_smaller() -> None:
@@ -49,10 +51,15 @@ def test_steps_or_epochs_are_set(fields: dict[str, object]) -> None:
         Validation(**fields)  # type: ignore[arg-type]
 
 
-def test_off_it_leaves_no_trace_in_the_recipe() -> None:
-    assert "validation" not in SFT().recipe()
+def test_validation_best_and_adaptive_are_identity_and_off_they_leave_no_trace():
+    assert not {"validation", "best", "output", "on_divergence", "schedule"} & SFT().recipe().keys()
+    assert SFT(output="last", on_divergence="fail").recipe() == SFT().recipe()  # as a training does anyway
     recipe = SFT(validation=Validation(every_steps=20, patience=3)).recipe()
     assert recipe["validation"] == {"every_steps": 20, "patience": 3}
+    recipe = SFT(best=Best(every_steps=5), output="best").recipe()
+    assert (recipe["best"], recipe["output"]) == ({"metric": "held_out_loss", "every_steps": 5}, "best")
+    recipe = SFT(schedule=Schedule(adaptive=Adaptive(spike_z=5.0))).recipe()
+    assert recipe["schedule"]["adaptive"]["spike_z"] == 5.0
 
 
 def test_the_models_that_it_measures_compete_to_be_the_best() -> None:
@@ -84,13 +91,10 @@ def test_the_best_first_and_of_equals_the_earlier(metric, mode, steps) -> None:
     assert [each.step for each in Ranking(metric=metric, mode=mode).best(found, 2)] == steps
 
 
-@pytest.mark.parametrize("metric", ["rewards/margins", "rewards/accuracies", "mean_token_accuracy"])
-def test_large_is_good_where_the_name_says_so(metric) -> None:
-    assert Ranking(metric=metric).is_better(2.0, 1.0)
-    assert not Ranking(metric=metric, mode="min").is_better(2.0, 1.0)
-
-
-def test_a_name_that_says_nothing_needs_a_mode() -> None:
+def test_large_is_good_where_the_name_says_so_and_one_that_says_nothing_needs_a_mode():
+    for metric in ("rewards/margins", "rewards/accuracies", "mean_token_accuracy"):
+        assert Ranking(metric=metric).is_better(2.0, 1.0)
+        assert not Ranking(metric=metric, mode="min").is_better(2.0, 1.0)
     with pytest.raises(ConfigError, match=r"resources.keep_best.metric=logps/chosen: .*keep_best.mode=min or max"):
         KeepBest(metric="logps/chosen")
     assert KeepBest(metric="logps/chosen", mode="max").is_better(-1.0, -2.0)
@@ -112,17 +116,6 @@ def test_a_name_that_says_nothing_needs_a_mode() -> None:
 def test_what_is_kept_beside_the_newest(keep_best, best, kept) -> None:
     found = saved(s1=4.0, s2=2.0, s3=1.0, s4=5.0, s5=6.0, s6=3.0)
     assert kept_steps(found, 2, keep_best, best) == kept
-
-
-def test_what_competes_is_identity_and_off_it_leaves_no_trace() -> None:
-    assert not {"best", "output", "on_divergence"} & SFT().recipe().keys()
-    recipe = SFT(best=Best(every_steps=5), output="best").recipe()
-    assert recipe["best"] == {"metric": "held_out_loss", "every_steps": 5}
-    assert recipe["output"] == "best"
-
-
-def test_to_state_what_a_training_does_anyway_makes_no_other_model() -> None:
-    assert SFT(output="last", on_divergence="fail").recipe() == SFT().recipe()
 
 
 @pytest.mark.parametrize(
@@ -209,26 +202,17 @@ def test_its_state_survives_json_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("build", "message"),
     [
-        ({"spike_z": None, "plateau_steps": None}, "so it never acts; set one of them"),
-        ({"spike_z": 5.0, "divergence_z": 5.0}, "further off than a spike; set divergence_z=10"),
+        (lambda: Adaptive(spike_z=None, plateau_steps=None), "so it never acts; set one of them"),
+        (lambda: Adaptive(spike_z=5.0, divergence_z=5.0), "further off than a spike; set divergence_z=10"),
+        (lambda: Schedule(name="reduce_lr_on_plateau", adaptive=Adaptive()),
+         r"schedule.adaptive=.*reduce_lr_on_plateau has no such field"),
     ],
-)
-def test_what_cannot_act_is_refused(fields: dict[str, object], message: str) -> None:
+)  # fmt: skip
+def test_what_cannot_act_or_would_cut_by_the_same_loss_is_refused(build, message):
     with pytest.raises(ConfigError, match=message):
-        Adaptive(**fields)  # type: ignore[arg-type]
-
-
-def test_two_that_cut_by_the_same_loss_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule.adaptive=.*reduce_lr_on_plateau has no such field"):
-        Schedule(name="reduce_lr_on_plateau", adaptive=Adaptive())
-
-
-def test_it_is_identity_and_off_it_leaves_no_trace() -> None:
-    assert "schedule" not in SFT().recipe()
-    recipe = SFT(schedule=Schedule(adaptive=Adaptive(spike_z=5.0))).recipe()
-    assert recipe["schedule"]["adaptive"]["spike_z"] == 5.0  # type: ignore[index]
+        build()
 
 
 def test_a_way_back_needs_a_best_model_by_the_held_out_loss() -> None:
@@ -268,28 +252,18 @@ def test_every_field_changes_the_learning_rate() -> None:
     assert unchanged == []
 
 
-def test_a_spike_does_not_hide_the_next() -> None:
-    watch = watched(Adaptive(start_steps=5), [*STEADY, 50.0, 50.0])
-    assert [event for _, event, _ in watch.events] == ["spike", "spike"]
-
-
-def test_before_enough_losses_nothing_is_a_spike() -> None:
-    assert not watched(Adaptive(start_steps=7), [*STEADY, 50.0]).events
-
-
-def test_without_a_checkpoint_to_go_back_to_it_is_a_spike() -> None:
-    watch = watched(Adaptive(start_steps=5, divergence_z=20.0), [*STEADY, 9.0])
-    assert [event for _, event, _ in watch.events] == ["spike"]
+@pytest.mark.parametrize(
+    ("setting", "losses", "events"),
+    [
+        ({"start_steps": 5}, [50.0, 50.0], ["spike", "spike"]),  # one does not hide the next
+        ({"start_steps": 7}, [50.0], []),  # before enough losses
+        ({"start_steps": 5, "divergence_z": 20.0}, [9.0], ["spike"]),  # without a checkpoint to go back to
+    ],
+)
+def test_what_is_a_spike(setting, losses, events):
+    assert [event for _, event, _ in watched(Adaptive(**setting), [*STEADY, *losses]).events] == events
 
 
 def test_the_best_of_an_older_one_that_is_kept_stays_too() -> None:
     found = saved(s2=2.0, s5=6.0, s6=1.0)
     assert kept_steps(found, 2, None, Best(metric="loss", every_steps=2)) == {2, 5, 6}
-
-
-def test_no_rounding_adds_a_step() -> None:
-    assert steps_of_epochs(1.1, 100, 10) == 11  # 1.1 * 100 / 10 = 11.000000000000002 in floats
-
-
-def test_steps_do_not_ask_for_rows() -> None:
-    assert [step for step in range(1, 10) if Validation(every_steps=3).is_due(step, 0, 8)] == [3, 6, 9]

@@ -133,16 +133,15 @@ def test_products_of_a_cpu_keep_the_precision_of_fp32():
     assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6  # of bf16 it is 1e-3
 
 
-def test_products_that_would_be_rounded_keep_the_default(monkeypatch):
-    monkeypatch.setattr(kernels, "is_exact", lambda: False)
-    with fast_products(on_gpu=False):
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_the_default_comes_back_after_a_failure():
+def test_products_of_a_gpu_or_that_would_be_rounded_keep_the_default_which_comes_back_after_a_failure(monkeypatch):
     with pytest.raises(InterruptedError), fast_products(on_gpu=False):
         raise InterruptedError
     assert torch.get_float32_matmul_precision() == "highest"
+    with fast_products(on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "highest"
+    monkeypatch.setattr(kernels, "is_exact", lambda: False)
+    with fast_products(on_gpu=False):
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,3 @@ def test_auto_is_the_fastest_attention_that_is_installed(
     fake_gpu(monkeypatch, capability=capability)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in installed else None)
     assert attention_of(replace(ON_GPU, **fields), precision) == expected
-
-
-def test_products_of_a_gpu_keep_the_default():
-    with fast_products(on_gpu=True):
-        assert torch.get_float32_matmul_precision() == "highest"

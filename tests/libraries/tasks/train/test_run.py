@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
+from transformers import set_seed
 
 import tasks as methods
 from lineage.errors import PipelineError
@@ -31,20 +33,14 @@ def test_an_operation_that_is_not_deterministic_is_refused_with_the_remedy():
     not_deterministic()
 
 
-def test_it_is_allowed_where_that_is_stated():
+def test_it_is_allowed_where_that_is_set_and_other_errors_are_raised_as_they_are(monkeypatch):
     with deterministic_kernels(False):
         assert not_deterministic().tolist() == [[[[1.0, 0.0], [0.0, 0.0]]]]
-
-
-def test_other_errors_are_raised_as_they_are():
-    with pytest.raises(RuntimeError, match="out of memory"), deterministic_kernels(True):
-        raise RuntimeError("out of memory")
-
-
-def test_flash_attention_is_deterministic_too(monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
     with deterministic_kernels(True):
         assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    with pytest.raises(RuntimeError, match="out of memory"), deterministic_kernels(True):
+        raise RuntimeError("out of memory")
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "0"
 
 
@@ -82,27 +78,13 @@ def test_the_file_of_a_method_has_15_to_60_lines(name):
     assert 15 <= len(Path(methods.__path__[0], f"{name}.py").read_text().splitlines()) <= 60
 
 
-def test_every_epoch_is_a_permutation_and_epochs_differ() -> None:
+def test_the_order_of_rows_is_one_list_the_one_that_a_plain_trainer_draws():
     order = row_order(7, 17, seed=3)
     first, second, rest = order[:7], order[7:14], order[14:]
     assert sorted(first) == sorted(second) == list(range(7))
-    assert first != second
-    assert len(rest) == 3
-
-
-def test_more_samples_extend_the_same_order() -> None:
-    assert row_order(7, 17, seed=3)[:9] == row_order(7, 9, seed=3)
-
-
-def test_the_seed_changes_the_order() -> None:
+    assert first != second and len(rest) == 3
+    assert order[:9] == row_order(7, 9, seed=3)
     assert row_order(20, 20, seed=0) != row_order(20, 20, seed=1)
-
-
-def test_the_first_epoch_is_what_a_plain_trainer_draws(tmp_path: object) -> None:
-    import torch
-    from accelerate.data_loader import SeedableRandomSampler
-    from transformers import set_seed
-
     set_seed(5)
     sampler = SeedableRandomSampler(list(range(30)))  # as accelerate makes it of the Trainer's RandomSampler
     assert list(sampler) == row_order(30, 30, seed=5)

@@ -51,14 +51,29 @@ def test_a_format_that_explains_more_columns_wins(row: Row, name: str) -> None:
     assert detect([row], "rows.jsonl").name == name
 
 
-def test_two_formats_that_explain_a_source_as_well_are_refused_and_either_can_be_stated() -> None:
-    row: Row = {**ALPACA, "text": "t"}
+def test_two_formats_that_explain_a_source_as_well_are_refused_and_either_can_be_set():
+    row = {**ALPACA, "text": "t"}
     assert refused(row) == (
         "rows.jsonl: two formats fit: text (has text), alpaca (has instruction and output); "
         "say which with format=NAME (sources.NAME.format=...)"
     )
+    assert refused({**row, "prompt": "q"}).startswith("rows.jsonl: 3 formats fit: text (")
     assert detect([row], "rows.jsonl", stated="text").convert(row) == {"text": "t"}
     assert detect([row], "rows.jsonl", stated="alpaca").convert(row).keys() == {"messages"}
+
+
+def test_what_a_source_without_a_format_lacks_is_named():
+    assert refused() == 'rows.jsonl: no rows; give at least one row, such as a line {"text": "..."}'
+    assert "no format fits the columns none;" in refused({})
+    assert refused({"body": "a"}) == (
+        f"rows.jsonl: no format fits the columns body; accepted: {NAMES}; name it: columns={{text: body}}, "
+        "or say which format is meant with format=NAME"
+    )
+    assert detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a"}) == {"text": "a"}
+    for column in ("text", "body"):  # never to be renamed to itself
+        assert refused({column: None}, {column: None}).endswith(
+            "; fill them: they are null in all rows looked at, or say which format is meant with format=NAME"
+        )
 
 
 def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> None:
@@ -70,14 +85,6 @@ def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> N
         "or say which format is meant with format=NAME"
     )
     assert "(alpaca: no field 'output' (fields: instruction);" in refused(ALPACA, *[{"instruction": "q"}] * 2)
-
-
-def test_the_one_column_of_texts_is_named() -> None:
-    assert refused({"body": "a"}) == (
-        f"rows.jsonl: no format fits the columns body; accepted: {NAMES}; name it: columns={{text: body}}, "
-        "or say which format is meant with format=NAME"
-    )
-    assert detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a"}) == {"text": "a"}
 
 
 def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
@@ -92,8 +99,8 @@ def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
     assert detect([{"odd": 1}] * 9 + [ALPACA], "rows.jsonl", stated="alpaca").name == "alpaca"
 
 
-def test_columns_are_renamed_before_anything_is_told() -> None:
-    row: Row = {"context": "c", "question": "q", "answer": "a", "score": 1}
+def test_columns_are_renamed_before_anything_is_told():
+    row = {"context": "c", "question": "q", "answer": "a", "score": 1}
     columns = {"instruction": "question", "input": "context", "output": "answer"}
     detected = detect([row], "rows.jsonl", columns=columns)
     assert detected.convert(row) == {"messages": [{"role": "user", "content": "q\nc"}, A]}
@@ -102,6 +109,14 @@ def test_columns_are_renamed_before_anything_is_told() -> None:
         "answer": "the assistant's turn",
     }  # fmt: skip
     assert detected.read_columns(row) == {"context", "question", "answer"}
+    swapped = {"prompt": "a", "completion": "q"}
+    changed = detect([swapped], "r", columns={"prompt": "completion", "completion": "prompt"})
+    assert changed.convert(swapped) == {"messages": [Q, A]}
+    with pytest.raises(BadRowError) as refusal:  # a later row that a rename would damage
+        detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a", "text": "b"})
+    assert str(refusal.value) == (
+        "columns makes two columns 'text' of this row; accepted: one column of a name; rename or remove one of them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,17 +147,8 @@ def test_renames_that_do_not_fit_are_refused(columns: dict[str, str], problem: s
     assert refused(ALPACA, columns=columns) == f"rows.jsonl: {problem}"
 
 
-def test_a_later_row_that_a_rename_would_damage_is_refused() -> None:
-    detected = detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"})
-    with pytest.raises(BadRowError) as refusal:
-        detected.convert({"body": "a", "text": "b"})
-    assert str(refusal.value) == (
-        "columns makes two columns 'text' of this row; accepted: one column of a name; rename or remove one of them"
-    )
-
-
-def test_rows_with_images_are_refused_and_rows_without_are_not() -> None:
-    rows: list[Row] = [{"messages": [Q, A], "images": ["1.jpg"]}, {"messages": [Q, A], "images": []}]
+def test_rows_with_images_are_refused_and_rows_without_are_not():
+    rows = [{"messages": [Q, A], "images": ["1.jpg"]}, {"messages": [Q, A], "images": []}]
     detected = detect(rows, "rows.jsonl")
     with pytest.raises(BadRowError) as refusal:
         detected.convert(rows[0])
@@ -152,6 +158,8 @@ def test_rows_with_images_are_refused_and_rows_without_are_not() -> None:
     )
     assert refusal.value.reason == "images are not read"
     assert detected.convert(rows[1]) == {"messages": [Q, A]}
+    document = {"text": "a", "image": "https://example.org/a.png"}  # the address of its picture
+    assert detect([document], "rows.jsonl").convert(document) == {"text": "a"}
 
 
 CHAT: Row = {"messages": [Q, A]}
@@ -273,12 +281,13 @@ def hh(count: int) -> list[Row]:
     ]
 
 
-def test_every_turn_is_a_message_of_its_role_and_the_answers_stand_alone() -> None:
+def test_every_turn_is_a_message_of_its_role_and_the_answers_stand_alone():
     detected = detect(hh(4), "hh.jsonl")
     assert detected.name == "transcript_preference"
     assert detected.evidence == "has chosen and rejected and turns of Human and Assistant: 4 of 4 rows looked at"
     assert detected.mapping == {"chosen": "prompt and chosen", "rejected": "prompt and rejected"}
-    assert detected.convert(hh(4)[3]) == {
+    made = detected.convert(hh(4)[3])
+    assert made == {
         "prompt": [
             {"role": "user", "content": "What is 3 of 0?\n\nIn short?"},
             {"role": "assistant", "content": "It is 0.\n- A list:"},
@@ -288,6 +297,13 @@ def test_every_turn_is_a_message_of_its_role_and_the_answers_stand_alone() -> No
         "rejected": [{"role": "assistant", "content": "No idea of 3"}],
         "kind": None,
     }  # fmt: skip
+    for prompt in (transcript(3, ""), "And what is 3?"):  # the transcript may be in the prompt
+        row = {**hh(4)[3], "prompt": prompt}
+        assert detect([row] * 3, "hh.jsonl").convert(row) == made
+    answers = {"prompt": transcript(3, ""), "chosen": " 3, surely.", "rejected": "No idea of 3"}
+    assert detect([answers] * 3, "hh.jsonl").convert(answers) == made
+    as_one_text = detect(hh(2), "hh.jsonl", stated="implicit_preference").convert(hh(2)[1])
+    assert len(as_one_text["prompt"]) == 1
 
 
 @pytest.mark.parametrize("said", ["Human rights: a short history", "He said:\n\nHuman: who?\n\nAssistant: I"])
@@ -318,75 +334,26 @@ def test_rows_without_one_beginning_are_named_by_file_and_line(call) -> None:  #
     assert code == 0 and "another beginning: 1" in out and "no transcript: 1" in out
 
 
-def test_two_columns_can_change_names() -> None:
-    detected = detect(
-        [{"prompt": "a", "completion": "q"}], "r", columns={"prompt": "completion", "completion": "prompt"}
-    )
-    assert detected.convert({"prompt": "a", "completion": "q"}) == {"messages": [Q, A]}
-
-
-def test_prompts_read_every_column() -> None:
+def test_prompts_read_every_column():
     detected = detect([{"prompt": "q", "answer": 1}], "rows.jsonl")
     assert detected.read_columns({"prompt": "q", "answer": 1}) == {"prompt", "answer"}
     assert detected.mapping == {"prompt": "prompt", "*": "columns, for a reward function"}
 
 
-def test_an_empty_source_is_refused() -> None:
-    assert refused() == 'rows.jsonl: no rows; give at least one row, such as a line {"text": "..."}'
-    assert "no format fits the columns none;" in refused({})
-
-
-def test_bad_rows_among_good_ones_do_not_hide_the_format() -> None:
-    rows: list[Row] = [ALPACA] * 50 + [{"instruction": "q"}, {"odd": 1}] * 25
+@pytest.mark.parametrize(
+    ("rows", "name", "evidence", "bad"),
+    [
+        ([ALPACA] * 50 + [{"instruction": "q"}, {"odd": 1}] * 25, "alpaca", "has instruction and output: 50 of 100",
+         r"^no field 'output' \(fields: instruction\)"),
+        ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": None}] * 10, "prompt_completion",
+         "has prompt and completion: 20 of 20", r"^completion is null; "),
+        ([{**CHAT, "label": False}] * 80 + [{**CHAT, "label": None}] * 120, "messages_label",
+         "has messages and label: 200 of 200", r"^label is null; .* set format=messages$"),
+    ],
+    ids=["of other rows", "null completions", "a table with null labels"],
+)  # fmt: skip
+def test_bad_rows_among_good_ones_do_not_hide_the_format(rows, name, evidence, bad):
     detected = detect(rows, "rows.jsonl")
-    with pytest.raises(BadRowError, match=r"^no field 'output' \(fields: instruction\)"):
-        detected.convert(rows[50])
-
-
-def test_a_document_may_come_with_the_address_of_its_picture() -> None:
-    row: Row = {"text": "a", "image": "https://example.org/a.png"}
-    assert detect([row], "rows.jsonl").convert(row) == {"text": "a"}
-
-
-def test_half_of_the_completions_may_be_null() -> None:
-    rows: list[Row] = [{"prompt": "q", "completion": "a" if number % 2 else None} for number in range(20)]
-    detected = detect(rows, "rows.jsonl")
-    assert (detected.name, detected.evidence) == (
-        "prompt_completion", "has prompt and completion: 20 of 20 rows looked at",
-    )  # fmt: skip
-    with pytest.raises(BadRowError, match=r"^completion is null; "):
-        detected.convert(rows[0])
-
-
-def test_of_a_table_the_rows_without_a_label_are_bad_ones() -> None:
-    rows: list[Row] = [{**CHAT, "label": None}] * 120 + [{**CHAT, "label": False}] * 80
-    detected = detect(rows, "rows.parquet")
-    assert detected.name == "messages_label"
-    with pytest.raises(BadRowError, match=r"^label is null; .* set format=messages$"):
-        detected.convert(rows[0])
-
-
-@pytest.mark.parametrize("column", ["text", "body"])
-def test_a_column_is_never_to_be_renamed_to_itself(column: str) -> None:
-    row: Row = {column: None}
-    assert refused(row, row).endswith(
-        "; fill them: they are null in all rows looked at, or say which format is meant with format=NAME"
-    )
-
-
-def test_the_transcript_may_be_in_the_prompt() -> None:
-    rows: list[Row] = [{"prompt": transcript(place, ""), "chosen": " yes", "rejected": " no"} for place in range(3)]
-    detected = detect(rows, "hh.jsonl")
-    assert detected.name == "transcript_preference"
-    made = detected.convert(rows[0])
-    assert [turn["role"] for turn in made["prompt"]] == ["user", "assistant", "user"]  # type: ignore[attr-defined]
-    assert made["chosen"] == [{"role": "assistant", "content": "yes"}]
-    whole: list[Row] = [{**row, "prompt": transcript(place, "")} for place, row in enumerate(hh(3))]
-    assert detect(whole, "hh.jsonl").convert(whole[1]) == detect(hh(3), "hh.jsonl").convert(hh(3)[1])
-    plain: list[Row] = [{**row, "prompt": f"And what is {place}?"} for place, row in enumerate(hh(3))]
-    assert detect(plain, "hh.jsonl").convert(plain[1]) == detect(hh(3), "hh.jsonl").convert(hh(3)[1])
-
-
-def test_a_stated_format_reads_them_as_one_text() -> None:
-    made = detect(hh(2), "hh.jsonl", stated="implicit_preference").convert(hh(2)[1])
-    assert len(made["prompt"]) == 1  # type: ignore[arg-type]
+    assert (detected.name, detected.evidence) == (name, f"{evidence} rows looked at")
+    with pytest.raises(BadRowError, match=bad):
+        detected.convert(next(row for row in rows if row != rows[0]))

@@ -223,13 +223,14 @@ def test_a_slice_of_no_row_is_refused(bounds: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "last"),
-    [("[:1000]", 1000), ("[10:20]", 20), ("[10:]", None), ("[:10%]", None), ("[-10:]", None), ("[:-10]", None)],
-)
-def test_some_slices_end_where_no_count_is_needed(text: str, last: int | None) -> None:
-    _, part = parse_split(f"train{text}")
-    assert part and part.last == last
+def test_a_name_alone_is_the_whole_split_and_a_slice_ends_with_the_last_row():
+    for text in ("train", "validation", "test_2.a-b"):
+        assert parse_split(text) == (text, None)
+    ends = {"[:1000]": 1000, "[10:20]": 20, "[10:]": None, "[:10%]": None, "[-10:]": None, "[:-10]": None}
+    assert {text: parse_split(f"train{text}")[1].last for text in ends} == ends  # where no count is needed
+    assert parse_split("train[:1000]")[1].bounds(300) == (0, 300)
+    with pytest.raises(ConfigError, match=r"split='train\[:101%\]': 101% is more than all rows"):
+        parse_split("train[:101%]")
 
 
 @pytest.mark.parametrize(
@@ -242,11 +243,6 @@ def test_what_is_no_split_is_refused(text: str) -> None:
         f"split={text!r}: a split, or a part of one in rows or percent, such as train[:1000], train[90%:] or "
         "train[-100:] is accepted; write it so"
     )
-
-
-def test_more_than_all_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"split='train\[:101%\]': 101% is more than all rows"):
-        parse_split("train[:101%]")
 
 
 @pytest.fixture
@@ -268,11 +264,22 @@ def test_what_a_function_yields_are_rows_with_their_index(function_rows, tmp_pat
     assert rows[1000].where == f"python:{tmp_path}/mine.py:rows[1000]"
 
 
-def test_a_function_of_a_module_is_read(tmp_path, monkeypatch):
-    (tmp_path / "rows_of_mine.py").write_text("def rows(count=2):\n    return [{'text': 'a'}] * count\n")
+def test_a_function_of_a_module_is_read_as_rows_are_needed_and_what_it_prints_stays_apart(
+    function_rows, tmp_path, monkeypatch, capsys
+):
+    code = (
+        "def rows(count=2):\n    return [{'text': 'a'}] * count\ndef endless():\n    while True: yield {'text': 'a'}\n"
+    )
+    (tmp_path / "rows_of_mine.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     (chunk,) = read_function(Source(path="python:rows_of_mine.rows"))
     assert [row.fields for row in chunk.rows()] == [{"text": "a"}] * 2
+    chunks = read_function(Source(path=f"python:{tmp_path}/rows_of_mine.py:endless", allow_code=True))
+    assert len(list(next(chunks).rows())) == 1000
+    arrays = "import numpy as np\ndef rows(): yield {'a': None, 'b': np.array([1.5]), 'c': np.float32(2)}"
+    assert [row.fields for row in function_rows(arrays)] == [{"a": None, "b": [1.5], "c": 2.0}]
+    function_rows("print('loaded')\ndef rows():\n    print('called')\n    yield {'text': 'a'}\n    print('done')\n")
+    assert capsys.readouterr() == ("", "loaded\ncalled\ndone\n")
 
 
 _ODD = """
@@ -290,16 +297,6 @@ def deep():
     return {'text': value}
 
 """
-
-
-def test_nothing_is_a_value_and_arrays_are_lists(function_rows):
-    code = "import numpy as np\ndef rows(): yield {'a': None, 'b': np.array([1.5]), 'c': np.float32(2)}"
-    assert [row.fields for row in function_rows(code)] == [{"a": None, "b": [1.5], "c": 2.0}]
-
-
-def test_what_a_function_prints_stays_out_of_the_output_of_the_command(function_rows, capsys):
-    function_rows("print('loaded')\ndef rows():\n    print('called')\n    yield {'text': 'a'}\n    print('done')\n")
-    assert capsys.readouterr() == ("", "loaded\ncalled\ndone\n")
 
 
 @pytest.mark.parametrize(
@@ -362,19 +359,3 @@ def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture
                 read(path, split="test")
     finally:
         files.store.clear()
-
-
-@pytest.mark.parametrize("text", ["train", "validation", "test_2.a-b"])
-def test_a_name_alone_is_the_whole_split(text: str) -> None:
-    assert parse_split(text) == (text, None)
-
-
-def test_a_slice_beyond_the_last_row_ends_there() -> None:
-    _, part = parse_split("train[:1000]")
-    assert part and part.bounds(300) == (0, 300)
-
-
-def test_rows_are_asked_for_as_they_are_needed(tmp_path):
-    (tmp_path / "endless.py").write_text("def rows():\n    while True: yield {'text': 'a'}\n")
-    chunks = read_function(Source(path=f"python:{tmp_path}/endless.py:rows", allow_code=True))
-    assert len(list(next(chunks).rows())) == 1000

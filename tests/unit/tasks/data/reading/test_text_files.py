@@ -50,13 +50,8 @@ def test_a_packed_file_that_was_cut_or_damaged_is_refused(tmp_path: Path, name: 
         )
 
 
-def test_suffixes_are_read_in_any_case(tmp_path: Path) -> None:
-    assert len(read(write(tmp_path / "rows.JSONL.GZ", gzip.compress(_ROWS)))) == 2000
-
-
-def test_parts_packed_one_after_the_other_are_one_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl.gz", gzip.compress(_ROWS) + gzip.compress(_ROWS))
-    assert len(read(file)) == 4000
+def test_suffixes_are_read_in_any_case_and_parts_packed_one_after_the_other_are_one_file(tmp_path):
+    assert len(read(write(tmp_path / "rows.JSONL.GZ", gzip.compress(_ROWS) + gzip.compress(_ROWS)))) == 4000
 
 
 def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +121,12 @@ TWO = "the first\nof two lines\n \t\r\n\n\nthe second\r\nof\r\ntwo\r\n"  # parag
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_blank_lines_part_paragraphs(tmp_path: Path, packed: str) -> None:
+def test_blank_lines_part_paragraphs_but_not_before_and_after_all_others(tmp_path, packed):
     file = write(tmp_path / f"rows.txt{packed}", PACKED[packed](TWO.encode()))
     assert rows_of(file) == [{"text": "the first\nof two lines"}, {"text": "the second\nof\ntwo"}]
     assert [row.where for row in read(file)] == [f"{file}:1", f"{file}:6"]
     assert rows_of(file, split_by="paragraph") == rows_of(file)
+    assert rows_of(write(file, PACKED[packed](b"\n\na\nb\n \n\n"))) == [{"text": "a"}, {"text": "b"}]
 
 
 def test_each_way_to_split_a_text_makes_other_rows(tmp_path: Path) -> None:
@@ -172,7 +168,3 @@ def test_a_paragraph_that_is_no_text_or_does_not_end_is_named(tmp_path: Path, mo
     monkeypatch.setattr(lines, "BLOCK_BYTES", 2**9)
     with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 0 MB; .* state split_by=line"):
         read(write(tmp_path / "rows.txt", "a\n\n" + "line\n" * 1000))
-
-
-def test_blank_lines_before_and_after_all_others_part_nothing(tmp_path: Path) -> None:
-    assert rows_of(write(tmp_path / "rows.txt", "\n\na\nb\n \n\n")) == [{"text": "a"}, {"text": "b"}]
