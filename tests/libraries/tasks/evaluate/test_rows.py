@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import HERMES
+from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import (
     Lengths,
     _tokens,
@@ -17,7 +18,6 @@ from tasks.evaluate.rows import (
     pair_tokens,
     prompt_tokens,
 )
-from tasks.evaluate.scoring import Answer
 from tasks.method import Input
 from tests import tiny
 

@@ -13,10 +13,11 @@ import tasks as methods
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train import fit as module
 from tasks.train import kernels
-from tasks.train import run as module
 from tasks.train.callbacks import step_metrics
-from tasks.train.run import deterministic_kernels, row_order
+from tasks.train.fit import deterministic_kernels
+from tasks.train.run import row_order
 
 
 def not_deterministic() -> torch.Tensor:

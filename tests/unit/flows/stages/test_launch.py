@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from flows.declare.pipeline import Stage
-from flows.progress.run_notes import RUN_VARIABLE
+from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import in_stage_environment, stage_environment

@@ -7,7 +7,7 @@ import pytest
 
 from lineage.errors import ConfigError, DataError
 from tasks.reward_functions import RewardFunction, check_columns, check_rewards, scorers
-from tasks.reward_functions.structured import evaluated
+from tasks.reward_functions.built_in import evaluated
 
 LONG = 300_000  # characters
 

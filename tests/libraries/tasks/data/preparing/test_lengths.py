@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing.lengths import measure, token_lengths
+from tasks.data.preparing.prepare import measure, token_lengths
 
 
 def test_quantiles_are_lengths_that_rows_have():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from flows.progress import stage_progress as progress
-from flows.progress.board import Board
+from flows.progress.screen import Screen
 from flows.progress.stage_progress import Progress
 from flows.wording import clock, counted
 
@@ -29,7 +29,7 @@ def write_reports(path, *losses):
 
 def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
     stream = Terminal()
-    with Board(stream, ["dpo"]) as board:
+    with Screen(stream, ["dpo"]) as board:
         board.running("dpo", tmp_path / "metrics.jsonl", 10)
         write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
         board._live.refresh()
@@ -46,7 +46,7 @@ def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
 
 def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
-    with Board(stream, ["dpo", "reward"]) as board:
+    with Screen(stream, ["dpo", "reward"]) as board:
         for _ in range(5):
             board.waiting("dpo", "1 CPU")
         board.running("dpo", tmp_path / "none", 10)
@@ -63,7 +63,7 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
 def test_a_stage_that_goes_on_says_from_where(tmp_path):
     stream = io.StringIO()
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
-    with Board(stream, ["dpo"]) as board:
+    with Screen(stream, ["dpo"]) as board:
         board.running("dpo", tmp_path / "metrics.jsonl", 10)
     assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
 
@@ -73,7 +73,7 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with Board(Closed(), ["dpo"]) as board:
+    with Screen(Closed(), ["dpo"]) as board:
         board.running("dpo", tmp_path / "none", None)
         board.done("dpo", 1.0, {})
     assert not board._running

@@ -13,27 +13,26 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.progress import journal as journal_module
-from flows.progress import run_notes
-from flows.progress.journal import Journal
-from flows.progress.run_notes import (
+from flows.progress import observer, run_record
+from flows.progress.observer import RunRecorder
+from flows.progress.run_record import (
     Links,
-    RunNote,
-    StageNote,
-    SweepNote,
+    RunRecord,
+    StageRecord,
+    SweepRecord,
     is_to_begin,
     latest,
     new_id,
-    note_path,
-    read_note,
+    read_run_record,
     run_ids,
+    run_record_path,
     silent_drivers,
     waits_for,
 )
 from flows.progress.waiting_note import WaitingNote
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
@@ -61,12 +60,12 @@ def plan(tmp_path):
 
 @pytest.fixture
 def journal(plan):
-    return Journal(plan, ["pipeline=toy"], Recorded(), plan.stale)
+    return RunRecorder(plan, ["pipeline=toy"], Recorded(), plan.stale)
 
 
 def the_note(store):
     (run_id,) = run_ids(store)
-    note = read_note(note_path(store, run_id))
+    note = read_run_record(run_record_path(store, run_id))
     assert note
     return note
 
@@ -108,13 +107,13 @@ def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it
         journal.done("left", 1.5, {})
         journal.pruned("right#2", "step 3: others do better")
     assert (the_note(store).outcome, the_note(store).stages["right#2"].state) == ("done", "pruned")
-    monkeypatch.setattr(journal_module, "judgements", lambda made: [REFUSAL])
+    monkeypatch.setattr(observer, "judgements", lambda made: [REFUSAL])
     for sweep, outcome, cause in (
         (None, "refused", "gate refuses left"),
-        (SweepNote(folder=str(store / "sweeps" / "s"), own=["left", "right"], trials=3), "done", ""),
+        (SweepRecord(folder=str(store / "sweeps" / "s"), own=["left", "right"], trials=3), "done", ""),
     ):
         shutil.rmtree(store / "runs")
-        with Journal(plan, [], Recorded(), plan.stale, sweep).open():
+        with RunRecorder(plan, [], Recorded(), plan.stale, sweep).open():
             shown = set(the_note(store).stages)
         assert shown == ({"data", "model"} if sweep else {"data", "model", "left", "right"})
         assert (the_note(store).outcome, the_note(store).cause, the_note(store).sweep) == (outcome, cause, sweep)
@@ -137,7 +136,7 @@ def test_the_end_is_what_leaves_the_context(plan, journal, error, outcome, cause
 
 def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
     tracker = Recorded()
-    with Journal(plan, [], tracker, plan.stale).open():
+    with RunRecorder(plan, [], tracker, plan.stale).open():
         assert the_note(plan.pipeline.store).links.mlflow_run is None
         tracker.run_id = "abc"
     links = the_note(plan.pipeline.store).links
@@ -160,12 +159,12 @@ def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
     extra = replace(plan.stage("data"), name="extra")
     pipeline = replace(plan.pipeline, stages={"extra": extra.stage, **plan.pipeline.stages})
     wide = replace(plan, pipeline=pipeline, stages=[extra, *plan.stages])
-    with Journal(wide, [], Recorded(), wide.stale).open():
+    with RunRecorder(wide, [], Recorded(), wide.stale).open():
         assert the_note(plan.pipeline.store).stages["model"].after == ["extra", "data"]
 
 
 def test_what_is_reused_is_waited_for_by_nothing(plan):
-    with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
+    with RunRecorder(plan, [], Recorded(), [plan.stage("model")]).open():
         assert the_note(plan.pipeline.store).stages["model"].after == []
 
 
@@ -173,7 +172,7 @@ def test_what_is_deleted_before_a_run_has_noted_it_ends_the_run_at_its_begin(pla
     finish(plan, "data")
     again = make_plan(plan.pipeline)
     shutil.rmtree(again.entry(again.stage("data")).path)
-    with pytest.raises(ArtifactError, match="run again"), Journal(again, [], Recorded(), again.stale).open():
+    with pytest.raises(ArtifactError, match="run again"), RunRecorder(again, [], Recorded(), again.stale).open():
         pytest.fail("it began")
     assert the_note(plan.pipeline.store).outcome == "failed" and "run again" in the_note(plan.pipeline.store).cause
 
@@ -215,10 +214,10 @@ def test_a_run_that_begins_waits_until_gc_has_deleted_what_it_is_at(plan, journa
 
 def note_of(driver, run_id=None, **fields):
     known = {"pipeline": "toy", "words": [], "driver": driver, "started": 0.0, "stages": {}}
-    return RunNote(id=run_id or new_id(), **{**known, **fields})
+    return RunRecord(id=run_id or new_id(), **{**known, **fields})
 
 
-HERE = Holder.here()
+HERE = Owner.here()
 ELSEWHERE = replace(HERE, host="elsewhere")
 
 
@@ -227,7 +226,9 @@ def test_a_run_of_another_host_dies_by_silence_and_one_of_this_host_with_its_pro
     for each in (note, alive, other):
         each.write(tmp_path)
     assert [each.is_live(tmp_path) for each in (note, alive, other)] == [True, True, False]
-    os.utime(note_path(tmp_path, note.id), (0, time.time() - run_notes.EXPIRY_SECONDS - run_notes.SKEW_SECONDS - 1))
+    os.utime(
+        run_record_path(tmp_path, note.id), (0, time.time() - run_record.EXPIRY_SECONDS - run_record.SKEW_SECONDS - 1)
+    )
     assert note.is_dead(tmp_path)
     assert not replace(note, outcome="done").is_live(tmp_path)
     for name, content in {"20990101-000000-aaaa": '{"id": ', "20990101-000000-bbbb": json.dumps({"id": 1})}.items():
@@ -236,12 +237,12 @@ def test_a_run_of_another_host_dies_by_silence_and_one_of_this_host_with_its_pro
 
 
 def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_notes, "_LOOKED_AT", 2)
+    monkeypatch.setattr(run_record, "_CHECKED", 2)
     notes = [note_of(ELSEWHERE, f"2026010{day}-000000-0000", outcome="done") for day in range(1, 7)]
     for index, note in enumerate(notes):
         note.write(tmp_path)
         if index != 1:
-            os.utime(note_path(tmp_path, note.id), (0, 0))
+            os.utime(run_record_path(tmp_path, note.id), (0, 0))
     assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
 
 
@@ -251,9 +252,9 @@ def test_a_driver_of_another_machine_is_gone_when_none_of_its_runs_is_heard(tmp_
     for each in (old, new, here):
         each.write(tmp_path)
     for each in (old, here):
-        os.utime(note_path(tmp_path, each.id), (0, 0))
+        os.utime(run_record_path(tmp_path, each.id), (0, 0))
     assert silent_drivers(tmp_path) == []  # a process that has run more than one
-    os.utime(note_path(tmp_path, new.id), (0, 0))
+    os.utime(run_record_path(tmp_path, new.id), (0, 0))
     assert silent_drivers(tmp_path) == [new.driver, old.driver]
 
 
@@ -290,11 +291,11 @@ def test_what_cuts_a_wait_off_is_its_end(tmp_path, error, outcome, cause):
     assert note.ended
 
 
-SWEEP = SweepNote(folder="s", own=["left"], trials=3)
+SWEEP = SweepRecord(folder="s", own=["left"], trials=3)
 
 
 def stage(state="pending", **fields):
-    return StageNote(state=state, since=0.0, directory="", **fields)
+    return StageRecord(state=state, since=0.0, directory="", **fields)
 
 
 def run_with(stages=(), **fields):
