@@ -133,3 +133,10 @@ def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> 
         mine.keep([])
     assert (store.path(5) / RECORD).read_bytes() == theirs
     assert store.damage(5) == []
+
+
+def test_none_is_put_where_another_is(store: Checkpoints) -> None:
+    commit(store, 5)
+    with pytest.raises(OSError, match="not empty"):
+        commit(store, 5, metrics={"loss": 9.0})
+    assert store.read(5).metrics == {"loss": 3.0}

@@ -110,3 +110,9 @@ def test_other_differences_are_no_former_defaults() -> None:
     assert former_defaults(SFT(num_epochs=2), {"num_steps": 1000}) == []
     assert former_defaults(SFT(), {"num_steps": 900, "learning_rate": 2e-5}) == []
     assert former_defaults(SFT(adapter=LORA, learning_rate=1e-3), {"adapter": {}, "learning_rate": 2e-5}) == []
+
+
+def test_steps_that_are_set_need_no_rows():
+    checks, found = DataChecks(), plan(Path("store"))
+    assert checks.num_steps(found.stage("sft"), found.stage("sft").stage.method) == 400
+    assert checks.num_steps(found.stage("base"), found.stage("base").stage.method) is None

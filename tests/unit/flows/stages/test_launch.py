@@ -16,6 +16,7 @@ from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import in_stage_environment, stage_environment
 from flows.stages.stage_process import end_left_session
+from flows.stages.worker import _context
 from flows.stops import stoppable
 from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
@@ -188,3 +189,12 @@ def test_it_stays_until_the_last_of_several_has_no_need_of_it(monkeypatch):
     in_foreground.__exit__(None, None, None)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
+
+
+def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(tmp_path, monkeypatch):
+    job = job_of(ToyTraining(), tmp_path)
+    should_stop = _context(job).should_stop
+    assert not should_stop()
+    job.stop_file.touch()
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as NFS does, for up to a minute
+    assert should_stop()

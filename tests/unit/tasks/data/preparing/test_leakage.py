@@ -9,7 +9,7 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing.leakage import NamedSet, find
+from tasks.data.preparing.leakage import NamedSet, find, prompts_of
 
 
 def words(seed, count=100):
@@ -154,3 +154,13 @@ def test_a_row_that_says_nothing_but_what_many_say_is_compared_all_the_same(rows
     count, overlaps = leaks([train], [rows("held_out", {f"h{place}": text for place in range(12)})])
 
     assert count == 12 and {each.kind for each in overlaps} == {"n-gram"}
+
+
+def test_a_part_of_a_set_asks_what_its_own_rows_ask(rows):
+    turns = [{"role": role, "content": f"{role} {place}"} for place in range(2) for role in ("user", "assistant")]
+    written = rows("rows", {"a": turns, "b": turns[:1], "c": turns[1:2], "d": []}, Kind.CONVERSATIONS)
+    (batch,) = pq.ParquetFile(written.file).iter_batches()
+
+    whole = ["user 0\nassistant 0\nuser 1", "user 0", "", ""]
+    assert prompts_of(batch).to_pylist() == whole
+    assert prompts_of(batch.slice(1)).to_pylist() == whole[1:]
