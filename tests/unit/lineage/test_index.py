@@ -47,7 +47,7 @@ def settle(root: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_made_and_deleted_the_index_kept_equals_one_made_from_scratch(store, seed, monkeypatch):
     draw = random.Random(seed)
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", draw.choice([0, 10_000]))
+    monkeypatch.setattr(index_scan, "CHECK_ALL", draw.choice([0, 10_000]))
     there = []
     for _ in range(12):
         if there and draw.random() < 0.4:
@@ -64,7 +64,7 @@ def test_whatever_is_made_and_deleted_the_index_kept_equals_one_made_from_scratc
 
 
 def test_a_manifest_that_appears_in_a_directory_known_as_unfinished_is_seen(store, monkeypatch):
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", 0)
+    monkeypatch.setattr(index_scan, "CHECK_ALL", 0)
     made = store.stage("dpo", {})
     manifest = store.root / "dpo" / short(made.fingerprint) / "manifest.json"
     text = manifest.read_text()

@@ -42,10 +42,10 @@ def load(root: Path, options: Tokenization = SFT, model: str = "model", **how: s
 def test_the_same_tokens_are_made_once_and_read_from_the_file(root: Path, made: list[Path]) -> None:
     first, second = load(root), load(root)
     assert len(made) == 1
-    assert first.columns == second.columns and first.account == second.account
+    assert first.columns == second.columns and first.stats == second.stats
     assert second.examples.cache_files  # mapped, not in memory
     without = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
-    assert without.columns == first.columns and without.account == first.account
+    assert without.columns == first.columns and without.stats == first.stats
 
 
 def test_whoever_reads_them_makes_them_young_again(root: Path, made: list[Path]) -> None:
@@ -79,7 +79,7 @@ def test_a_template_that_will_be_written_into_the_model_has_its_tokens_already(r
     (root / "model" / "chat_template.jinja").unlink()
     before = load(root, replace(SFT, chat_template="chatml"))
     (root / "model" / "chat_template.jinja").write_text(CHATML)
-    assert load(root).account == before.account
+    assert load(root).stats == before.stats
     assert len(made) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_entry_is_made_again(root: Path, made: list[Path], file: str) 
         made.clear()
         path.unlink() if damaged is None else path.write_bytes(damaged)
         again = load(root)
-        assert (again.columns, again.account, len(made)) == (columns, first.account, 1)
+        assert (again.columns, again.stats, len(made)) == (columns, first.stats, 1)
         assert path.read_bytes() == given
 
 
@@ -122,7 +122,7 @@ def test_of_several_that_want_them_at_once_one_makes_them(root: Path, made: list
 
 def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
     rows = load(root)
-    percent = rows.account.trained_percent
+    percent = rows.stats.trained_percent
     for previous in (None, percent, 2 * percent, 0.0):
         rows.require_like(previous)
     with pytest.raises(DataError) as error:
