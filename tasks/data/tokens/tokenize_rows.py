@@ -6,11 +6,19 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED, LABEL_NAMES, ROW_KINDS, Row, RowOutcome, TokenRow
-from tasks.data.schema import columns_of, messages_of, tools_of
+from tasks.data.kinds import (
+    IGNORED,
+    LABEL_NAMES,
+    ROW_KINDS,
+    Row,
+    RowOutcome,
+    TokenRow,
+    columns_of,
+    messages_of,
+    tools_of,
+)
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.rendering import Renderer, Turns
-from tasks.data.tokens.template_cache import Span
+from tasks.data.tokens.rendering import Renderer, Span, Turns
 from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -337,7 +345,7 @@ class Named:
 
 
 @dataclass(kw_only=True)
-class Account:
+class TokenStats:
     """Of the rows that were made into tokens.
 
     Args:
@@ -434,9 +442,9 @@ class Account:
         return json.dumps(shown, indent=1, ensure_ascii=False) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> "Account":
+    def from_json(text: str) -> "TokenStats":
         fields = json.loads(text)
-        return Account(
+        return TokenStats(
             **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
             cut=Named(**fields["cut"]),
             prompts_cut=Named(**fields["prompts_cut"]),
