@@ -225,9 +225,6 @@ def render(preset: Preset) -> str:
     Raises:
         ConfigError: there is nothing to deploy, or the preset is wrong for all.
     """
-    pool: dict[str, object] = {"name": POOL}
-    if preset.environment:
-        pool["job_variables"] = {"env": preset.environment}
     deployments = [
         {
             "name": "team",
@@ -236,7 +233,7 @@ def render(preset: Preset) -> str:
             "tags": each.tags,
             "schedules": each.schedules,
             **({"triggers": each.triggers} if each.triggers else {}),
-            "work_pool": pool,
+            "work_pool": _work_pool(preset),
         }
         for each in deployable(preset)
     ]
@@ -246,6 +243,11 @@ def render(preset: Preset) -> str:
     head = _HEAD.format(words=f" {words}" if words else "", setting=setting, pool=POOL)
     document = {"name": POOL, "pull": pull, "deployments": deployments}
     return head + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+
+
+def _work_pool(preset: Preset) -> dict[str, object]:
+    """A new object for each deployment: YAML would name one that they share."""
+    return {"name": POOL, **({"job_variables": {"env": preset.environment}} if preset.environment else {})}
 
 
 def main() -> int:
