@@ -34,7 +34,7 @@ TIES = {"tiny": 0.74}  # share of prompts that two models answer alike
 def scores(metric: str, mean: float, ties: float) -> list[float]:
     """What a model scores in each row; two models agree in most rows, as those of one chain do."""
     draw = random.Random(metric)
-    if metric.endswith("perplexity"):
+    if metric.endswith(("perplexity", "kl", "reward_score")):
         own = random.Random(mean)
         return [mean + draw.gauss(0, 0.5) + own.gauss(0, 0.05) for _ in range(NUM_ROWS)]
     if mean == 0.5:  # the reference against itself
@@ -45,15 +45,16 @@ def scores(metric: str, mean: float, ties: float) -> list[float]:
     return [float(draw.random() < mean) for _ in range(NUM_ROWS)]
 
 
-def gate(model: str = "qwen2.5-0.5b") -> Gate:
-    method = load_pipeline(["pipeline=cpt-sft-dpo-gated", f"model={model}"]).stages["gate"].method
+def gate(model: str = "qwen2.5-0.5b", pipeline: str = "cpt-sft-dpo-gated") -> Gate:
+    method = load_pipeline([f"pipeline={pipeline}", f"model={model}"]).stages["gate"].method
     assert isinstance(method, Gate)
     return replace(method, num_resamples=1000)  # a tenth: the interval is as wide, the bounds are those of the file
 
 
 def judge(
-    directory: Path, candidate: dict[str, float], parent: dict[str, float] = SFT, model: str = "qwen2.5-0.5b"
-) -> Verdict:
+    directory: Path, candidate: dict[str, float], parent: dict[str, float] = SFT, model: str = "qwen2.5-0.5b",
+    pipeline: str = "cpt-sft-dpo-gated",
+) -> Verdict:  # fmt: skip
     ids = [str(index) for index in range(NUM_ROWS)]
     models = {"sft": parent, "dpo": candidate}
     measured = [
@@ -71,7 +72,7 @@ def judge(
             for slot, name in (("candidate", "dpo"), ("parent", "sft"))
         },
     }
-    gate(model).run(inputs, TrainContext(output_dir=directory, work_dir=directory))
+    gate(model, pipeline).run(inputs, TrainContext(output_dir=directory, work_dir=directory))
     return read_verdict(directory)
 
 
@@ -160,3 +161,24 @@ def test_the_tiny_model_has_bounds_of_its_own_for_what_it_can_and_cannot_do() ->
     assert {name for name, rule in tiny.items() if rule != shipped.get(name)} == {
         "right_answers", "wins_over_sft", "keeps_language",
     }  # fmt: skip
+
+
+TINY_START = {"reward_score": 0.0, "kl": 0.0, "exact_match": 0.7, "answer_perplexity": -0.3, "unfinished_share": 0.0}
+TINY_PPO = {**TINY_START, "reward_score": 0.3, "kl": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("worse", "rules"),
+    [
+        ({}, []),
+        ({"reward_score": 0.0}, ["higher_reward"]),
+        ({"kl": 1.4}, ["stays_close"]),
+        ({"exact_match": 0.5}, ["right_answers"]),
+        ({"unfinished_share": 0.3}, ["finishes"]),
+    ],
+)
+def test_ppo_is_refused_where_a_higher_reward_costs_answers(
+    tmp_path: Path, worse: dict[str, float], rules: list[str]
+) -> None:
+    verdict = judge(tmp_path, {**TINY_PPO, **worse}, TINY_START, "tiny", "rlhf-ppo")
+    assert (verdict.result, failing(verdict)) == ("refuse" if rules else "pass", rules)
