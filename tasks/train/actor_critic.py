@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tasks.train.rewards import token_values
+from tasks.train.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -205,7 +206,7 @@ class ActorCritic:
 
     def __init__(self, run: "TrainingRun", value: "PreTrainedModel", optimization: "Optimization") -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, optimization.autocast
-        self.policy, self.reference = run.policy.model, run.model("reference")
+        self.policy, self.reference, self.rollouts = run.policy.model, run.model("reference"), Rollouts(run)
 
     def sample(self, step: int, temperature: float) -> Batch:
         """Completions of the step's prompts.
@@ -213,7 +214,7 @@ class ActorCritic:
         Raises:
             PipelineError: a reward function failed, or policy and reference differ before the first step.
         """
-        rollouts = self.run.rollouts
+        rollouts = self.rollouts
         examples = rollouts.examples(step)
         with self.autocast():
             completions = rollouts.generate(self.policy, examples, step)
