@@ -8,8 +8,8 @@ from lineage.errors import ConfigError
 from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.prompting import placeholders, with_prompt, with_system
 from tasks.data.formats.values import BadRowError, optional_name
+from tasks.data.kinds import messages_of
 from tasks.data.preparing.convert_rows import remarks
-from tasks.data.schema import messages_of
 
 Q = {"role": "user", "content": "q"}
 A = {"role": "assistant", "content": "a"}

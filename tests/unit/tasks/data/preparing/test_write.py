@@ -8,8 +8,8 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data import batches
-from tasks.data.batches import row_batches
+from tasks.data import ordered_pool
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing import write
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 from tasks.prepare_data import PrepareText
@@ -73,7 +73,7 @@ def test_rows_come_out_by_their_positions(
 def test_parts_are_bounded_by_rows_and_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_group: int, longest: int
 ) -> None:
-    monkeypatch.setattr(batches, "MAX_BYTES", 1000)
+    monkeypatch.setattr(ordered_pool, "MAX_BYTES", 1000)
     texts = [f"{place} {'x' * (longest if place % 20 > 15 else 3)}" for place in range(100)]
     rows = pa.table({"row_id": list(map(str, range(100))), "text": texts})
     pq.write_table(rows, tmp_path / "rows.parquet", row_group_size=per_group)
@@ -86,7 +86,7 @@ def test_parts_are_bounded_by_rows_and_bytes(
 def test_a_row_above_the_bound_comes_alone_and_brings_nothing_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "MAX_BYTES", 1000)
+    monkeypatch.setattr(ordered_pool, "MAX_BYTES", 1000)
     texts = ["short", "x" * 5000, "short", "short"]
     pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
     found = list(row_batches(tmp_path / "rows.parquet", 10))
