@@ -8,9 +8,8 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import reads
-from flows.progress.run_notes import latest
-from flows.sweep.files import read_best
-from flows.sweep.folder import FOLDER, Ledger
+from flows.progress.run_record import latest
+from flows.sweep.folder import FOLDER, read_best, trial_results
 from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError
 from lineage.gc import TOKENS
@@ -100,7 +99,7 @@ def _sweeps(store: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in (store / FOLDER).glob("*/best*.yaml"):
         best = set(read_best(path)[0])
-        for row in Ledger(path.parent).rows():
+        for row in trial_results(path.parent):
             if {f"{field}={value}" for field, value in row.params.items()} <= best:
                 nodes = (node_key(*each) for each in row.fingerprints.items())
                 found |= dict.fromkeys(nodes, f"the best of sweep {path.parent.name}")

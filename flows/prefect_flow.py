@@ -1,6 +1,6 @@
 """The Prefect flow: order and waiting only. The plan decides, `execute` does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -32,21 +32,50 @@ def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     results: dict[str, Result] = {}
-    ending = Ending(run.plan.pipeline.store, server, results.keys())
 
     def run_all() -> State[None] | None:
         run_stages(run, results)
         return verdict_state(run)
 
-    @flow(name=run.plan.pipeline.name, persist_result=False, task_runner=task_runner())
+    in_flow(run, run_all, results.keys(), server, name=run.plan.pipeline.name)
+    return results
+
+
+def in_flow(
+    run: Run, body: Callable[[], State[None] | None], finished: Collection[str], server: EmbeddedServer | None, *,
+    name: str, flow_run_name: str | None = None,
+) -> None:  # fmt: skip
+    """Runs the body of a command as one Prefect flow run.
+
+    Args:
+        body: returns the state that the flow run ends in; None: completed.
+        finished: names of the task runs whose stages are committed, as they come to be.
+        server: that was started for this run alone; None: it is the user's.
+    """
+    ending = Ending(run.plan.pipeline.store, server, finished)
+
+    @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
     def pipeline_flow() -> State[None] | None:
-        return ending.follow(run_all)
+        return ending.follow(body)
 
     if server:  # on a database that has the runs of all such servers
         tell_left(run.plan.pipeline.store, None)
     with ending.told():
         pipeline_flow()
-    return results
+
+
+def as_task(title: str, work: Callable[[], None]) -> None:
+    """Runs work in the calling thread, inside a flow run, as a task run of this name."""
+
+    def run_stage() -> None:
+        work()
+
+    task(run_stage, name="run_stage", task_run_name=title, cache_policy=NO_CACHE, persist_result=False)()
+
+
+def failed_state(failure: str | None) -> State[None] | None:
+    """How a flow run ends; None: completed."""
+    return Failed(message=failure) if failure else None
 
 
 def task_runner() -> ThreadPoolTaskRunner:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError
-from lineage.files import atomic_write
+from lineage.files import atomic_write, flush, flush_tree
 from lineage.fingerprint import short
-from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
 from lineage.metrics_file import cut_reports, read_reports
 from lineage.source_checks import readable_as
@@ -151,7 +150,7 @@ class Entry:
             self.checkpoints.keep(each for each in self.checkpoints.steps() if each <= step)  # the others are damaged
             cut_reports(self.metrics, step)
         else:
-            self.checkpoints.clear()  # first: whoever begins again after a kill finds none, or all with their reports
+            self.checkpoints.clear()  # first: a restart after a kill finds none, or all with their reports
             self.metrics.unlink(missing_ok=True)
         self.fence()
         shutil.rmtree(self.output, ignore_errors=True)
@@ -194,7 +193,7 @@ class Entry:
         self.checkpoints.clear(kept)  # the output is what the others were for
 
     def finish(self, lock: "Lock") -> None:
-        """Moves the manifest from ``work/`` to its place, the last of all: what it tells of is on the disk by then.
+        """Moves the manifest from ``work/`` to its place, the last of all: what it records is on the disk by then.
 
         Raises:
             ArtifactError: another process owns the lock, which takes ``work/`` away before it looks.

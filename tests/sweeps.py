@@ -1,9 +1,10 @@
-"""Sweeps without a pipeline: settings, manifests and outcomes, made in a line."""
+"""Sweeps without a pipeline: settings, manifests and results, each in one line."""
 
 from collections.abc import Mapping
 
 from flows.declare.sweep import Objective, Sweep
-from flows.sweep.trial import Outcome
+from flows.sweep.folder import TrialResult
+from flows.sweep.space import Values, read_values
 from lineage.manifest import Manifest, Provenance
 
 RANDOM = {"_target_": "optuna.samplers.RandomSampler", "seed": 0}
@@ -17,6 +18,10 @@ _PROVENANCE = Provenance(
 def sweep(**changes) -> Sweep:
     nothing = dict.fromkeys(("name", "until", "sampler", "pruning", "num_trials", "parallel"))
     return Sweep(**{**nothing, "params": {}, "fixed": {}, "objectives": {}, **changes})
+
+
+def space_of(params: Mapping[str, str]) -> dict[str, Values]:
+    return {field: read_values(field, values) for field, values in params.items()}
 
 
 def maximize(metric: str = "left/score") -> Objective:
@@ -34,11 +39,10 @@ def manifest(stage: str = "left", fingerprint: str = "0" * 64, **metrics: float)
     )  # fmt: skip
 
 
-def complete(values: Mapping[str, float] | None = None, seconds: float = 2.0, **metrics: float) -> Outcome:
-    """A trial of one stage, ``left``."""
-    made = {"left": manifest(**metrics)}
-    return Outcome(state="complete", manifests=made, seconds=seconds, values=values or {})
+def complete(number: int, params: Mapping[str, str] | None = None, **values: float) -> TrialResult:
+    """A trial with these objectives."""
+    return TrialResult(number=number, params=params or {}, state="complete", seconds=2.0, values=values)
 
 
-def ended(state: str, cause: str = "told to") -> Outcome:
-    return Outcome(state=state, manifests={}, seconds=1.0, cause=cause)
+def ended(number: int, state: str, params: Mapping[str, str] | None = None, cause: str = "a cause") -> TrialResult:
+    return TrialResult(number=number, params=params or {}, state=state, seconds=1.0, cause=cause)

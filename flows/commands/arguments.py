@@ -30,7 +30,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def read_overrides(options: argparse.Namespace) -> None:
     """Puts the overrides of ``--overrides-from`` before those of the command line."""
     if options.overrides_from:
-        from flows.sweep.files import read_best
+        from flows.sweep.folder import read_best
 
         overrides, config_dir = read_best(options.overrides_from)
         options.overrides = [*overrides, *options.overrides]

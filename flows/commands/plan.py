@@ -17,15 +17,15 @@ def run(options: argparse.Namespace) -> int:
     read_overrides(options)
     if options.multirun:
         from flows.reports.sweep import union_dict, union_text
-        from flows.sweep.stated import read_sweep
+        from flows.sweep.plan import read_sweep
 
         sweep = read_sweep(options.overrides, options.config_dir)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.disk_room import share_notes
-    from flows.planning.kernels import bf16_notes
+    from flows.planning.checks import bf16_notes
+    from flows.planning.disk_capacity import share_notes
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import pending
     from flows.reports.run import plan_table

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.progress.run_notes import silent_drivers
+    from flows.progress.run_record import silent_drivers
     from lineage.mlflow.registry import refill
     from lineage.store import require_store
 

@@ -168,7 +168,7 @@ def _refuse_shadows(config_dir: Path) -> None:
 
 def _value(word: str) -> Override:
     """One override, refused where no field could have it."""
-    override = _parsed(word)
+    override = parsed(word)
     key = override.key_or_group
     if not key:
         raise ConfigError(f"{word}: is no override; write key=value")
@@ -194,7 +194,12 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
     return ["++" + word.lstrip("+")]
 
 
-def _parsed(word: str) -> Override:
+def parsed(word: str) -> Override:
+    """One override.
+
+    Raises:
+        ConfigError: it does not parse.
+    """
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:

@@ -1,168 +1,415 @@
-"""A sweep from the command line: the union of its trials executed, then the report."""
+"""Runs a sweep: worker threads take up trials, and a stage that several trials need runs once."""
 
 import contextlib
 import json
-import queue
+import math
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.open_run import Trials, check_machine, note_before, open_run
+from flows.planning.needs import asks, runs_elsewhere
+from flows.planning.plan import PlannedStage
 from flows.prefect_server import embedded_server
-from flows.progress.board import Board
-from flows.progress.observer import Observers
+from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
+from flows.stages.admission import count_cpus, visible_gpus
+from flows.stages.cluster_capacity import ask_cluster
+from flows.stages.execute import execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from flows.stops import stoppable
-from flows.sweep.book import Book
-from flows.sweep.engine import Engine, Events
-from flows.sweep.files import SweepFiles
-from flows.sweep.folder import sweep_folder
-from flows.sweep.planner import PlannedTrial
-from flows.sweep.proposers import make_proposer
-from flows.sweep.room import make_room
-from flows.sweep.stated import Stated, read_sweep
-from flows.sweep.trial import Trial
-from flows.sweep.watcher import Watcher
-from lineage.errors import PipelineError
+from flows.sweep.folder import SweepFiles, TrialResult, TrialState, overrides, sweep_folder, trial_results
+from flows.sweep.plan import Key, SweepPlan, Trial, key_of, objective_values, read_sweep
+from flows.sweep.space import fixed_overrides
+from lineage.errors import ArtifactError, ConfigError, PipelineError, PrunedError, StoppedError
+from lineage.manifest import Manifest
+from lineage.metrics_file import ReportFile
 from lineage.store import create_store
-from lineage.tracker import Tracker
+from lineage.tracker import Tracker, TrialEnd
 
-_KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: what goes to MLflow too
+if TYPE_CHECKING:
+    from prefect.states import State
+
+    from flows.sweep.study import Study
+
+AsTask = Callable[[str, Callable[[], None]], None]  # runs the work on a stage of this title, in the calling thread
+
+_ASK_SECONDS = 120.0  # for a cluster's answer
+_POLL_SECONDS = 0.2  # of reports that a trial may be pruned by
+_KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: artifacts of its run in MLflow
 
 
 class _TrialsFailedError(PipelineError):
-    """Some trials failed; each has said why."""
+    """Some trials failed; each reported why."""
 
 
-def run_sweep(overrides: Sequence[str], config_dir: Path | None, words: Sequence[str], *, as_json: bool) -> int:
-    """Executes what no trial has yet and reports; the progress goes to stderr, the result to stdout.
+def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Sequence[str], *, as_json: bool) -> int:
+    """Runs what no trial has yet, and reports; the progress goes to stderr, the result to stdout.
 
     Args:
-        words: of the command, for the record.
+        arguments: the overrides.
+        cli_args: of the command, for the record.
 
     Raises:
-        ConfigError: the sweep or one of its trials cannot be run, before anything starts.
-        PipelineError: trials failed; all others were run to their end.
-        KeyboardInterrupt: it was stopped; nothing is left running, and the same command goes on.
+        ConfigError: the sweep or one of its trials cannot run; before anything starts.
+        PipelineError: trials failed; all others ran to their end.
+        KeyboardInterrupt: it was stopped; nothing is left running, and the same command resumes it.
     """
     start = time.perf_counter()
-    sweep = _Sweep(read_sweep(overrides, config_dir), words)
-    failure = None
-    try:
-        sweep.run()
-    except _TrialsFailedError as error:
-        failure = error
-    wall = time.perf_counter() - start
-    about = sweep.stated, sweep.folder, sweep.files
-    told = (
-        json.dumps(sweep_dict(*about, wall, sweep.execution_id), indent=2) if as_json else sweep_summary(*about, wall)
-    )
-    print(told, flush=True)
-    if failure:
-        raise failure
+    sweep = read_sweep(arguments, config_dir)
+    check_machine(sweep.stale)
+    num_workers = _num_workers(sweep)
+    plan = sweep.plan
+    create_store(plan.pipeline.store)
+    note_before(plan)
+    folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, sweep.stages)
+    files = _files(sweep, folder)
+    with stoppable(), _study(sweep, folder) as study, Screen(sys.stderr, _titles(sweep)) as screen:
+        engine = Engine(sweep=sweep, study=study, files=files, num_workers=num_workers)
+        execution_id = None
+        if engine.has_work():
+            with contextlib.suppress(_TrialsFailedError):  # which the record needs
+                _run_recorded(engine, cli_args, screen)
+            execution_id = engine.run.tracker.execution_id()
+        else:  # the results are read, and nothing starts
+            engine.drive(Run(plan=plan, processes=StageProcesses(), observer=screen, tracker=Tracker()))
+    seconds = time.perf_counter() - start
+    report = json.dumps(sweep_dict(sweep, files, seconds, execution_id), indent=2)
+    print(report if as_json else sweep_summary(sweep, files, seconds), flush=True)
+    engine.require_none_failed()
     return 0
 
 
-def _start_nothing(title: str) -> None:
-    raise AssertionError(title)
+def _files(sweep: SweepPlan, folder: Path) -> SweepFiles:
+    def judge(results: Sequence[TrialResult]) -> tuple[list[int], str]:
+        from flows.sweep.study import best_and_plots  # imports optuna
+
+        return best_and_plots(sweep.sweep, sweep.space, results, folder)
+
+    shared = [word for word in sweep.overrides if word.lstrip("+~").partition("=")[0].split(".")[0] != "sweep"]
+    return SweepFiles(
+        folder, sweep.sweep, sweep.space, [*shared, *fixed_overrides(sweep.sweep)], sweep.config_dir, judge
+    )
 
 
-def _require_none_failed(book: Book) -> None:
-    failure = book.failure()
-    if failure:
-        raise _TrialsFailedError(failure)
+@contextlib.contextmanager
+def _study(sweep: SweepPlan, folder: Path) -> "Iterator[Study | None]":
+    if sweep.sweep.sampler is None:
+        yield None
+        return
+    from flows.sweep.study import Study  # imports optuna
+
+    study = Study(sweep.sweep, sweep.space, folder)
+    with study.owning():
+        yield study
 
 
-class _Sweep:
-    """One execution of a sweep: what its parts need of each other."""
+def _titles(sweep: SweepPlan) -> list[str]:
+    """The longest titles of the stages, for the columns of the screen."""
+    return [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in sweep.plan.stages]
 
-    def __init__(self, stated: Stated, words: Sequence[str]) -> None:
-        self.stated, self._words = stated, words
-        self._plan = plan = stated.sample.plan
-        check_machine(stated.stale)
-        self._room = make_room(plan.stages, stated.sweep.parallel)
-        create_store(plan.pipeline.store)
-        note_before(plan)
-        self.folder = sweep_folder(
-            plan.pipeline.store, plan.pipeline.name, stated.sweep, stated.params, stated.stages
+
+def _num_workers(sweep: SweepPlan) -> int:
+    """Trials at once: ``sweep.parallel``, or as many as CPUs and GPUs allow; here, stages wait for these by themselves.
+
+    Raises:
+        ConfigError: there is no cluster at ``RAY_ADDRESS``.
+    """
+    if sweep.sweep.parallel is not None:
+        return sweep.sweep.parallel
+    own = [planned for planned in sweep.plan.stages if planned.name in sweep.own]
+    remote = [planned for planned in own if runs_elsewhere(planned)]
+    if not remote:
+        here = count_cpus(), len(visible_gpus())
+        return max((_num_fitting(planned, here) for planned in own), default=1)
+    try:
+        there = ask_cluster(_ASK_SECONDS)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the cluster does not report its capacity ({error}); or set sweep.parallel, the number of trials at once"
+        ) from error
+    return min(_num_fitting(planned, there) for planned in remote)
+
+
+def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
+    """How many such stages the CPUs and GPUs allow at once; one that asks for more runs alone."""
+    counts = [int(total // asked) for total, asked in zip(capacity, asks(planned), strict=True) if asked]
+    return max(1, min(counts, default=1))
+
+
+def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> None:
+    """Runs a sweep as one Prefect flow run, with a task run per stage.
+
+    Raises:
+        _TrialsFailedError: some failed; all ran to their end.
+    """
+    sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
+    count = None if sweep.known is None else len(sweep.known)
+    trials = Trials(folder=folder, own=sweep.own, count=sweep.sweep.num_trials if count is None else count)
+    with open_run(plan, cli_args, screen, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # stderr is closed
+            print(union_text(sweep), file=sys.stderr, flush=True)
+        server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
+        from flows.prefect_flow import as_task, failed_state, in_flow  # imports prefect, beside the server's start
+
+        if server:
+            server.wait_until_ready()
+        finished: set[str] = set()
+
+        def run_stage(title: str, work: Callable[[], None]) -> None:
+            as_task(title, work)
+            finished.add(title)
+
+        def body() -> "State[None] | None":
+            engine.drive(run, run_stage)
+            return failed_state(engine.failure())
+
+        in_flow(
+            run, body, finished, server,
+            name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name,
         )  # fmt: skip
-        self._proposer = make_proposer(stated.sweep, stated.space, self.folder)
-        self.files = SweepFiles(self.folder, stated.sweep, stated.space, stated.shared_words)
-        self.execution_id: str | None = None
+        run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
+        engine.require_none_failed()
 
-    def run(self) -> None:
+
+@dataclass(eq=False, kw_only=True)
+class _Node:
+    """A stage that one or more trials need, run once.
+
+    Args:
+        metrics: the file of its reports.
+        trials: numbers of those that need it.
+        is_unwanted: it was ended, since only pruned trials need it; a later trial runs it again.
+    """
+
+    title: str
+    directory: Path
+    metrics: Path
+    trials: set[int] = field(default_factory=set)
+    future: Future[None] = field(default_factory=Future)
+    has_started: bool = False
+    is_unwanted: bool = False
+
+
+class Engine:
+    """One execution of a sweep. Methods of the study and the files are called by one thread at a time.
+
+    Args:
+        study: proposes the trials; None: they are known.
+        num_workers: trials at once.
+    """
+
+    def __init__(self, *, sweep: SweepPlan, study: "Study | None", files: SweepFiles, num_workers: int) -> None:
+        self.sweep, self.files = sweep, files
+        self._study, self._num_workers = study, num_workers
+        self._lock = threading.RLock()
+        self._nodes: dict[Key, _Node] = {}
+        self._is_over = False  # no further trial is taken up
+        self._first = study.ask() if study else None
+        self._known = iter(sweep.known or ())
+
+    def has_work(self) -> bool:
+        """Whether a stage of any trial has to run."""
+        return bool(self._first) if self._study else bool(self.sweep.stale)
+
+    def drive(self, run: Run, as_task: AsTask = lambda _, work: work()) -> None:
         """Runs every trial to its end.
 
         Raises:
-            PipelineError: trials failed.
+            KeyboardInterrupt: it was stopped; no stage is left running.
         """
-        is_known = self.stated.known is not None
-        with stoppable(), self._proposer.at_work(), Board(sys.stderr, self.stated.titles) as board:
-            first = self._proposer.ask()
-            if self.stated.stale if is_known else first:
-                self._run(board, first)
-            else:  # no trial has anything to do: their records are read, and that is all
-                run = Run(plan=self._plan, processes=StageProcesses(), observer=board, tracker=Tracker())
-                book = self._book(run)
-                self._engine(run, book, first, queue.Queue()).drive(_start_nothing)
-                _require_none_failed(book)
+        self.run, self._as_task = run, as_task
+        run.claim([trial.plan for trial in self.sweep.known or ()])
+        num_stages = self._num_workers * len(self.sweep.plan.stages)
+        with ThreadPoolExecutor(num_stages) as self._pool, ThreadPoolExecutor(self._num_workers) as workers:
+            try:
+                work = [workers.submit(copy_context().run, self._work) for _ in range(self._num_workers)]
+                for each in wait(work, return_when=FIRST_EXCEPTION).done:
+                    each.result()
+            except BaseException:
+                self._is_over = True
+                run.processes.stop()  # forwards the stop to the stages, and waits for them
+                raise
 
-    def _run(self, board: Board, first: Trial | None) -> None:
-        known = self.stated.known
-        count = self.stated.sweep.num_trials if known is None else len(known)
-        trials = Trials(folder=self.folder, own=self.stated.own, count=count)
-        with open_run(self._plan, self._words, board, self.stated.stale, trials) as run:
-            with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
-                print(union_text(self.stated), file=sys.stderr, flush=True)
-            book = self._book(run)
-            self._run_flow(run, book, first)
-            run.tracker.keep([path for path in sorted(self.folder.iterdir()) if path.suffix in _KEPT])
-            self.execution_id = run.tracker.execution_id()
-            _require_none_failed(book)
+    def require_none_failed(self) -> None:
+        """Raises _TrialsFailedError: which trials failed."""
+        failure = self.failure()
+        if failure:
+            raise _TrialsFailedError(failure)
 
-    def _run_flow(self, run: Run, book: Book, first: Trial | None) -> None:
-        log = self._plan.pipeline.store / "logs" / "prefect-server.log"
-        events: Events = queue.Queue()
-        pruning = self.stated.sweep.pruning
-        with contextlib.ExitStack() as stack:
-            server = stack.enter_context(embedded_server(log))
-            from flows.sweep.flow import run_sweep_flow  # the import of prefect, beside the server's start
+    def failure(self) -> str | None:
+        """Which trials failed, in this run of the sweep or before; None: none has."""
+        results = trial_results(self.files.folder)
+        failed = [str(each.number) for each in results if each.state == "failed"]
+        if not failed:
+            return None
+        once = ", each once more at most" if self._study else ""
+        return (
+            f"{len(failed)} of {len(results)} trials failed: {', '.join(failed)}; each reported why when it failed; "
+            f"the same command again tries these, and only these{once}"
+        )
 
-            if pruning:
-                watcher = stack.enter_context(Watcher(pruning.stage, events.put))
-                run = replace(run, observer=Observers(run.observer, watcher))
-            if server:
-                server.wait_until_ready()
-            run_sweep_flow(run, self._engine(run, book, first, events), self.folder.name, book.failure, server)
+    def _work(self) -> None:
+        """A worker thread: one trial after the other."""
+        while trial := self._next():
+            with self._lock:
+                self.run.tracker.trial_begins(trial.number, trial.params)
+                nodes = self._submit(trial)
+            state, cause = self._follow(trial, nodes)
+            self._end(trial, nodes, state, cause)
 
-    def _book(self, run: Run) -> Book:
-        return Book(run.tracker, run.observer, self.stated.sweep, self.files, self.stated.own)
+    def _next(self) -> Trial | None:
+        with self._lock:
+            while not self._is_over:
+                if self._study is None:
+                    return next(self._known, None)
+                proposed, self._first = self._first or self._study.ask(), None
+                if proposed is None:
+                    self._is_over = True
+                    break
+                number, params = proposed
+                try:
+                    trial = self.sweep.planner.plan(number, params)
+                    check_machine(trial.plan.stale)
+                    self.run.claim([trial.plan])
+                except ConfigError as error:  # a sampler may propose what a method refuses
+                    self.run.tracker.trial_begins(number, params)
+                    self._record(TrialResult(number=number, params=params, state="failed", cause=str(error)), {})
+                else:
+                    return trial
+        return None
 
-    def _engine(self, run: Run, book: Book, first: Trial | None, events: Events) -> Engine:
-        run.claim([trial.plan for trial in self.stated.known or ()])
-        return Engine(
-            run=run, room=self._room, proposer=self._proposer, plan=partial(self._plan_trial, run), book=book,
-            first=first, limit=self._limit(), events=events,
+    def _submit(self, trial: Trial) -> dict[str, _Node]:
+        """The stages that a trial has to run, by name; those of earlier trials are shared."""
+        nodes: dict[str, _Node] = {}
+        for planned in trial.plan.stale:
+            known = self._nodes.get(key_of(planned))
+            if known is None or known.is_unwanted:
+                before = [nodes[name].future for name in trial.plan.waits(planned) if name in nodes]
+                entry = trial.plan.entry(planned)
+                title = self.sweep.title(planned.name, trial.number)
+                node = _Node(title=title, directory=entry.path, metrics=entry.metrics)
+                run = replace(self.run, plan=trial.plan, titles={planned.name: title})
+                context = copy_context()
+                node.trials.add(trial.number)
+                node.future = self._pool.submit(context.run, self._run_stage, node, run, planned, before, known)
+                self._nodes[key_of(planned)] = node
+            nodes[planned.name] = self._nodes[key_of(planned)]
+            nodes[planned.name].trials.add(trial.number)
+        return nodes
+
+    def _run_stage(
+        self, node: _Node, run: Run, planned: PlannedStage, before: Sequence[Future[None]], unwanted: _Node | None
+    ) -> None:
+        """One stage, in a thread of its own, once those before it are finished."""
+        if unwanted:
+            wait([unwanted.future])
+        for each in before:
+            each.result()
+        with self._lock:
+            if not node.trials:
+                raise PrunedError(f"stage {node.title}: every trial that needs it was pruned")
+            node.has_started = True
+        is_finished = False
+
+        def work() -> None:
+            nonlocal is_finished
+            execute(run, planned)
+            is_finished = True
+
+        try:
+            self._as_task(node.title, work)
+        except Exception as error:
+            if not isinstance(error, PipelineError) and not is_finished:
+                raise PipelineError(f"stage {node.title}: {error!r}") from error
+            if not is_finished:
+                raise
+        if not is_finished:
+            raise PipelineError(f"stage {node.title}: Prefect ended it before it began")
+
+    def _follow(self, trial: Trial, nodes: Mapping[str, _Node]) -> tuple[TrialState, str]:
+        """Waits for the stages of a trial, and prunes it when the study says so."""
+        pruning = self.sweep.sweep.pruning
+        watched = nodes.get(pruning.stage) if pruning else None
+        reports = ReportFile(watched.metrics) if watched else None
+        if watched and reports and not watched.has_started:
+            reports.read()  # those of an earlier attempt; the stage rewrites the file when it starts
+        pending = {node.future for node in nodes.values()}
+        while pending:
+            pending = wait(pending, _POLL_SECONDS if reports else None, FIRST_COMPLETED).not_done
+            for report in reports.read() if watched and reports else ():
+                with self._lock:
+                    if self._study and self._study.report(trial.number, report.step, report.metrics):
+                        cause = f"pruned at step {report.step} of {watched.title if watched else ''}"
+                        self._prune(trial, nodes, cause)
+                        return "pruned", cause
+        for name, node in nodes.items():  # in order of execution: what reads a failed stage fails with the same error
+            error = node.future.exception()
+            if isinstance(error, StoppedError) or (error and not isinstance(error, PipelineError)):
+                raise error
+            if error:
+                if name not in self.sweep.own and self._study:
+                    self._is_over = True  # every further trial would fail too
+                return "failed", str(error)
+        return "complete", ""
+
+    def _prune(self, trial: Trial, nodes: Mapping[str, _Node], cause: str) -> None:
+        """Ends the stages that no other trial under way needs."""
+        for node in nodes.values():
+            node.trials.discard(trial.number)
+            if not node.trials and not node.future.done():
+                node.is_unwanted = True
+                if node.has_started:
+                    self.run.processes.end(node.directory, PrunedError(cause))
+
+    def _end(self, trial: Trial, nodes: Mapping[str, _Node], state: TrialState, cause: str) -> None:
+        manifests: dict[str, Manifest] = {}
+        for planned in trial.plan.stages:
+            node = nodes.get(planned.name)
+            if node is None or (node.future.done() and not node.future.exception()):
+                manifest = trial.plan.entry(planned).manifest()
+                if manifest:
+                    manifests[planned.name] = manifest
+        values: dict[str, float] = {}
+        if state == "complete":
+            try:
+                values = objective_values(self.sweep.sweep, manifests)
+            except ArtifactError as error:
+                state, cause = "failed", str(error)
+        times = [manifests[name].provenance for name in manifests if name in self.sweep.own]
+        result = TrialResult(
+            number=trial.number, params=dict(trial.params), state=state, cause=cause, values=values,
+            seconds=sum((each.end - each.start for each in times), start=0.0), metrics=_metrics(manifests),
+            fingerprints={name: each.fingerprint for name, each in manifests.items()},
         )  # fmt: skip
+        with self._lock:
+            self._record(result, manifests)
 
-    def _plan_trial(self, run: Run, trial: Trial) -> PlannedTrial:
-        if self.stated.known is not None:
-            return self.stated.known[trial.number]
-        planned = self.stated.planner.plan(trial)
-        check_machine(planned.plan.stale)
-        run.claim([planned.plan])
-        return planned
+    def _record(self, result: TrialResult, manifests: Mapping[str, Manifest]) -> None:
+        """Reports the end of a trial: first to the files, which a resumed sweep reads."""
+        self.files.add(result)
+        if result.state != "complete":
+            cause = result.cause.strip().partition("\n")[0]
+            words = " ".join(overrides(result.params))
+            self.run.observer.announce(f"trial {result.number} {result.state}: {words}: {cause}")
+        own = {name: value for name, value in result.metrics.items() if name.partition("/")[0] in self.sweep.own}
+        end = TrialEnd(state=result.state, manifests=manifests, metrics=own | dict(result.values), cause=result.cause)
+        self.run.tracker.trial_ends(result.number, end)
+        if self._study:
+            self._study.tell(result)
 
-    def _limit(self) -> int:
-        """Trials under way at once; a sampler learns from those that ended, so it has no more than can run."""
-        if self.stated.sweep.parallel is not None:
-            return self.stated.sweep.parallel
-        if self.stated.known is not None:
-            return len(self.stated.known)
-        own = [planned for planned in self._plan.stages if planned.name in self.stated.own]
-        return max((self._room.times(planned) for planned in own), default=1)
+
+def _metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
+    return {
+        f"{stage}/{name}": value
+        for stage, manifest in manifests.items()
+        for name, value in manifest.metrics.items()
+        if math.isfinite(value)
+    }

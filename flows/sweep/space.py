@@ -1,102 +1,205 @@
-"""Which words of a sweep vary and which are fixed, of the command line and of ``sweep:`` together."""
+"""Which fields of a sweep vary, and their values in Hydra's grammar."""
 
-from collections import Counter
+import itertools
+import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from flows.declare.compose import field_of
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from flows.declare.compose import field_of, parsed
 from flows.declare.sweep import Sweep
-from flows.sweep.dimension import parse
 from lineage.errors import ConfigError
 
 _UNTIL = "{until}"  # in the name of a field: the stage that trials end with
-# Keys of the root that say which pipeline runs, where, when and how, and not what its stages make.
-_THE_SAME = (
+# Keys of the root that say which pipeline runs, where, when and how, and not what its stages produce.
+_NOT_VARIABLE = (
     "name", "pipeline", "store", "tracking", "code_drift", "resources", "sweep", "aliases", "non_commercial_labels",
     "accept_label_drop", "restart", "tags", "schedule", "trigger", "retrain", "notify",
 )  # fmt: skip
 
 
-def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What is the same in every trial, and field -> values of what varies.
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """The values of one field that varies.
+
+    Args:
+        choices: each as an override writes it; empty: every number from ``low`` to ``high``.
+        low: with ``high``, the bounds of numbers, both ``int`` where all are whole; None: categories.
+        step: between neighbours; None: real numbers between two.
+        log: a sampler draws evenly on a logarithmic scale.
+    """
+
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float = 0
+    step: float | None = None
+    log: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def first(self) -> str:
+        return self.choices[0] if self.choices else str(self.low)
+
+    def count(self) -> float:
+        """How many there are."""
+        if self.choices:
+            return len(self.choices)
+        return self.high - (self.low or 0) + 1 if self.is_whole else math.inf
+
+
+def read_values(field: str, text: str) -> Values:
+    """Parses the values of a field.
 
     Raises:
-        ConfigError: an override does not parse, or a field is swept that cannot be, or twice.
+        ConfigError: they do not parse, or a sweep does not accept them.
+    """
+    word = f"{field}={text}"
+    override = parsed(word)
+    value = override.value()
+    if not override.is_sweep_override():
+        return Values(choices=(override.get_value_element_as_str(),))
+    if not isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep):
+        raise ConfigError(f"{word}: a sweep takes no glob; list the values: choice(a,b)")
+    unknown = sorted(value.tags - {"log"})
+    if unknown:
+        raise ConfigError(f"{word}: unknown tag {unknown[0]}; accepted: log")
+    log = "log" in value.tags
+    if isinstance(value, RangeSweep):
+        return _range(word, value, log)
+    if isinstance(value, ChoiceSweep):
+        if log:
+            raise ConfigError(f"{word}: log is for numbers between two; tag an interval or a range with it")
+        return Values(choices=_ordered(word, map(Override._get_value_element_as_str, value.list), value.shuffle))
+    assert value.start is not None and value.end is not None
+    _require_between(word, value.start, value.end, log)
+    found = Values(low=value.start, high=value.end, log=log)
+    return replace(found, step=1) if found.is_whole else found
+
+
+def _range(word: str, value: RangeSweep, log: bool) -> Values:
+    def exact(number: float) -> float:  # sums of steps leave a rest in the last digits: 0.30000000000000004
+        return number if isinstance(number, int) else float(f"{number:.12g}")
+
+    try:
+        numbers = [exact(number) for number in value.range()]
+    except (ValueError, HydraException) as error:
+        raise ConfigError(
+            f"{word}: not a valid range ({error}); write range(start,stop,step) with a step that is not 0"
+        ) from error
+    if not numbers:
+        raise ConfigError(f"{word}: the range is empty; it excludes its end, and its step leads from start to stop")
+    low, high, step = min(numbers), max(numbers), abs(exact(value.step))
+    if log:
+        _require_between(word, low, high + step, log)
+        if step != 1 or not isinstance(low, int):
+            raise ConfigError(f"{word}: log takes whole numbers at steps of 1, or an interval; leave the step out")
+    choices = _ordered(word, map(repr, numbers), value.shuffle)
+    return Values(choices=choices, low=low, high=high, step=step, log=log)
+
+
+def _require_between(word: str, low: float, high: float, log: bool) -> None:
+    if not low < high:
+        raise ConfigError(f"{word}: no number is between {low} and {high}; give the smaller number first")
+    if log and low <= 0:
+        raise ConfigError(f"{word}: a logarithmic scale starts above 0; give a start above 0")
+
+
+def _ordered(word: str, values: Iterable[str], shuffle: bool) -> tuple[str, ...]:
+    """Each value once; the shuffle is deterministic, because a trial is identified by its number."""
+    each = list(dict.fromkeys(values))
+    if shuffle:
+        random.Random(word).shuffle(each)
+    return tuple(each)
+
+
+def combinations(space: Mapping[str, Values]) -> list[dict[str, str]]:
+    """Every combination of the values; the last field varies fastest.
+
+    Raises:
+        ConfigError: a field has values that only a sampler can draw.
+    """
+    for field, values in space.items():
+        if not values.choices or values.log:
+            raise ConfigError(
+                f"{field}: without a sampler every combination is tried, which needs values without interval or log; "
+                "list the values (0.1,0.2 or range(1,5)), or choose a sampler: sweep=optuna"
+            )
+    products = itertools.product(*(values.choices for values in space.values()))
+    return [dict(zip(space, combination, strict=True)) for combination in products]
+
+
+def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The overrides that all trials share, and field -> values of those that vary.
+
+    Raises:
+        ConfigError: an override does not parse, or a field cannot vary, or is swept twice.
     """
     fixed: list[str] = []
     swept: dict[str, str] = {}
     for word in overrides:
-        if not parse(word).is_sweep_override():
-            fixed.append(word)
-            continue
         field = field_of(word)
-        if field in swept:
-            raise ConfigError(f"{word}: {field}={swept[field]} is there too; state all values of a field in one word")
-        _require_variable(field)
-        swept[field] = word.partition("=")[2]
+        if not parsed(word).is_sweep_override():
+            fixed.append(word)
+        elif field in swept:
+            raise ConfigError(
+                f"{word}: {field}={swept[field]} is given too; give all values of a field in one override"
+            )
+        else:
+            _require_variable(field)
+            swept[field] = word.partition("=")[2]
     return fixed, swept
-
-
-def fixed_words(sweep: Sweep) -> list[str]:
-    """The overrides of ``sweep.fixed``."""
-    return [f"{_field(sweep, field)}={_text(value)}" for field, value in sweep.fixed.items()]
 
 
 def merged_params(sweep: Sweep, fixed: Sequence[str], swept: Mapping[str, str]) -> dict[str, str]:
     """Field -> values of all that varies; those of the command line replace those of ``sweep.params``.
 
     Args:
-        fixed: the words that are the same in every trial, those of ``sweep.fixed`` among them.
+        fixed: the overrides that all trials share, those of ``sweep.fixed`` included.
 
     Raises:
-        ConfigError: nothing varies, or what cannot, or what varies is fixed as well.
+        ConfigError: nothing varies, a field cannot vary, or a field that varies is fixed too.
     """
-    params = {_field(sweep, field): values for field, values in sweep.params.items()} | dict(swept)
+    params = {field_name(sweep, field): values for field, values in sweep.params.items()} | dict(swept)
     if not params:
         raise ConfigError(
-            "a sweep varies a field, and none is stated; give one several values, such as "
-            "stages.dpo.method.beta=0.05,0.1, or state sweep.params"
+            "a sweep needs a field that varies; give one several values, such as stages.dpo.method.beta=0.05,0.1, "
+            "or set sweep.params"
         )
     for field in params:
         _require_variable(field)
     for word in fixed:
         field = field_of(word)
         if field in params:
-            raise ConfigError(
-                f"{word}: the sweep varies this field ({field}={params[field]}), and it is fixed as well; "
-                "leave one of the two out"
-            )
+            raise ConfigError(f"{word}: the sweep varies this field ({field}={params[field]}); remove one of the two")
     return params
 
 
-def short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Field -> its last parts, as few as set it apart from the others; for headings."""
-    names = list(fields)
-    taken = Counter(ending for field in names for ending in _endings(field))
-    return {field: next((ending for ending in _endings(field) if taken[ending] == 1), field) for field in names}
+def fixed_overrides(sweep: Sweep) -> list[str]:
+    """``sweep.fixed`` as overrides."""
+    names = {None: "null", True: "true", False: "false"}
+    return [
+        f"{field_name(sweep, field)}={names[value] if value is None or isinstance(value, bool) else value}"
+        for field, value in sweep.fixed.items()
+    ]
 
 
-def _endings(field: str) -> list[str]:
-    """``c``, ``b.c`` and ``a.b.c`` of ``a.b.c``."""
-    parts = field.split(".")
-    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+def field_name(sweep: Sweep, field: str) -> str:
+    """The name of a field of ``sweep.params`` or ``sweep.fixed``, with the last stage filled in."""
+    if _UNTIL in field and sweep.until is None:
+        raise ConfigError(f"sweep: {field} names the last stage of a trial, which is not set; set sweep.until")
+    return field.replace(_UNTIL, sweep.until or "")
 
 
 def _require_variable(field: str) -> None:
     parts = field.split(".")
-    if parts[0] in _THE_SAME or (parts[0] == "stages" and parts[2:3] == ["resources"]):
+    if parts[0] in _NOT_VARIABLE or (parts[0] == "stages" and parts[2:3] == ["resources"]):
         raise ConfigError(
-            f"{field}: cannot vary: trials differ in what the stages of one pipeline make; vary stages.STAGE.method.*, "
-            "sources.* or a group such as model or adapter, and give this field one value"
+            f"{field}: cannot vary: trials differ in what the stages of one pipeline produce; vary "
+            "stages.STAGE.method.*, sources.* or a group such as model or adapter, and give this field one value"
         )
-
-
-def _field(sweep: Sweep, field: str) -> str:
-    if _UNTIL in field and sweep.until is None:
-        raise ConfigError(f"sweep: {field} names the stage that trials end with, and none is stated; state sweep.until")
-    return field.replace(_UNTIL, sweep.until or "")
-
-
-def _text(value: str | float | bool | None) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

@@ -15,7 +15,7 @@ from lineage.model_files import TOKENIZER_FILES, require_own_files, require_soun
 from lineage.model_source import has_tokenizer
 from lineage.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
-from tasks.data.batches import row_batches
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.report import (
     LEAKAGE,
@@ -172,7 +172,7 @@ def with_labels(
     chat_template: str | None,
     thinking: Thinking | None = None,
 ) -> Examined:
-    """The same with what of the training rows would be trained, refused where nothing would or it cannot be told.
+    """The same with what of the training rows would be trained, refused where nothing would be or it is unknown.
 
     Args:
         max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
@@ -188,12 +188,12 @@ def with_labels(
     tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
     try:
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
-        account = tokens.account
+        stats = tokens.stats
         labels = Labels(
-            max_length=length, trained_tokens_percent=account.trained_percent if account.gets_loss else None,
-            num_tokens=account.num_tokens, rows_cut=account.cut.count, prompts_cut=account.prompts_cut.count,
-            rows_dropped=sum(named.count for named in account.dropped.values()), labels=account.labels,
-            samples=account.samples,
+            max_length=length, trained_tokens_percent=stats.trained_percent if stats.gets_loss else None,
+            num_tokens=stats.num_tokens, rows_cut=stats.cut.count, prompts_cut=stats.prompts_cut.count,
+            rows_dropped=sum(named.count for named in stats.dropped.values()), labels=stats.labels,
+            samples=stats.samples,
         )  # fmt: skip
         found = replace(found, report=replace(found.report, labels=labels))
         show(tokens, rows, length)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import PrunedError, StoppedError, TakenOverError
-from lineage.holder import Holder
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import HOST, PID, STARTED
@@ -17,13 +16,14 @@ from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.owner import Owner
 from lineage.run_file import RunFile
 from lineage.store import Entry
 from tests.command import wait_until
 from tests.tracked_stage import attempt, commit, execution, finish, record, report, start_of
 from tests.written_store import WrittenStore
 
-DEAD = replace(Holder.here(), pid=4194304)
+DEAD = replace(Owner.here(), pid=4194304)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields)
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
-    experiment, me = client.create_experiment("p"), Holder.here()
+    experiment, me = client.create_experiment("p"), Owner.here()
     tags = {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}
     others = {
         "dead": {**tags, PID: "4194304"},
@@ -290,23 +290,6 @@ def test_an_mlflow_that_cannot_be_written_is_reported_once_and_filled_in_later(t
     assert {run.info.run_name: run.info.status for run in runs(client) if run.info.run_name in ("base", "sft")} == {
         "base": "FINISHED", "sft": "FAILED"
     }  # fmt: skip
-
-
-def test_an_mlflow_that_answers_again_gets_all_of_the_run(uri, client, store, monkeypatch, capsys):
-    away, original = [True], Executions.open
-    monkeypatch.setattr(Executions, "open", lambda *args: 1 / 0 if away[0] else original(*args))
-    manifest = store.stage("base", {})
-    start, tracker = start_of(store, manifest), MlflowTracker(uri)
-    with tracker.execution(execution(store)):
-        stage = tracker.stage(start)
-        report(start, 1)
-        assert stage.run_ids().stage is None
-        away[0] = False
-        stage.finished(commit(start, manifest))
-    assert "ZeroDivisionError" in capsys.readouterr().err
-    [run] = runs(client, "base")
-    assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", tracker.execution_id())
-    assert not list(store.root.glob("logs/mlflow-open/*"))  # nothing is left to complete
 
 
 def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monkeypatch, capsys):

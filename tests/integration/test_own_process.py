@@ -24,7 +24,7 @@ MAIN = "from flows.__main__ import main; main({})"
     [
         (MAIN.format(["plan", "store=/nonexistent"]), HEAVY),
         (MAIN.format(["status"]), (*HEAVY, "hydra", "pydantic")),
-        ("import flows.sweep.proposers, flows.sweep.files", ("optuna",)),
+        ("import flows.sweep.run", ("optuna",)),
         ("from flows.declare.operation import is_cron; is_cron('@daily')", HEAVY),
     ],
     ids=["plan", "status", "sweep", "cron"],

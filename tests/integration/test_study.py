@@ -11,22 +11,22 @@ from tests.command import REPOSITORY
 _SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from flows.sweep.dimension import dimensions
-from flows.sweep.files import SweepFiles
-from flows.sweep.proposers import make_proposer
-from tests.sweeps import RANDOM, complete, maximize, sweep
+from flows.sweep.folder import SweepFiles
+from flows.sweep.study import Study, best_and_plots
+from tests.sweeps import RANDOM, complete, maximize, space_of, sweep
 
-stated = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
-space, folder = dimensions({"lr": "interval(0,1)"}), Path(sys.argv[1])
-study, files = make_proposer(stated, space, folder), SweepFiles(folder, stated, space, [])
-with study.at_work():
-    for trial in iter(study.ask, None):
-        print(trial.number, trial.params["lr"], flush=True)
-        if str(trial.number) == sys.argv[2]:
+settings = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
+space, folder = space_of({"lr": "interval(0,1)"}), Path(sys.argv[1])
+study = Study(settings, space, folder)
+files = SweepFiles(folder, settings, space, [], None, lambda found: best_and_plots(settings, space, found, folder))
+with study.owning():
+    for number, params in iter(study.ask, None):
+        print(number, params["lr"], flush=True)
+        if str(number) == sys.argv[2]:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
-        files.add(trial, complete({"best": 1.0}))
-        study.tell(trial, complete({"best": 1.0}))
+        files.add(complete(number, params, best=1.0))
+        study.tell(complete(number, params, best=1.0))
 """
 
 

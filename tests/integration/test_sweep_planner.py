@@ -5,9 +5,7 @@ import pytest
 from flows.declare.compose import Composer, compose_tree
 from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
-from flows.sweep.planner import Planner, count_stages, varying
-from flows.sweep.stated import read_sweep
-from flows.sweep.trial import Trial
+from flows.sweep.plan import Planner, count_stages, read_sweep, varying
 from lineage.errors import ConfigError
 from tests.command import CONF
 
@@ -39,7 +37,7 @@ def test_a_value_on_a_copy_is_composed_as_if_it_had_been_there_from_the_start(mo
 def test_a_mistake_in_a_trial_names_the_trial(words):
     planner = Planner(words, config_dir=CONF)
     with pytest.raises(ConfigError, match=r"trial 4: stages.left.method.rate=1: .*unknown key; .*did you mean"):
-        planner.plan(Trial(number=4, params={"stages.left.method.rate": "1"}))
+        planner.plan(4, {"stages.left.method.rate": "1"})
 
 
 def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
@@ -98,17 +96,17 @@ def test_until_leaves_out_what_the_stage_does_not_need(words):
     ],
 )
 def test_a_field_may_change_its_stage_and_all_that_is_made_from_it(words, field, own):
-    pipeline = Planner(words, config_dir=CONF).plan(Trial(number=0, params={})).plan.pipeline
+    pipeline = Planner(words, config_dir=CONF).plan(0, {}).plan.pipeline
     assert varying(pipeline, [field]) == own
 
 
 def test_the_command_line_has_the_last_word_on_what_is_fixed(words):
     fixed = "sweep.fixed={stages.left.method.num_steps: 7, stages.right.method.num_steps: 7}"
     sweep = read_sweep([*words, f"{RATE}=0.1,0.2", fixed, "stages.left.method.num_steps=5"], CONF)
-    stages = sweep.sample.plan.pipeline.stages
+    stages = sweep.plan.pipeline.stages
     assert (stages["left"].method.num_steps, stages["right"].method.num_steps) == (5, 7)
 
 
 def test_a_stage_in_the_foreground_is_refused(words):
-    with pytest.raises(ConfigError, match=r"trial 0: .*launcher=foreground: a sweep runs stages beside each other"):
+    with pytest.raises(ConfigError, match=r"trial 0: .*launcher=foreground: a sweep runs stages side by side"):
         read_sweep([*words, f"{RATE}=0.1,0.2", "stages.left.resources.launcher=foreground"], CONF)

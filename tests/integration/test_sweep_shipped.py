@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.sweep.space import fixed_words
-from flows.sweep.stated import read_sweep
+from flows.sweep.plan import read_sweep
+from flows.sweep.space import fixed_overrides
 from lineage.errors import ConfigError
 from tasks.evaluate.report import POLICY_METRICS
 
@@ -18,7 +18,7 @@ def _apart(tmp_path, monkeypatch):
 def test_optuna_judges_by_a_metric_that_evaluate_has():
     stated = read_sweep(["sweep=optuna", BETA, "adapter=full,lora"])
     stage, policy, metric = stated.sweep.objectives["best"].metric.split("/")
-    names = [planned.name for planned in stated.sample.plan.stages]
+    names = [planned.name for planned in stated.plan.stages]
     assert stage in names and policy in names and metric in POLICY_METRICS
     assert list(stated.params) == ["stages.dpo.method.beta", "adapter"]
 
@@ -35,7 +35,9 @@ def test_the_learning_rate_experiment_is_of_the_stage_that_is_named(stage):
     plans = [planned.plan for planned in stated.known]
     methods = [plan.stage(stage).stage.method for plan in plans]
     assert [method.num_steps for method in methods] == [20] * 5
-    assert f"stages.{stage}.method.num_epochs=null" in fixed_words(stated.sweep)  # a pipeline's own would be a second
+    assert f"stages.{stage}.method.num_epochs=null" in fixed_overrides(
+        stated.sweep
+    )  # a pipeline's own would be a second
     assert len({method.learning_rate for method in methods}) == 5
     assert all(plan.stages[-1].name == stage for plan in plans)
 

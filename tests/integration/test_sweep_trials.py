@@ -6,11 +6,10 @@ import optuna
 import pytest
 
 from flows.declare.sweep import Pruning
-from flows.sweep.dimension import dimensions
-from flows.sweep.objective import check_sweep
-from flows.sweep.proposers import make_proposer
+from flows.sweep.plan import check_sweep
+from flows.sweep.study import Study
 from lineage.errors import ConfigError
-from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, sweep
+from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, space_of, sweep
 
 SPACE = {
     "lr": "tag(log,interval(1e-6,1e-2))",
@@ -22,52 +21,52 @@ SPACE = {
 
 def _study(folder, params=SPACE, **changes):
     stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
-    return make_proposer(sweep(**stated), dimensions(params), folder)
+    return Study(sweep(**stated), space_of(params), folder)
 
 
 def _check(**changes):
     stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
-    check_sweep(sweep(**stated), dimensions(SPACE), ["left"])
+    check_sweep(sweep(**stated), space_of(SPACE), ["left"])
 
 
 def _asked(study, count: int) -> list:
     trials = []
     for _ in range(count):
         trials.append(study.ask())
-        study.tell(trials[-1], complete({"best": 1.0}))
+        study.tell(complete(trials[-1][0], best=1.0))
     return trials
 
 
 def test_it_draws_each_field_from_its_values(tmp_path):
     study = _study(tmp_path)
-    for trial in _asked(study, 6):
-        assert list(trial.params) == list(SPACE)
-        assert 1e-6 <= float(trial.params["lr"]) <= 1e-2
-        assert 1 <= int(trial.params["r"]) <= 64
-        assert trial.params["adapter"] in ("full", "lora")
-        assert trial.params["beta"] in ("0.1", "0.2", "0.3", "0.4")
+    for _, trial in _asked(study, 6):
+        assert list(trial) == list(SPACE)
+        assert 1e-6 <= float(trial["lr"]) <= 1e-2
+        assert 1 <= int(trial["r"]) <= 64
+        assert trial["adapter"] in ("full", "lora")
+        assert trial["beta"] in ("0.1", "0.2", "0.3", "0.4")
     assert study.ask() is None
 
 
 def test_a_logarithmic_scale_is_drawn_from_evenly(tmp_path):
-    rates = [float(trial.params["lr"]) for trial in _asked(_study(tmp_path, num_trials=8), 8)]
+    rates = [float(trial["lr"]) for _, trial in _asked(_study(tmp_path, num_trials=8), 8)]
     assert sum(rate < 1e-4 for rate in rates) >= 2  # of 8 on a linear scale: none
 
 
 def test_a_continued_sweep_proposes_what_an_uninterrupted_one_does(tmp_path):
     whole, first, second = (tmp_path / name for name in ("whole", "halves", "halves"))
     whole.mkdir(), first.mkdir()
-    once = [trial.params for trial in _asked(_study(whole, sampler=TPE, num_trials=4), 4)]
+    once = [params for _, params in _asked(_study(whole, sampler=TPE, num_trials=4), 4)]
     halves = _asked(_study(first, sampler=TPE, num_trials=4), 2) + _asked(_study(second, sampler=TPE, num_trials=4), 2)
-    assert [trial.params for trial in halves] == once
+    assert [params for _, params in halves] == once
     assert len({tuple(params.values()) for params in once}) == 4
     assert _study(second, num_trials=4).ask() is None
-    assert _study(second, num_trials=5).ask().number == 4  # the total, not more of them
+    assert _study(second, num_trials=5).ask()[0] == 4  # the total, not more of them
 
 
 def test_the_seed_changes_what_is_proposed(tmp_path):
     (tmp_path / "other").mkdir()
-    assert _study(tmp_path).ask().params != _study(tmp_path / "other", sampler=RANDOM | {"seed": 1}).ask().params
+    assert _study(tmp_path).ask()[1] != _study(tmp_path / "other", sampler=RANDOM | {"seed": 1}).ask()[1]
 
 
 @pytest.mark.parametrize("end", ["killed", "failed"])
@@ -75,30 +74,41 @@ def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, 
     study = _study(tmp_path, num_trials=2)
     lost = study.ask()
     if end == "failed":
-        study.tell(lost, ended("failed"))
+        study.tell(ended(lost[0], "failed"))
     _asked(study, 1)
     assert study.ask() is None  # not in the same run
     again = _study(tmp_path, num_trials=2)
     assert again.ask() == lost
-    again.tell(lost, complete({"best": 1.0}))
+    again.tell(complete(lost[0], best=1.0))
     assert _study(tmp_path, num_trials=2).ask() is None
 
 
 def test_the_trials_of_a_living_process_are_its_own(tmp_path):
     ours, theirs = (_study(tmp_path, num_trials=2) for _ in range(2))
-    with ours.at_work(), theirs.at_work():
-        assert [ours.ask().number, theirs.ask().number] == [0, 1]
+    with ours.owning(), theirs.owning():
+        assert [ours.ask()[0], theirs.ask()[0]] == [0, 1]
         assert _study(tmp_path, num_trials=2).ask() is None
-    assert _study(tmp_path, num_trials=2).ask().number == 0
+    assert _study(tmp_path, num_trials=2).ask()[0] == 0
+
+
+def test_a_folder_of_the_lease_era_still_resumes(tmp_path):
+    """Its open trial names an owner whose lease was a directory, left by a kill."""
+    study = _study(tmp_path)
+    number, params = study.ask()
+    stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    optuna.Trial(stored, stored.trials[number]._trial_id).set_user_attr("owner", "gpu-3-4711-0a1b2c3d")
+    (tmp_path / "processes" / "gpu-3-4711-0a1b2c3d").mkdir(parents=True)
+    (tmp_path / "processes" / "gpu-3-4711-0a1b2c3d" / "lock").write_text("{}")
+    assert _study(tmp_path).ask() == (number, params)
 
 
 def test_of_a_trial_that_fails_twice_optuna_is_told(tmp_path):
     for _ in range(2):
         study = _study(tmp_path, num_trials=2)
         trial = study.ask()
-        assert trial.number == 0
-        study.tell(trial, ended("failed"))
-    assert _study(tmp_path, num_trials=2).ask().number == 1
+        assert trial[0] == 0
+        study.tell(ended(0, "failed"))
+    assert _study(tmp_path, num_trials=2).ask()[0] == 1
     stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert stored.trials[0].state == optuna.trial.TrialState.FAIL
 
@@ -107,7 +117,7 @@ def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
     study = _study(
         tmp_path, {"a": "1,2", "b": "x,y"}, num_trials=50, sampler={"_target_": "optuna.samplers.BruteForceSampler"}
     )
-    assert {tuple(trial.params.values()) for trial in _asked(study, 4)} == {
+    assert {tuple(params.values()) for _, params in _asked(study, 4)} == {
         ("1", "x"),
         ("1", "y"),
         ("2", "x"),
@@ -120,8 +130,8 @@ def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
     ("sampler", "why"),
     [
         ({"_target_": "optuna.samplers.TPESample"}, "cannot be imported"),
-        ({"_target_": "optuna.pruners.MedianPruner"}, "is no optuna BaseSampler"),
-        ({"_target_": "optuna.samplers.BaseSampler"}, "is no optuna BaseSampler"),
+        ({"_target_": "optuna.pruners.MedianPruner"}, "is not an optuna BaseSampler"),
+        ({"_target_": "optuna.samplers.BaseSampler"}, "is not an optuna BaseSampler"),
         (
             {"_target_": "optuna.samplers.TPESampler", "sed": 1},
             r"sweep\.sampler\.sed: unknown argument.*did you mean seed",
@@ -150,11 +160,13 @@ def test_a_sampler_that_cannot_be_is_refused_before_anything_starts(sampler, why
 def test_only_optunas_own_kinds_are_built_at_any_depth(node, monkeypatch):
     monkeypatch.setattr("timeit.Timer.__init__", lambda *_, **__: pytest.fail("it was built"))
     nested = {"_target_": "optuna.samplers.PartialFixedSampler", "fixed_params": {}, "base_sampler": node}
-    with pytest.raises(ConfigError, match="is no optuna BaseSampler or BasePruner or BaseCrossover or BaseMutation"):
+    with pytest.raises(
+        ConfigError, match="is not an optuna BaseSampler or BasePruner or BaseCrossover or BaseMutation"
+    ):
         _check(sampler=nested)
     assert "antigravity" not in sys.modules
     pruner = {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": node, "patience": 0}
-    with pytest.raises(ConfigError, match="is no optuna BaseSampler or BasePruner or"):
+    with pytest.raises(ConfigError, match="is not an optuna BaseSampler or BasePruner or"):
         _check(pruning=Pruning(pruner=pruner, stage="left", metric="loss", direction="minimize"))
 
 
@@ -172,12 +184,12 @@ def _pruned(folder, losses, *, objective=None, pruner=None, direction="minimize"
     )  # fmt: skip
     pruned = []
     for each in losses:
-        trial = study.ask()
-        if any(study.report(trial, "left", step, {"loss": loss}) for step, loss in enumerate(each, start=1)):
-            pruned.append(trial.number)
-            study.tell(trial, ended("pruned"))
+        number, _ = study.ask()
+        if any(study.report(number, step, {"loss": loss}) for step, loss in enumerate(each, start=1)):
+            pruned.append(number)
+            study.tell(ended(number, "pruned"))
         else:
-            study.tell(trial, complete({"best": 1.0}))
+            study.tell(complete(number, best=1.0))
     return pruned
 
 
@@ -224,7 +236,7 @@ def test_successive_halving_keeps_the_best_share(tmp_path):
     [
         ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_step": 1}, r"pruner\.n_warmup_step: unknown argument"),
         ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_steps": -1}, "does not take"),
-        ({"_target_": "optuna.samplers.TPESampler"}, "is no optuna BasePruner"),
+        ({"_target_": "optuna.samplers.TPESampler"}, "is not an optuna BasePruner"),
     ],
 )
 def test_a_pruner_that_cannot_be_is_refused_before_anything_starts(pruner, why):
@@ -232,25 +244,13 @@ def test_a_pruner_that_cannot_be_is_refused_before_anything_starts(pruner, why):
         _check(pruning=Pruning(pruner=pruner, stage="left", metric="loss", direction="minimize"))
 
 
-def test_reports_of_other_stages_and_metrics_prune_nothing(tmp_path):
-    study = _study(
-        tmp_path, pruning=Pruning(
-            pruner={"_target_": "optuna.pruners.ThresholdPruner", "upper": 0.0}, stage="left", metric="loss",
-            direction="minimize",
-        ),
-    )  # fmt: skip
-    trial = study.ask()
-    assert not study.report(trial, "right", 1, {"loss": 9.0})
-    assert not study.report(trial, "left", 1, {"accuracy": 9.0})
-    assert study.report(trial, "left", 1, {"loss": 9.0})
-
-
-def test_a_metric_that_is_never_reported_is_told(tmp_path, caplog):
-    pruning = Pruning(pruner={"_target_": "optuna.pruners.NopPruner"}, stage="left", metric="los", direction="minimize")
+def test_a_metric_that_is_never_reported_prunes_nothing_and_is_warned_of(tmp_path, caplog):
+    pruner = {"_target_": "optuna.pruners.ThresholdPruner", "upper": 0.0}
+    pruning = Pruning(pruner=pruner, stage="left", metric="los", direction="minimize")
     study = _study(tmp_path, pruning=pruning)
     for _ in range(2):
-        trial = study.ask()
-        study.report(trial, "left", 1, {"loss": 1.0})
-        study.tell(trial, complete({"best": 1.0}))
-    (told,) = caplog.messages
-    assert "left reports no such metric" in told and "did you mean loss?" in told
+        number, _ = study.ask()
+        assert not study.report(number, 1, {"loss": 1.0})
+        study.tell(complete(number, best=1.0))
+    (warning,) = caplog.messages
+    assert "left reports no such metric" in warning and "did you mean loss?" in warning

@@ -99,7 +99,7 @@ def stage(
     Args:
         convert: what is done to every row, whatever its source.
         workers: processes that do it, where there are more than a few rows.
-        opened: slot -> its source, of those that somebody looked into before.
+        opened: slot -> its source, where it was opened before.
     Raises:
         DataError: one has no rows, or rows of no format or of another kind than the stage's.
     """
@@ -154,7 +154,7 @@ def _keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -> pa.Re
 
 
 def _note(bad: TextIO, staged: StagedSource, converted: Converted) -> None:
-    """What a chunk adds to the account of its source."""
+    """What a chunk adds to the stats of its source."""
     for reject in converted.rejects:
         fields = {**asdict(reject), "place": staged.rows_read + reject.place, "slot": staged.number}
         bad.write(json.dumps(fields) + "\n")

@@ -11,8 +11,8 @@ import pytest
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
 from lineage.gc import AGE_SECONDS, TOKENS, delete, deleted, find, guard, size
-from lineage.holder import Holder
 from lineage.lock import Lock
+from lineage.owner import Owner
 from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.written_store import WrittenStore, node
@@ -157,24 +157,12 @@ def test_what_a_kill_left_beside_a_finished_output_goes_alone(written, made):
     before = digest_files(entry.path)
     for name in ("work", "checkpoints/step-3", "work.1234.gone"):
         (entry.path / name).mkdir(parents=True)
-    dead = Holder(host=Holder.here().host, pid=2**30, started=0.0, token="t")
+    dead = Owner(host=Owner.here().host, pid=2**30, started=0.0, token="t")
     (entry.path / "lock").write_text(json.dumps(vars(dead)))
     [garbage], _ = found(written, made)
     assert garbage.why.endswith("output: work, work.1234.gone, checkpoints")
     assert delete(written.root, garbage, lambda: {node(made)})
     assert digest_files(entry.path) == before and found(written, made) == ([], [])
-
-
-def test_the_checkpoints_that_keep_best_keeps_stay(written):
-    best = {"resources": {"keep_best": {"metric": "loss", "n": 1}}}
-    made = written.stage("sft", {"rows": written.source("rows")}, provenance=best)
-    checkpoints = entry_of(written, made).checkpoints
-    commit(checkpoints, 3)
-    assert found(written, made) == ([], [])
-    (checkpoints.directory / ".step-5.gone").mkdir()
-    [garbage], _ = found(written, made)
-    assert delete(written.root, garbage, nothing)
-    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-3"]
 
 
 def test_while_the_roots_are_unknown_nothing_is_deleted(written, made):
@@ -205,6 +193,18 @@ def test_no_run_records_what_it_reads_between_the_last_check_and_the_deletion(wr
     assert delete(written.root, garbage, roots)
     runs[0].join()
     assert order == [("the last check", True), ("the run checks", False)]
+
+
+def test_the_checkpoints_that_keep_best_keeps_stay(written):
+    best = {"resources": {"keep_best": {"metric": "loss", "n": 1}}}
+    made = written.stage("sft", {"rows": written.source("rows")}, provenance=best)
+    checkpoints = entry_of(written, made).checkpoints
+    commit(checkpoints, 3)
+    assert found(written, made) == ([], [])
+    (checkpoints.directory / ".step-5.gone").mkdir()
+    [garbage], _ = found(written, made)
+    assert delete(written.root, garbage, nothing)
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-3"]
 
 
 @pytest.mark.parametrize("is_last", [True, False])

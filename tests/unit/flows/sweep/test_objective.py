@@ -1,16 +1,15 @@
 """What a trial is judged by, and what is refused before any trial starts."""
 
 import math
-import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from flows.declare.sweep import Objective, Pruning
-from flows.sweep.objective import check_sweep, judged
-from lineage.errors import ConfigError
-from tests.sweeps import TPE, complete, ended, maximize, minimize, sweep
+from flows.sweep.plan import check_sweep, objective_values
+from lineage.errors import ArtifactError, ConfigError
+from tests.sweeps import TPE, manifest, maximize, minimize, sweep
 
 
 def loss_per_score(manifests) -> float:
@@ -23,14 +22,11 @@ def _function(name: str) -> Objective:
 
 def test_values_are_metrics_and_what_functions_return(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_judges", SimpleNamespace(ratio=loss_per_score))
-    objectives = {"best": maximize("left/score"), "ratio": _function("ratio")}
-    found = judged(sweep(objectives=objectives), complete(score=2.0, loss=1.0))
-    assert found.state == "complete" and found.values == {"best": 2.0, "ratio": 0.5}
-
-
-def test_a_metric_with_slashes_is_a_metric_of_its_first_part():
-    found = judged(sweep(objectives={"best": maximize("left/accuracy/dpo")}), complete(**{"accuracy/dpo": 0.75}))
-    assert found.values == {"best": 0.75}
+    objectives = {"best": maximize("left/score"), "ratio": _function("ratio"), "slash": maximize("left/accuracy/dpo")}
+    found = objective_values(
+        sweep(objectives=objectives), {"left": manifest(score=2.0, loss=1.0, **{"accuracy/dpo": 0.75})}
+    )
+    assert found == {"best": 2.0, "ratio": 0.5, "slash": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -41,20 +37,13 @@ def test_a_metric_with_slashes_is_a_metric_of_its_first_part():
             r"no metric left/scores; there are: left/loss, left/score; did you mean left/score\?",
         ),
         (maximize("right/score"), "there are: left/loss, left/score"),
-        (maximize("left/loss"), "is nan, no finite number"),
+        (maximize("left/loss"), "is nan, not finite"),
         (_function("gone"), "cannot be imported"),
     ],
 )
-def test_a_trial_that_cannot_be_judged_has_failed(objective, why):
-    outcome = complete(score=2.0, loss=math.nan)
-    found = judged(sweep(objectives={"best": objective}), outcome)
-    assert found.state == "failed" and found.values == {}
-    assert found.manifests == outcome.manifests
-    assert re.search(why, found.cause)
-
-
-def test_other_outcomes_stay_what_they_are():
-    assert judged(sweep(objectives={"best": maximize()}), ended("pruned")) == ended("pruned")
+def test_a_trial_without_its_objectives_is_refused(objective, why):
+    with pytest.raises(ArtifactError, match=why):
+        objective_values(sweep(objectives={"best": objective}), {"left": manifest(score=2.0, loss=math.nan)})
 
 
 @pytest.mark.parametrize(
@@ -64,9 +53,9 @@ def test_other_outcomes_stay_what_they_are():
             {"objectives": {"best": maximize("lefd/score")}},
             r"no trial runs a stage lefd; they run: data, left; did you mean left\?",
         ),
-        ({"objectives": {"best": maximize("score")}}, "state STAGE/METRIC"),
+        ({"objectives": {"best": maximize("score")}}, "write STAGE/METRIC"),
         ({"objectives": {"best": Objective(function="no.such", direction="minimize")}}, "cannot be imported"),
-        ({"objectives": {"best": Objective(function="math.pi", direction="minimize")}}, "is no function"),
+        ({"objectives": {"best": Objective(function="math.pi", direction="minimize")}}, "not a function"),
     ],
 )
 def test_an_objective_that_cannot_be_is_refused(changes, why):

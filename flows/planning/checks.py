@@ -1,0 +1,375 @@
+"""What the plan refuses of data, evaluations, gates and the packages of kernels, and what it says of a batch."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from flows.declare.pipeline import Pipeline, Stage, nearest
+from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
+from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.errors import ConfigError
+from lineage.model_source import vocabulary_of
+from lineage.verdict import CHAMPION
+from tasks.context import Resources
+from tasks.data.formats.detect import check_direction
+from tasks.data.kinds import CONVERSATIONS, TEXT
+from tasks.data.preparing.options import Prepare
+from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
+from tasks.gate import Gate
+from tasks.gate.rule import CANDIDATE, PARENT, Rule
+from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
+from tasks.positions import learned_positions, too_few_positions
+from tasks.tokenizers import differing_tokens
+from tasks.train.optimizers import OPTIMIZERS
+
+
+def check_data(pipeline: Pipeline) -> None:
+    """That what is stated by name of a stage, a slot or a column names one.
+
+    Raises:
+        ConfigError: names the field, and what there is.
+    """
+    for name, source in pipeline.sources.items():
+        check_direction(f"sources.{name}.columns", source.columns, source.format)
+    training = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
+    for field, names in (("accept_label_drop", pipeline.accept_label_drop), ("restart", pipeline.restart)):
+        for name in names:
+            if name not in training:
+                raise ConfigError(
+                    f"{field}: no stage that trains is named {name}; there are: {', '.join(training)}"
+                    f"{nearest(name, training)}"
+                )
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Prepare):
+            try:
+                stage.method.row_slots(stage.inputs)
+            except ConfigError as error:
+                raise ConfigError(f"stages.{name}.method: {error}") from error
+
+
+_DROPOUT = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate")  # how rates in a config.json end
+_OF_HEADS = ("classifier", "summary")  # how rates of heads begin that a language model does not have
+
+
+def check_positions(pipeline: Pipeline) -> None:
+    """That no row is longer than a model that looks positions up in a table.
+
+    Raises:
+        ConfigError: names the stage's field, and the most that is accepted.
+    """
+    for name, method, config in _trainings(pipeline):
+        positions = learned_positions(config)
+        if positions is not None and method.max_length > positions:
+            wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))
+            raise ConfigError(f"stages.{name}.method.{wrong}")
+
+
+def batch_notes(pipeline: Pipeline) -> dict[str, str]:
+    """Stage -> why its ``micro_batch_size`` and ``num_workers`` change the model, where they do.
+
+    Elsewhere they change the order of additions alone.
+    """
+    found = {}
+    for name, method, config in _trainings(pipeline):
+        root = root_of(pipeline, name)
+        reasons = list(_reasons(method, config))
+        if reasons:
+            found[name] = (
+                f"stages.{name}: micro_batch_size and num_workers change the model: {' and '.join(reasons)}; keep them "
+                "as they are to repeat it"
+            )
+        elif pipeline.is_source(root) and root_directory(pipeline, root) is None:
+            path = pipeline.sources[root.removeprefix(SOURCE)].path
+            found[name] = (
+                f"{path} is not on this machine yet: whether micro_batch_size and num_workers change what is trained "
+                "from it is unknown, and max_length is not checked against its positions; plan again once a run has "
+                "fetched it"
+            )
+    return found
+
+
+def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
+    if method.adapter and method.adapter.dropout:
+        yield f"dropout is drawn per micro batch (adapter.dropout={method.adapter.dropout:g})"
+    if method.neftune_alpha:
+        yield f"noise is drawn per micro batch (neftune_alpha={method.neftune_alpha:g})"
+    if not _disables_dropout(method):
+        rates = {
+            key: value for key, value in config.items() if key.endswith(_DROPOUT) and not key.startswith(_OF_HEADS)
+        }
+        drawn = [f"{key}={rate:g}" for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
+        if drawn:
+            yield f"dropout is drawn per micro batch ({', '.join(drawn)})"
+    weight = config.get("router_aux_loss_coef")
+    if isinstance(weight, float) and weight and method.models[POLICY] != REWARD_HEAD:
+        yield f"the routers' loss is one of each micro batch (router_aux_loss_coef={weight:g})"
+
+
+def _disables_dropout(method: Training) -> bool:
+    """Whether the base's dropout is off: TRL's configs for pairs, single answers and prompts have an option for it,
+    which ``TrainingRun.trl`` sets; a loop of a method's own gets the model as it is."""
+    reads = getattr(method, "reads", None)  # a method with a run of its own has none
+    return type(method).loop is Training.loop and reads not in (TEXT, CONVERSATIONS, None)
+
+
+def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Training, Mapping[str, object]]]:
+    """Each training with the ``config.json`` of the model that its chain begins with; empty: it is not known."""
+    for name in pipeline.order():
+        method = pipeline.stages[name].method
+        if isinstance(method, Training) and POLICY in getattr(method, "models", {}):
+            config = root_config(pipeline, name)
+            text = config.get("text_config")
+            yield name, method, {**config, **text} if isinstance(text, dict) else config
+
+
+_THINKING = "thinking"  # of a method that trains on conversations
+
+
+def check_evaluations(pipeline: Pipeline) -> None:
+    """That what an evaluation compares can be compared, and that its rows have a length.
+
+    Raises:
+        ConfigError: a model has another tokenizer than the reference, ``max_length`` is unknown or too small, or
+            ``thinking`` is not set and the stages that trained the models differ in it.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Evaluate):
+            _check_tokenizers(pipeline, name)
+            _check_length(pipeline, name, stage.method)
+            _check_thinking(pipeline, name, stage.method)
+
+
+def check_frozen_models(pipeline: Pipeline) -> None:
+    """That a teacher or a reward model has the tokens of the policy that is trained beside it, where both are known.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for name, stage in pipeline.stages.items():
+        if not isinstance(stage.method, Training):
+            continue
+        for slot, role in stage.method.models.items():
+            if role not in (TEACHER, REWARD_MODEL) or slot not in stage.inputs:
+                continue
+            root, other = (root_of(pipeline, stage.inputs[each]) for each in (POLICY, slot))
+            own, known = (_vocabulary(pipeline, each) for each in (other, root))
+            apart = differing_tokens(own, known) if other != root and own and known else []
+            if apart:
+                raise ConfigError(
+                    f"stages.{name}.inputs: {slot} ({stage.inputs[slot]}) and policy ({stage.inputs[POLICY]}) have "
+                    f"different tokenizers: {len(apart)} tokens of the policy are missing in {slot} or have other ids "
+                    f"there, such as {apart[0]!r}; a model that has all of them with the same ids is accepted, as one "
+                    f"of the same family; set inputs.{slot} to one"
+                )
+
+
+def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
+    inputs = pipeline.stages[name].inputs
+    reference = root_of(pipeline, inputs["reference"])
+    known = _vocabulary(pipeline, reference)
+    for slot, ref in _models(pipeline, name).items():
+        root = root_of(pipeline, ref)
+        own = None if root == reference else _vocabulary(pipeline, root)
+        apart = differing_tokens(own, known) if own and known else []
+        if apart:
+            raise ConfigError(f"stages.{name}.inputs: {other_tokens(slot, ref, inputs['reference'], apart)}")
+
+
+def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
+    if method.max_length is not None:
+        return
+    refs = list(_models(pipeline, name).values())
+    sources = [pipeline.sources[ref.removeprefix(SOURCE)] for ref in refs if pipeline.is_source(ref)]
+    recipes = [pipeline.stages[ref].method.recipe() for ref in refs if not pipeline.is_source(ref)]
+    lengths = [length for recipe in recipes if isinstance(length := recipe.get("max_length"), int)]
+    if lengths:
+        method.lengths(max(lengths))
+    elif not any(_has_record(source.path) for source in sources):
+        raise ConfigError(
+            f"stages.{name}.method.max_length is not set, and none of the models is trained by a stage whose length it "
+            f"could follow; a number of tokens is accepted; set stages.{name}.method.max_length=1024"
+        )
+
+
+def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
+    if method.thinking is not None:
+        return
+    refs = [ref for ref in _models(pipeline, name).values() if not pipeline.is_source(ref)]
+    methods = {ref: pipeline.stages[ref].method for ref in refs}
+    try:
+        agreed_thinking({ref: getattr(each, _THINKING) for ref, each in methods.items() if hasattr(each, _THINKING)})
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}.method: {error}") from error
+
+
+def _has_record(path: str) -> bool:
+    """Whether what made a source may say how long its rows were."""
+    return path.startswith(ALIAS) or Path(path).name == "output"
+
+
+def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
+    """Slot -> what fills it, of every model that is measured."""
+    stage = pipeline.stages[name]
+    kinds = stage.method.consumes
+    return {slot: ref for slot, ref in stage.inputs.items() if kinds.get(slot, kinds["*"]) in MODELS}
+
+
+def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
+    """Token -> index; None: not known before the model is fetched or trained."""
+    return vocabulary_of(root_json(pipeline, ref, "tokenizer.json"))
+
+
+_NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
+
+
+def check_gates(pipeline: Pipeline) -> None:
+    """That every rule names a metric and policies which the gate's report will have.
+
+    Raises:
+        ConfigError: names the rule and what there is.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Gate):
+            for rule_name, rule in stage.method.rules.items():
+                _check_rule(pipeline, name, f"stages.{name}.method.rules.{rule_name}", rule)
+
+
+def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
+    inputs = pipeline.stages[gate].inputs
+    if rule.against in (PARENT, CHAMPION) and rule.against not in inputs:
+        slot = f"stages.{gate}.inputs.{rule.against}"
+        raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; state it, or compare with a policy")
+    report = pipeline.stages.get(inputs["report"])
+    if report is None or not isinstance(report.method, Evaluate):
+        return  # what a method of the user's own measures shows when it has
+    metrics = report.method.measured_metrics()
+    if rule.metric not in metrics:
+        raise ConfigError(
+            f"{where}.metric={rule.metric}: the report does not measure it; it measures "
+            f"{', '.join(metrics)}{nearest(rule.metric, list(metrics))}"
+        )
+    policies = [slot for slot in report.inputs if slot not in Evaluate.consumes]
+    for field, policy in (("policy", rule.policy), ("against", rule.against)):
+        if policy is not None and policy not in (*_NAMED_BY_SLOT, *policies, "reward_model"):
+            raise ConfigError(
+                f"{where}.{field}={policy}: the report measures no such policy; "
+                f"there are: {', '.join(policies)}{nearest(policy, policies)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Package:
+    """What a setting needs: the module that it imports, and how it is installed."""
+
+    module: str
+    install: str
+
+
+_FLASH = {
+    "flash_attention_2": _Package(module="flash_attn", install="pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": _Package(
+        module="flash_attn_interface", install="from github.com/Dao-AILab/flash-attention, folder hopper: pip install ."
+    ),
+}
+_LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[liger]'")
+_TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
+_CAPABILITIES = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+_FP8_CAPABILITY = (8, 9)
+_CPU_FLAGS = Path("/proc/cpuinfo")
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
+
+
+def check_kernels(pipeline: Pipeline) -> None:
+    """Requires that this machine has what the resources of its trainings need.
+
+    Raises:
+        ConfigError: names the field, what it needs, and the nearest that works.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # they run on other machines
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Training):
+            _check_compiler(f"stages.{name}.resources", stage.resources)
+            _check_packages(f"stages.{name}", stage.method, stage.resources)
+            if stage.method.precision == "fp8":
+                _check_fp8(f"stages.{name}.method.precision=fp8")
+            _check_optimizer(f"stages.{name}", stage.method)
+
+
+def _check_compiler(where: str, resources: Resources) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if resources.compile and not resources.gpus_per_worker and not shutil.which(compiler):
+        raise ConfigError(
+            f"{where}.compile=true: without a GPU it compiles C++, and there is no {compiler} on this machine; install "
+            "it (apt-get install g++), or set compile=false"
+        )
+
+
+def _check_packages(where: str, method: Training, resources: Resources) -> None:
+    chosen = {
+        f"resources.attention={resources.attention}": ("auto", _FLASH.get(resources.attention)),
+        "resources.liger=true": ("false", _LIGER if resources.liger else None),
+        "method.precision=fp8": ("bf16", _TORCHAO if method.precision == "fp8" else None),
+    }
+    for setting, (instead, package) in chosen.items():
+        if package and not find_spec(package.module):
+            raise ConfigError(
+                f"{where}.{setting}: the package {package.module} is not installed; install it ({package.install}), or "
+                f"set {setting.partition('=')[0].partition('.')[2]}={instead}"
+            )
+
+
+def _check_fp8(asked: str) -> None:
+    """What the driver says of this machine's GPUs; where it says nothing, the training's start checks again."""
+    try:
+        listing = subprocess.run(_CAPABILITIES, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    for line in filter(None, listing.splitlines()):
+        name, _, capability = line.rpartition(", ")
+        if tuple(map(int, capability.split("."))) < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"{asked}: {name} has compute capability {capability}, and 8.9 (Ada, Hopper) or higher is needed; set "
+                "precision=bf16"
+            )
+
+
+def _check_optimizer(where: str, method: Training) -> None:
+    """Requires the package of an optimizer that is in none of the lock's."""
+    package = OPTIMIZERS[method.optimizer.name].package
+    if package and package.is_missing:
+        raise ConfigError(
+            f"{where}.method.optimizer.name={method.optimizer.name}: it needs the package {package.name}, which is not "
+            f"installed: {package.install}; or set optimizer=adamw_torch_fused"
+        )
+
+
+def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
+    """A suggestion for trainings that will run in fp32 on this machine's CPU, where it has instructions for bf16."""
+    slow = [
+        name
+        for name, stage in stages.items()
+        if isinstance(stage.method, Training) and _could_use_bf16(stage.method, stage)
+    ]
+    found = bf16_instructions() if slow and not os.environ.get("RAY_ADDRESS") else None
+    if not found:
+        return []
+    return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
+
+
+def _could_use_bf16(method: Training, stage: Stage) -> bool:
+    applies = not method.has_own_loop or "precision" in method.applies
+    return applies and method.precision == "fp32" and not stage.resources.gpus_per_worker
+
+
+def bf16_instructions() -> str | None:
+    """The CPU's instructions for bf16; None: it has none, or does not say."""
+    try:
+        flags = set(_CPU_FLAGS.read_text().split())
+    except OSError:
+        return None
+    return next((flag for flag in _BF16_FLAGS if flag in flags), None)

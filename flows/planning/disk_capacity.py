@@ -1,0 +1,82 @@
+"""Whether the disk of the store has space for all that a plan trains, as far as its models are known before."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from lineage.peft_adapter import base_source, is_peft
+from lineage.sources import local_paths
+from lineage.store import Store
+from tasks.check_rows import POLICY
+from tasks.disk_need import model_shapes, percent_trained, require_disk
+from tasks.method import Training
+
+
+def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
+    """Refuses what does not fit; a stage whose model is not known yet is looked at when it begins.
+
+    Args:
+        stages: in the order in which they run: of those before their outputs stay, and their checkpoints go.
+
+    Raises:
+        ConfigError: names the stage, what it needs, what is free, and what to do.
+    """
+    before = 0
+    for planned in stages:
+        method, resources = planned.stage.method, planned.stage.resources
+        if isinstance(method, Training):
+            before += require_disk(
+                planned.name, method, resources, _model(plan, planned), plan.entry(planned), before=before
+            )  # fmt: skip
+
+
+def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
+    """How much of its model each stage trains, where it is not all of it and the shapes of the model are known.
+
+    Raises:
+        ConfigError: a name in ``adapter`` or ``freeze`` matches nothing in the model.
+    """
+    notes = []
+    for planned in stages:
+        method = planned.stage.method
+        if not isinstance(method, Training) or not (method.adapter or method.freeze):
+            continue
+        model = _model(plan, planned)
+        try:
+            percent = percent_trained(method, model_shapes(model)) if model else None
+        except ConfigError as error:
+            raise ConfigError(f"stages.{planned.name}: {error}") from error
+        if percent is not None:
+            what = f"adapter.type={method.adapter.type}" if method.adapter else "freeze"
+            notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({what})")
+    return notes
+
+
+def _model(plan: Plan, planned: PlannedStage) -> Path | None:
+    """Where a model of the shapes of its own lies: the first that it comes from, since training keeps them."""
+    given = planned.inputs.get(POLICY)
+    if given is None:
+        return None
+    if given.pinned or given.entry:
+        return _pinned(given)
+    parent = next((each for each in plan.stages if each.fingerprint == given.fingerprint), None)
+    if parent and isinstance(parent.stage.method, Training) and parent.stage.method.produces == Kind.CHECKPOINT:
+        return _model(plan, parent)
+    entry = Store(plan.pipeline.store).entry(given.name, given.fingerprint)
+    return entry.output if entry.is_finished() else None
+
+
+def _pinned(given: PlannedInput) -> Path | None:
+    """Of a hub id nothing is known before it is fetched; an adapter has the shapes of its base."""
+    if given.entry:
+        return given.entry.output
+    source = given.source
+    while source:
+        paths = local_paths(source.path)
+        if not paths or not is_peft(paths[0]):
+            return paths[0] if paths else None
+        source = base_source("base", source, paths[0])
+    return None

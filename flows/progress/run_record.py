@@ -1,0 +1,256 @@
+"""The run record, ``<store>/runs/<id>.json``: the state of a run, for any process, also after the run was killed."""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from lineage.errors import StoppedError
+from lineage.files import atomic_write
+from lineage.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
+
+Outcome = Literal["done", "failed", "stopped", "refused"]
+StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
+
+RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
+_FOLDER = "runs"
+_CHECKED = 50  # records that are read beside those that were written just now
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """The state of one stage in a run.
+
+    Args:
+        reason: what it waits for, or why it failed or was pruned.
+        after: names of the stages of this run that come before it.
+        since: when this state began, in seconds since the epoch.
+        directory: of the stage in the store.
+        total: its optimizer steps; None: it counts none.
+        seconds: that it took, once it is done.
+    """
+
+    state: StageState
+    since: float
+    directory: str
+    reason: str = ""
+    after: Sequence[str] = ()
+    total: int | None = None
+    workers: int = 1
+    cpus: int = 0
+    gpus: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Where else a run is shown.
+
+    Args:
+        flow_run: its id in Prefect.
+        flow_page: its page there; None: no server has one.
+        prefect_api: the API that the flow run is known to.
+        deployed: whether Prefect started it, so that Prefect must end it.
+        mlflow: address of MLflow, without secrets.
+        mlflow_run: of the execution.
+    """
+
+    flow_run: str | None = None
+    flow_page: str | None = None
+    prefect_api: str | None = None
+    deployed: bool = False
+    mlflow: str | None = None
+    mlflow_run: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """What makes a run a sweep.
+
+    Args:
+        folder: of the sweep.
+        own: names of the stages that differ from trial to trial; those of trial 3 go by ``NAME#3``.
+        trials: how many there are to be, with those that ended in earlier runs; None: that shows at the end.
+    """
+
+    folder: str
+    own: Sequence[str]
+    trials: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Args:
+        words: the options and overrides of its command.
+        driver: the process that runs it.
+        stages: title -> its state.
+        waits_for: the run that must end before it makes its plan; empty: it has one.
+        outcome: None: it has not ended, or was killed before it could write one.
+        cause: of a failure, or of a gate's refusal.
+        sweep: None: it is none.
+        in_flow: whether a flow run of Prefect is to order its stages.
+        said: its last message: what it waits for, a trial that failed.
+        reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
+        command: of ``posttrain``; those other than ``run`` restart after a kill.
+    """
+
+    id: str
+    pipeline: str
+    words: list[str]
+    driver: Owner
+    started: float
+    stages: Mapping[str, StageRecord]
+    waits_for: str = ""
+    links: Links = field(default_factory=Links)
+    ended: float | None = None
+    outcome: Outcome | None = None
+    cause: str = ""
+    sweep: SweepRecord | None = None
+    in_flow: bool = True
+    said: str = ""
+    reads: Sequence[str] = field(default_factory=list)
+    command: str = "run"
+
+    def write(self, store: Path) -> None:
+        atomic_write(run_record_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")
+
+    def is_dead(self, store: Path) -> bool:
+        """Whether its driver is gone, however the run ended."""
+        try:
+            silent = time.time() - run_record_path(store, self.id).stat().st_mtime
+        except OSError:
+            silent = float("inf")
+        return self.driver.is_dead(silent)
+
+    def is_live(self, store: Path) -> bool:
+        """Whether it runs; of a driver on another machine this is known up to five minutes late."""
+        return self.outcome is None and not self.is_dead(store)
+
+
+def end_of(error: BaseException) -> tuple[Outcome, str]:
+    """The outcome of a run that raised an error, and the cause."""
+    if not isinstance(error, Exception) or isinstance(error, StoppedError):
+        return "stopped", ""
+    return "failed", str(error) or type(error).__name__
+
+
+def new_id() -> str:
+    """Sorts by time."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
+
+
+def run_record_path(store: Path, run_id: str) -> Path:
+    """The file of a run's record."""
+    return store / _FOLDER / f"{run_id}.json"
+
+
+def read_run_record(path: Path) -> RunRecord | None:
+    """None: there is no file, or it is not a record of this version."""
+    try:
+        fields = json.loads(path.read_text())
+        stages = {title: StageRecord(**stage) for title, stage in fields.pop("stages").items()}
+        driver, links = Owner(**fields.pop("driver")), Links(**fields.pop("links"))
+        sweep = fields.pop("sweep", None)
+        return RunRecord(
+            **fields, stages=stages, driver=driver, links=links, sweep=SweepRecord(**sweep) if sweep else None
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def run_ids(store: Path) -> list[str]:
+    """Of every run that has a record, newest first."""
+    return sorted((path.stem for path in (store / _FOLDER).glob("*.json")), reverse=True)
+
+
+def latest(store: Path) -> Iterator[RunRecord]:
+    """The records of runs that may be live, and of the last runs; newest first."""
+    now = time.time()
+    for index, run_id in enumerate(run_ids(store)):
+        path = run_record_path(store, run_id)
+        if index < _CHECKED or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
+            record = read_run_record(path)
+            if record:
+                yield record
+
+
+def silent_drivers(store: Path) -> list[Owner]:
+    """Drivers on other machines whose heartbeats timed out."""
+    elsewhere = [record for record in latest(store) if not record.driver.is_here()]
+    live = [record.driver for record in elsewhere if not record.is_dead(store)]
+    silent = [record.driver for record in elsewhere if record.is_dead(store)]
+    return [each for each in silent if not any(each.is_process(other) for other in live)]
+
+
+def dashboard_file(directory: Path) -> Path:
+    """The file with the address of Ray's dashboard, while a stage runs on Ray workers and has one."""
+    return directory / "work" / "ray-dashboard.txt"
+
+
+def _age(path: Path, now: float) -> float:
+    try:
+        return now - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def is_to_begin(title: str, record: RunRecord) -> bool:
+    """Whether a run has yet to start a stage; of a sweep also one of a later trial."""
+    if title in record.stages:
+        return record.stages[title].state == "pending"
+    name, _, number = title.partition("#")
+    sweep = record.sweep
+    if sweep is None or name not in sweep.own or not number.isdecimal():
+        return False
+    return sweep.trials is None or int(number) < sweep.trials
+
+
+def waits_for(title: str, record: RunRecord) -> str:
+    """What a stage of a live run waits for; empty: nothing, or not known yet."""
+    stage = record.stages.get(title)
+    if stage is None or stage.state not in ("pending", "waiting"):
+        return ""
+    if stage.state == "waiting":
+        return stage.reason
+    before = [name for name in stage.after if not _is_made(name, record)]
+    if before:
+        return ", ".join(before)
+    if record.in_flow and record.links.flow_run is None:
+        return "Prefect"
+    return "a slot" if record.sweep else "its turn"
+
+
+def _is_made(name: str, record: RunRecord) -> bool:
+    states = (stage.state for title, stage in record.stages.items() if title.partition("#")[0] == name)
+    return any(state in ("done", "reused") for state in states)
+
+
+def with_flow_run(links: Links, *, is_ours: bool) -> Links:
+    """Names the flow run: a process in a flow run has imported Prefect, and no other one has to.
+
+    Args:
+        is_ours: whether its server was started for this run alone, and has no pages.
+    """
+    if links.flow_run or "prefect.context" not in sys.modules:
+        return links
+    from prefect.context import FlowRunContext
+    from prefect.settings import PREFECT_API_URL
+    from prefect.utilities.urls import url_for
+
+    from lineage.mlflow.address import shown
+
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return links
+    run = context.flow_run
+    return replace(
+        links, flow_run=str(run.id), deployed=run.deployment_id is not None,
+        flow_page=None if is_ours else url_for("flow-run", run.id),
+        prefect_api=None if is_ours else shown(str(PREFECT_API_URL.value())),
+    )  # fmt: skip

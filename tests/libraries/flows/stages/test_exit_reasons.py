@@ -1,0 +1,139 @@
+import signal
+import socket
+from dataclasses import replace
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
+
+from flows.stages.exit_reasons import asked, death, failed, left, memory_hint, memory_kills
+from flows.stages.job import Job
+from flows.stages.ray_train import ending
+from lineage.errors import DataError, LostError, StageError, StoppedError
+from lineage.store import Entry
+from tasks.context import Resources
+from tasks.heartbeat import HeartbeatFile, Phase
+from tests.finished import save
+from tests.toy_methods import ToyModel, ToyTraining
+
+HERE = socket.gethostname()
+GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:3822")
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    for rank in (0, 1):
+        HeartbeatFile(tmp_path / "work", rank, None).mark(12 - rank, Phase.STEPPING)
+    return Job(stage="sft", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path)
+
+
+@pytest.fixture
+def cluster_job(job, monkeypatch) -> Job:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return replace(job, resources=Resources(num_workers=2))
+
+
+def dead(text: str = "") -> Exception:
+    error = ActorDiedError()
+    error.error_msg += f"\n{text}"
+    return WorkerHealthCheckFailedError("A worker health check failed.", error)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ({0: GONE, 1: dead()}, f"rank 1 on {HERE} died at step 11; out of memory?"),
+        ({0: dead("its node has died"), 1: dead("its node has died")},
+         f"ranks 0, 1 on {HERE} died at step 12: its node is gone"),
+        ({1: dead("1 worker(s) were killed due to the node running low on memory.")},
+         f"rank 1 on {HERE} died at step 11: its node was out of memory, and Ray killed it"),
+        ({1: WorkerHealthCheckFailedError("failed", OutOfMemoryError("x"))},
+         f"rank 1 on {HERE} died at step 11: its node was out of memory, and Ray killed it"),
+        ({0: GONE}, f"rank 0 on {HERE} lost its connection to another worker at step 12: RuntimeError: {GONE}"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_died_is_the_cause_and_is_lost(cluster_job, failures, cause, monkeypatch):
+    monkeypatch.setattr("flows.stages.ray_train.memory_kills", lambda: None)
+    found = ending(cluster_job, WorkerGroupError("x", failures), None)
+    assert isinstance(found, LostError)
+    assert found.cause == cause
+
+
+def test_an_error_of_the_method_comes_before_what_followed_from_it_and_is_no_loss(cluster_job):
+    found = ending(cluster_job, WorkerGroupError("x", {0: GONE, 1: DataError("rows.jsonl line 7: empty")}), None)
+    assert type(found) is StageError
+    assert (found.cause, found.exit_code) == (f"rank 1 on {HERE} at step 11: rows.jsonl line 7: empty", 2)
+
+
+def test_a_stop_is_a_stop(cluster_job):
+    stopped = StoppedError("stopped at step 12 of 20")
+    assert ending(cluster_job, WorkerGroupError("x", {0: stopped, 1: GONE}), None) is stopped
+    cause = f"its process on {HERE} was asked to end by SIGTERM, and saved: stopped at step 12 of 20"
+    assert asked(cluster_job, stopped).cause == cause
+
+
+def test_the_loss_of_the_cluster_is_a_loss(cluster_job, monkeypatch):
+    starts = ControllerError(WorkerGroupStartupFailedError("a node went down"))
+    assert isinstance(ending(cluster_job, starts, None), LostError)
+    assert type(ending(cluster_job, ControllerError(ValueError("no such option")), None)) is StageError
+    lost = ending(cluster_job, ActorDiedError(), None)
+    assert isinstance(lost, LostError) and f"its Ray cluster on {HERE} was lost at step 12: " in str(lost)
+    assert isinstance(death(cluster_job, 1, None), LostError)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "is RAY_ADDRESS=10.0.0.1:6379 reachable?" in str(death(cluster_job, 1, None))
+
+
+def test_a_process_that_a_signal_killed_is_lost_and_one_that_ended_by_itself_is_not(job, monkeypatch):
+    monkeypatch.setattr("flows.stages.exit_reasons.memory_kills", lambda: 3)
+    killed = death(job, -signal.SIGKILL, None)
+    assert killed.cause == f"rank 0 on {HERE} was killed by SIGKILL at step 12; out of memory?"
+    assert "at step 12; out of memory?" in death(job, -signal.SIGKILL, 3).cause
+    assert death(job, -signal.SIGKILL, 2).cause.endswith("at step 12: the kernel ran out of memory for it")
+    assert death(job, -signal.SIGSEGV, 2).cause.endswith("was killed by SIGSEGV at step 12")
+    assert isinstance(killed, LostError)
+    assert type(death(job, 3, None)) is StageError
+    assert death(job, 3, None).cause == f"rank 0 on {HERE} ended at step 12 with exit code 3 and no answer"
+    reads = replace(job, method=ToyModel())
+    assert death(reads, -signal.SIGTERM, None).cause == f"its process on {HERE} was killed by SIGTERM"
+
+
+def test_a_process_that_lost_its_fork_server_is_lost_and_says_where_it_was(job, cluster_job):
+    how = "with exit code 255 and no answer: so does one whose fork server was killed"
+    found = [death(each, 255, None) for each in (job, cluster_job, replace(job, method=ToyModel()))]
+    assert [type(each) for each in found] == [LostError] * 3
+    assert [each.cause for each in found] == [
+        f"rank 0 on {HERE} ended at step 12 {how}",
+        f"the process that leads its workers, on {HERE}, ended at step 12 {how}",
+        f"its process on {HERE} ended {how}",
+    ]
+
+
+def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
+    assert left(job) == "sft begins again"
+    for step in (3, 12):
+        save(Entry(job.directory), step)
+    assert left(job) == "sft saved at step 12"
+
+
+def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
+    loads = replace(job, directory=tmp_path / "other")
+    for rank in (0, 1):
+        HeartbeatFile(loads.directory / "work", rank, None).mark(None, Phase.LOADING)
+    assert failed(loads, 0, DataError("no rows")).cause == "no rows"
+    assert death(loads, -signal.SIGSEGV, None).cause == f"rank 0 on {HERE} was killed by SIGSEGV before its first step"
+    assert failed(loads, 0, ValueError("x\ny")).cause == "ValueError: x"
+    assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
+
+
+def test_the_kernel_says_how_many_it_killed(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=systemd:/\n0::/jobs/7\n")
+    events = tmp_path / "jobs" / "7" / "memory.events"
+    events.parent.mkdir(parents=True)
+    events.write_text("low 0\nhigh 0\nmax 31\noom 2\noom_kill 2\noom_group_kill 0\n")
+    assert memory_kills(own, tmp_path) == 2
+    events.unlink()
+    assert memory_kills(own, tmp_path) is None
+    assert memory_kills(tmp_path / "none", tmp_path) is None
+    assert memory_hint(1, 2) != memory_hint(2, 2) == memory_hint(None, 2)
