@@ -67,7 +67,8 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
             return whole(*args, **inputs)
         ids_BT, mask_BT, labels_BT = given["input_ids"], given["attention_mask"], given["labels"]
         length = int((labels_BT == -100).all(0).long().cumprod(0).sum())  # no row trains a token of the prompts
-        cache = prompt_cache(plain, ids_BT[:, :length], mask_BT[:, :length])
+        some = length < labels_BT.shape[1]  # else each completion is masked, and the end of the prompts is unknown
+        cache = prompt_cache(plain, ids_BT[:, :length], mask_BT[:, :length]) if some else None
         if cache is None:
             return whole(*args, **inputs)
         last = slice(length - 1, None)
