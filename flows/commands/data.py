@@ -43,7 +43,7 @@ A file with the name of an override is called ./format=x.jsonl.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_data(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("overrides", nargs="+", metavar="SOURCE|OVERRIDE", help="rows, and how they are read")
     parser.add_argument(
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_data(options: argparse.Namespace) -> int:
     from flows.stated_rows import stated_rows
     from tasks.data.examine import keep
 

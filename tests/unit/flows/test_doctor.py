@@ -311,7 +311,7 @@ def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
 )  # fmt: skip
 def test_the_command_counts_and_exits(monkeypatch, capsys, findings, last, code):
     monkeypatch.setattr(doctor, "diagnose", lambda overrides, config_dir: [Finding("tmp", "ok", "x"), *findings])
-    assert command.run(SimpleNamespace(overrides=[], config_dir=None, json=False)) == code
+    assert command.run_doctor(SimpleNamespace(overrides=[], config_dir=None, json=False)) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
