@@ -127,7 +127,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _end_soon() -> None:
-    """Whatever a library still wants to tell a server that may be away: whoever stops us waits 30 s in all."""
+    """Does not wait for libraries that report to a server: the process that stops us gives 30 s in all."""
     end = threading.Timer(_EXIT_SECONDS, os._exit, (STOPPED,))
     end.daemon = True
     end.start()

@@ -13,7 +13,7 @@ import psutil
 
 from flows.open_flows import tell_of_killed
 from flows.prefect_address import use_own_auth
-from flows.progress.run_notes import RUN_VARIABLE, RunNote, latest, note_path, read_note, run_ids
+from flows.progress.run_record import RUN_VARIABLE, RunRecord, latest, read_run_record, run_ids, run_record_path
 from lineage.errors import ConfigError, PipelineError
 
 LATEST = "latest"
@@ -21,7 +21,7 @@ _WAIT_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 
 
-def find_run(word: str, store: Path) -> RunNote:
+def find_run(word: str, store: Path) -> RunRecord:
     """A run by its id, the beginning or the end of it, or ``latest``: the last that runs, else that waits, else of all.
 
     Raises:
@@ -35,7 +35,7 @@ def find_run(word: str, store: Path) -> RunNote:
         if notes:
             return (under_way or live or notes)[0]
     found = [each for each in ids if each.startswith(word) or each.endswith(f"-{word}")]
-    note = read_note(note_path(store, found[0])) if len(found) == 1 else None
+    note = read_run_record(run_record_path(store, found[0])) if len(found) == 1 else None
     if note:
         return note
     what = f"names {len(found)} runs: {', '.join(found[:5])}" if len(found) > 1 else "no such run"
@@ -43,7 +43,7 @@ def find_run(word: str, store: Path) -> RunNote:
     raise ConfigError(f"{word}: {what} in {store}; {there}; see posttrain status")
 
 
-def cancel(note: RunNote, store: Path) -> str:
+def cancel(note: RunRecord, store: Path) -> str:
     """Ends a run, and says what became of it.
 
     Raises:
@@ -67,14 +67,14 @@ def cancel(note: RunNote, store: Path) -> str:
             f"call posttrain cancel {note.id} on that machine"
         )
     _wait(note, store, family)
-    after = read_note(note_path(store, note.id))
+    after = read_run_record(run_record_path(store, note.id))
     if after and after.outcome not in (None, "stopped"):  # it ended by itself meanwhile
         return f"{note.id} is over: {after.outcome}"
     kept = "what was finished is kept, run the same command again to go on"
     return f"{note.id} is stopped; {kept if note.command == 'run' else 'the same command begins again'}"
 
 
-def _family(note: RunNote) -> list[psutil.Process]:
+def _family(note: RunRecord) -> list[psutil.Process]:
     """The processes of a run on this host: its driver, whatever bears its mark, and what these have started."""
     found: dict[int, psutil.Process] = {}
     is_here = note.driver.is_here() and not note.driver.is_gone()
@@ -87,7 +87,7 @@ def _family(note: RunNote) -> list[psutil.Process]:
     return list(found.values())
 
 
-def _clear(note: RunNote) -> str:
+def _clear(note: RunRecord) -> str:
     """Ends what a driver that died has left, such as a fork server that still imports; says what that was."""
     if not note.driver.is_here():  # another machine, or this one before it was started again
         return f"call posttrain cancel {note.id} there to end what it may have left"
@@ -100,7 +100,7 @@ def _clear(note: RunNote) -> str:
     return f"what it left is ended (processes {pids})" if left else "nothing is left"
 
 
-def _cancel_flow_run(note: RunNote) -> None:
+def _cancel_flow_run(note: RunRecord) -> None:
     """Prefect started it, so Prefect ends it: the runner kills the process, and the state is right."""
     url = _api_of(note)
     if url:
@@ -121,7 +121,7 @@ def _cancel_flow_run(note: RunNote) -> None:
         ) from error
 
 
-def _api_of(note: RunNote) -> str | None:
+def _api_of(note: RunRecord) -> str | None:
     """Where the flow run is known, as it is reached from here; None: as this machine is set up.
 
     Raises:
@@ -146,10 +146,10 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _wait(note: RunNote, store: Path, family: list[psutil.Process]) -> None:
+def _wait(note: RunRecord, store: Path, family: list[psutil.Process]) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
-        now = read_note(note_path(store, note.id)) or note
+        now = read_run_record(run_record_path(store, note.id)) or note
         if (now.outcome or now.is_dead(store)) and not any(map(_is_alive, family)):
             return
         time.sleep(_POLL_SECONDS)

@@ -14,12 +14,12 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.board import Board
 from flows.progress.observer import Observers
+from flows.progress.screen import Screen
 from flows.rehearsal import WEIGHTS, delete_others, scratch, scratch_plan
 from flows.stages.admission import require_gpus
 from flows.stages.execute import execute
-from flows.stages.given import job_inputs
+from flows.stages.inputs import job_inputs
 from flows.stages.run import Run
 from flows.stops import stoppable
 from flows.wording import counted
@@ -78,8 +78,8 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
         names = [planned.name for planned in plan.stages]
         with (
             stoppable(),
-            Board(sys.stderr, names) as board,
-            open_run(plan, words, board, plan.stages, in_flow=False, command="certify") as run,
+            Screen(sys.stderr, names) as screen,
+            open_run(plan, words, screen, plan.stages, in_flow=False, command="certify") as run,
         ):
             return list(_certificates(run, pipeline.store))
 

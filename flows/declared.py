@@ -76,7 +76,7 @@ def _in_dvc() -> bool:
 
 
 def _why_off(plan: Plan, names: Sequence[str], project: DvcProject) -> str | None:
-    """Why DVC does not record this; None: it does; empty: for a reason that nobody asks after."""
+    """Why DVC does not record this; None: it does; empty: for a reason that needs no message."""
     store = plan.pipeline.store
     if not plan.pipeline.tracking.dvc or _in_dvc() or project.root is None:
         return ""

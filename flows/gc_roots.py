@@ -8,7 +8,7 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import reads
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from flows.sweep.folder import FOLDER, read_best, trial_results
 from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from flows.prefect_address import configured_api_url, use_own_auth
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from lineage.files import atomic_write
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # as Prefect spells its types of states
 
@@ -29,7 +29,7 @@ class OpenFlow:
     """
 
     flow_run: str
-    driver: Holder
+    driver: Owner
     api: str | None
     end: End = "CRASHED"
     message: str = ""
@@ -61,7 +61,7 @@ def left_open(store: Path) -> Iterator[OpenFlow]:
     for path in sorted((store / _FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # another command is as fast
             fields = json.loads(path.read_text())
-            flow = OpenFlow(**fields | {"driver": Holder(**fields["driver"])})
+            flow = OpenFlow(**fields | {"driver": Owner(**fields["driver"])})
             if flow.flow_run in silent or flow.driver.is_dead(silent_seconds=0.0):
                 yield flow if flow.message else replace(flow, message=_killed(flow.driver))
 
@@ -76,5 +76,5 @@ def tell_of_killed(store: Path) -> None:
         tell_left(store, url)
 
 
-def _killed(driver: Holder) -> str:
+def _killed(driver: Owner) -> str:
     return f"its process {driver.pid} on {driver.host} was killed; run the same command again to go on"

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.open_flows import tell_of_killed
-from flows.planning.disk_room import require_plan_room
+from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
-from flows.progress.journal import Journal
-from flows.progress.observer import Observer, Observers
-from flows.progress.run_notes import RUN_VARIABLE, SweepNote
+from flows.progress.observer import Observer, Observers, RunRecorder
+from flows.progress.run_record import RUN_VARIABLE, SweepRecord
 from flows.stages.admission import require_gpus
 from flows.stages.launch import StageProcesses, shared_modules
 from flows.stages.run import Run
@@ -70,19 +69,19 @@ def open_run(
         ConfigError: this machine or the store has not what they ask for, or MLflow does not answer.
     """
     check_machine(stages)
-    require_plan_room(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
+    require_plan_disk(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    sweep = _sweep_note(plan, trials) if trials else None
-    journal = Journal(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
-    with journal.open(), _marked(journal.run_id), tracker.execution(_execution(plan, words, trials)):
+    sweep = _sweep_record(plan, trials) if trials else None
+    record = RunRecorder(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
+    with record.open(), _marked(record.run_id), tracker.execution(_execution(plan, words, trials)):
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
         try:
-            observers = Observers(observer, journal)
-            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=journal.claim)
+            observers = Observers(observer, record)
+            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=record.claim)
         except PipelineError:
             processes.end_all()
             raise
@@ -106,9 +105,9 @@ def _marked(run_id: str) -> Iterator[None]:
             os.environ[RUN_VARIABLE] = before
 
 
-def _sweep_note(plan: Plan, trials: Trials) -> SweepNote:
+def _sweep_record(plan: Plan, trials: Trials) -> SweepRecord:
     own = [planned.name for planned in plan.stages if planned.name in trials.own]
-    return SweepNote(folder=str(trials.folder), own=own, trials=trials.count)
+    return SweepRecord(folder=str(trials.folder), own=own, trials=trials.count)
 
 
 def _stated(plan: Plan) -> list[Statement]:

@@ -21,10 +21,10 @@ from flows.open_flows import End, OpenFlow
 from flows.prefect_address import configured_api_url
 from flows.prefect_server import EmbeddedServer
 from flows.prefect_told import tell, unheard
-from flows.progress.run_notes import end_of
+from flows.progress.run_record import end_of
 from flows.stops import hearing_sigterm
 from lineage.errors import StoppedError
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.remote_files import why_silent
 
 _PATIENCE_SECONDS = 150.0
@@ -79,7 +79,7 @@ class Ending:
         context = FlowRunContext.get()
         assert context is not None and context.flow_run is not None
         self._flow_run = context.flow_run
-        self._write(OpenFlow(flow_run=str(context.flow_run.id), driver=Holder.here(), api=self._api))
+        self._write(OpenFlow(flow_run=str(context.flow_run.id), driver=Owner.here(), api=self._api))
         try:
             with hearing_sigterm():
                 state = body()

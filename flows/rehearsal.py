@@ -16,8 +16,8 @@ from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, note_before, open_run
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
-from flows.progress.board import Board
 from flows.progress.observer import Observer, Observers
+from flows.progress.screen import Screen
 from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
 from flows.stops import stoppable
@@ -109,8 +109,8 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
     """Adds a row for each finished stage."""
     note_before(plan)
     names = [planned.name for planned in plan.stages]
-    with stoppable(), Board(sys.stderr, names) as board:
-        stop = StopOnce(board, max(map(len, names)))
+    with stoppable(), Screen(sys.stderr, names) as screen:
+        stop = StopOnce(screen, max(map(len, names)))
         with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds

@@ -11,7 +11,7 @@ from flows.open_run import note_before, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect_server import embedded_server
-from flows.progress.board import Board
+from flows.progress.screen import Screen
 from flows.promotion.retrain import follow_up, promotion_due
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
@@ -55,7 +55,7 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
-    with stoppable(), _board([planned]) as board, open_run(plan, words, board, [planned], in_flow=False) as run:
+    with stoppable(), _screen([planned]) as screen, open_run(plan, words, screen, [planned], in_flow=False) as run:
         execute(run, planned)
 
 
@@ -63,9 +63,9 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
     """Seconds of each stage that ran, how the tracker names this execution, and what came of it."""
     with stoppable(), contextlib.ExitStack() as beside:
         try:
-            with _board(plan.stale) as board, open_run(plan, words, board, plan.stale) as run:
+            with _screen(plan.stale) as screen, open_run(plan, words, screen, plan.stale) as run:
                 results = _run_flow(run, beside)
-        except (ConfigError, StoppedError):  # before anything ran, and for whoever did it
+        except (ConfigError, StoppedError):  # before anything ran, or by the user
             raise
         except PipelineError as error:
             follow_up(plan, words, error)
@@ -77,7 +77,7 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
 def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
     """Runs the flow; the Prefect server that it starts lives as long as ``beside``."""
     plan = run.plan
-    with contextlib.suppress(OSError):  # nobody reads stderr: that is no reason not to train
+    with contextlib.suppress(OSError):  # stderr is closed: no reason not to train
         print(plan_table(plan), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))
@@ -92,6 +92,6 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
     return run_flow(run, server)
 
 
-def _board(stages: Sequence[PlannedStage]) -> Board:
+def _screen(stages: Sequence[PlannedStage]) -> Screen:
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    return Board(sys.stderr, [planned.name for planned in stages], plain=foreground)
+    return Screen(sys.stderr, [planned.name for planned in stages], plain=foreground)

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from lineage.holder import host
+from lineage.owner import host
 
-# An exception there leaves a lock behind that nobody gives back, and every import waits for it from then on.
+# An exception there leaves a lock that is never released, and every later import waits for it.
 _NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")
 _AGAIN_SECONDS = 0.05
-_PATIENCE_SECONDS = 10.0  # an import that takes longer is left: whoever stops us gives 30 s
-_REPEATED = signal.SIGURG  # told from what people send, and ignored by whoever does not know it
+_PATIENCE_SECONDS = 10.0  # an import that takes longer is interrupted: the process that stops us gives 30 s
+_REPEATED = signal.SIGURG  # differs from signals that users send; ignored by default
 
 # A stop is of this process, and so of all its runs.
 hurried = threading.Event()  # it was asked for again: stages that save are not waited for
@@ -69,13 +69,13 @@ class _Stop:
 
     Attributes:
         error: what was raised for it; None: nothing yet.
-        hook: for all other errors that are raised to nobody.
+        hook: for all other errors without a caller.
     """
 
     def __init__(self) -> None:
         self.error: KeyboardInterrupt | None = None
         self.hook = sys.unraisablehook
-        self._number: int = signal.SIGTERM  # which Prefect hears in our place, where a flow run begins and ends
+        self._number: int = signal.SIGTERM  # Prefect handles it in our place, where a flow run starts and ends
         self._asked_at: float | None = None
         # Its put may be called where a signal interrupted another one; a lock or a new thread may not.
         self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -105,7 +105,7 @@ class _Stop:
         return f"by {signal.Signals(self._number).name} on {host()}{stages}"
 
     def swallowed(self, found: "sys.UnraisableHookArgs") -> None:
-        """For ``sys.unraisablehook``: what Python runs by itself, between any two lines, raises to nobody."""
+        """For ``sys.unraisablehook``: errors in what Python itself runs have no caller."""
         if self.error and found.exc_value is self.error:
             self.error = None
             self._again.put(True)

@@ -4,7 +4,7 @@ import sys
 
 from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
-from flows.progress.run_notes import silent_drivers
+from flows.progress.run_record import silent_drivers
 from lineage.errors import PipelineError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import require_reachable, tracking_uri

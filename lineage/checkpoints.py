@@ -169,10 +169,10 @@ class Checkpoints:
     def commit(self, draft: Path, checkpoint: Checkpoint) -> Path:
         """Makes a written directory the checkpoint of its step; on the disk before it has its name.
 
-        Who sleeps anywhere in here harms no heir: its ``Entry.fence`` takes the draft away, first where it was written,
+        A suspended owner harms no successor: its ``Entry.fence`` takes the draft away, first where it was written,
         then where it waits for its name; what has its name by then is whole, and gone on from. Nothing is removed for
         it, and no directory is renamed onto another: all of later steps went before the first (``Entry.begin``), so
-        one that is there is the heir's.
+        one that is there is the successor's.
 
         Args:
             draft: on the file system of the store; it is gone afterwards.
@@ -201,7 +201,9 @@ class Checkpoints:
         Raises:
             PipelineError: as ``require`` raises it.
         """
-        others = sorted(set(self.steps()) - set(steps))  # first: whoever sleeps from here on removes no heir's
+        others = sorted(
+            set(self.steps()) - set(steps)
+        )  # first: suspended from here on, it removes nothing of a successor
         self._require()
         for step in others:
             self._remove(step)
@@ -228,7 +230,7 @@ class Checkpoints:
         for draft in self.directory.glob(".*"):
             gone = draft.with_name(f".{uuid.uuid4().hex[:8]}.gone")
             with contextlib.suppress(FileNotFoundError):
-                draft.replace(gone)  # first: whoever would give it its name finds it whole, or not at all
+                draft.replace(gone)  # first: a process that renames it finds all of it, or nothing
             shutil.rmtree(gone, ignore_errors=True)
 
     def _remove(self, step: int) -> None:

@@ -73,4 +73,4 @@ class LostError(StageError):
 
 
 class AskedError(LostError):
-    """The stage was asked to end, while its run goes on: somebody else wants the machine."""
+    """The stage was asked to end, while its run continues: another process needs the machine."""

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lineage.errors import ArtifactError, TakenOverError
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 LOCK = "lock"
 _POLL_SECONDS = 0.2
@@ -33,7 +33,7 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._path = directory / LOCK
-        self._me = Holder.here()
+        self._me = Owner.here()
         self._descriptor: int | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -95,7 +95,7 @@ class Lock:
             os.close(descriptor)
 
 
-def owner(directory: Path) -> Holder | None:
+def owner(directory: Path) -> Owner | None:
     """The process that owns the lock of a directory; None: the lock is free."""
     with contextlib.suppress(OSError), (directory / LOCK).open("rb") as file:
         return None if _try(file.fileno(), fcntl.LOCK_SH) else _owner(file.read())
@@ -173,7 +173,7 @@ def _try(descriptor: int, mode: int) -> bool:
     return True
 
 
-def _owner(record: bytes) -> Holder:
+def _owner(record: bytes) -> Owner:
     with contextlib.suppress(ValueError, TypeError):  # its owner writes it now
-        return Holder(**json.loads(record))
-    return Holder(host="an unknown host", pid=-1, started=0.0, token="")
+        return Owner(**json.loads(record))
+    return Owner(host="an unknown host", pid=-1, started=0.0, token="")

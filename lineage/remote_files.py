@@ -83,7 +83,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _WEB = ("http://", "https://")
 _DVC = "dvc://"  # a path that DVC tracks, in the repository of this folder, as its commit has it
 
-# What file systems call that which changes with the content; where none is told, the time of the last change has to do.
+# Names of versions that change with the content; without one, the modification time is used.
 _OF_CONTENT = ("md5", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "generation")
 _OF_TIME = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
 
@@ -100,7 +100,7 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
         name: of the source, for messages.
 
     Raises:
-        ConfigError: nothing is there or answers, there is no such file system here, it tells no versions, or what
+        ConfigError: nothing is there or answers, there is no such file system here, it has no versions, or what
             ``credentials`` names is not set.
     """
     try:
@@ -185,7 +185,7 @@ def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials)
 
 
 def _listed(files: "AbstractFileSystem", path: str) -> Mapping[str, Mapping[str, object]]:
-    """Path -> what is told of it, of all that a path names."""
+    """Path -> its attributes, of all files that a path names."""
     if has_magic(path):
         return dict(files.glob(path, detail=True))
     # HTTP takes each page for a file, and would read a file as a page to find what it lists.

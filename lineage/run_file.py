@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lineage.holder import Holder
 from lineage.manifest import Manifest
+from lineage.owner import Owner
 
 _RUN_FILE = "mlflow.json"
 _OPEN = Path("logs/mlflow-open")
@@ -37,7 +37,7 @@ class RunFile:
     registries: list[str] = field(default_factory=list)
     title: str = ""
     resumes: bool = False
-    writer: Holder | None = None
+    writer: Owner | None = None
     start: Manifest | None = None
     status: str = "RUNNING"
     cause: str = ""
@@ -54,7 +54,7 @@ class RunFile:
             if fields.get("start"):
                 fields["start"] = Manifest.from_json(json.dumps(fields["start"]))
             if fields.get("writer"):
-                fields["writer"] = Holder(**fields["writer"])
+                fields["writer"] = Owner(**fields["writer"])
             return RunFile(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or cut by a kill
             return None
@@ -68,7 +68,7 @@ class RunFile:
 class OpenRecord:
     """The note of an execution: written when it starts, removed when MLflow has all of it."""
 
-    def __init__(self, store: Path, writer: Holder) -> None:
+    def __init__(self, store: Path, writer: Owner) -> None:
         self._writer = writer
         self._path = store / _OPEN / f"{writer.host}-{writer.pid}-{writer.token[:8]}.json"
 
@@ -85,21 +85,21 @@ def open_records(store: Path) -> list[Path]:
     return sorted((store / _OPEN).glob("*.json"))
 
 
-def is_left(path: Path, silent: Collection[Holder]) -> bool:
+def is_left(path: Path, silent: Collection[Owner]) -> bool:
     """Whether the process of a note is gone: it was killed, or no MLflow answered it.
 
     Args:
-        silent: processes of other hosts that have not been heard of for too long.
+        silent: processes of other hosts whose heartbeats timed out.
     """
     try:
-        return is_gone(Holder(**json.loads(path.read_text())), silent)
+        return is_gone(Owner(**json.loads(path.read_text())), silent)
     except FileNotFoundError:
         return False
     except (ValueError, TypeError):  # cut by the kill
         return True
 
 
-def is_gone(writer: Holder, silent: Collection[Holder]) -> bool:
+def is_gone(writer: Owner, silent: Collection[Owner]) -> bool:
     """Whether a process that writes to MLflow has ended; ``silent`` as above."""
     # By pid and start alone, which is what MLflow's tags say: it may be of an earlier boot, or of a container.
     ended = replace(writer, machine="", booted=None).is_dead(silent_seconds=0.0)

@@ -12,7 +12,7 @@ from lineage.errors import ConfigError
 
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 _AWS_KEY = re.compile("A(KIA|SIA)[A-Z0-9]{16}")  # it could be a name, and is a value
-# What stands before the host of an address: also a password with a slash that nobody escaped, but no port.
+# What stands before the host of an address: also a password with an unescaped slash, but no port.
 _ADDRESS = re.compile(
     r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]*)://"
     r"(?P<user>[^\s/?#\"<>]*@|[^\s/?#\"<>@]*:(?!\d+[/?#])[^\s\"<>]*@)?"

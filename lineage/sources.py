@@ -255,7 +255,7 @@ def _remote_split(url: str, source: Source) -> SplitBy:
 
 
 def _by_code(name: str, source: Source) -> Pinned:
-    """A function's rows are taken to be what its code is: what else it reads, such as a clock, nobody can know."""
+    """A function's rows are taken to be what its code is: what else it reads, such as a clock, is unknown."""
     try:
         function = python_function(source.path)
         if function.file and not source.allow_code:

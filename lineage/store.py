@@ -151,7 +151,7 @@ class Entry:
             self.checkpoints.keep(each for each in self.checkpoints.steps() if each <= step)  # the others are damaged
             cut_reports(self.metrics, step)
         else:
-            self.checkpoints.clear()  # first: whoever begins again after a kill finds none, or all with their reports
+            self.checkpoints.clear()  # first: a restart after a kill finds none, or all with their reports
             self.metrics.unlink(missing_ok=True)
         self.fence()
         shutil.rmtree(self.output, ignore_errors=True)
@@ -194,7 +194,7 @@ class Entry:
         self.checkpoints.clear(kept)  # the output is what the others were for
 
     def finish(self, lock: "Lock") -> None:
-        """Moves the manifest from ``work/`` to its place, the last of all: what it tells of is on the disk by then.
+        """Moves the manifest from ``work/`` to its place, the last of all: what it records is on the disk by then.
 
         Raises:
             ArtifactError: another process owns the lock, which takes ``work/`` away before it looks.

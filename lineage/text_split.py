@@ -31,7 +31,7 @@ def compression_of(path: PurePath) -> str | None:
 def detected_split(path: Path) -> SplitBy:
     """By paragraph where the first MB of a text has a blank line between two others, else by line.
 
-    One that cannot be read is by line: whoever reads all of it says what is wrong.
+    One that cannot be read is by line: reading all of it reports the error.
     """
     try:
         with path.open("rb") as file:

@@ -59,6 +59,7 @@ HERMES = (
 )
 
 CHAT_TEMPLATES = {"chatml": CHATML, "hermes": HERMES}
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model directory
 
 
 def check_name(name: str | None) -> None:

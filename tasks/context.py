@@ -1,4 +1,4 @@
-"""What a stage is told about where it runs. Nothing here may change the model."""
+"""Where a stage runs: resources, directories, reports. Nothing here may change the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.best import KeepBest
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 
 Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
@@ -114,7 +114,7 @@ def _no_report(step: int, metrics: Metrics) -> None:
     """Drops a report: for calls outside a run."""
 
 
-def _no_mark(step: int | None, doing: Doing) -> None:
+def _no_mark(step: int | None, phase: Phase) -> None:
     """Nobody watches a call outside a run."""
 
 
@@ -140,7 +140,7 @@ class TrainContext:
         require_lease: raises where another run writes there now.
         resume_from: the checkpoint to go on from, whose every byte was checked; None: from the beginning.
         should_stop: whether the stage was asked to save and to end.
-        mark: ``mark(step, doing)``; every rank of a training calls it as it goes on, as ``report`` does by itself:
+        mark: ``mark(step, phase)``; every rank of a training calls it as it goes on, as ``report`` does by itself:
             one that does not for ``resources.hang_minutes`` is taken for hung; step None: it has yet to begin.
     """
 
@@ -155,7 +155,7 @@ class TrainContext:
     require_lease: Callable[[], None] = _nobody_else
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = _never
-    mark: Callable[[int | None, Doing], None] = _no_mark
+    mark: Callable[[int | None, Phase], None] = _no_mark
 
     @property
     def checkpoints(self) -> Checkpoints | None:

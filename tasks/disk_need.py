@@ -137,7 +137,7 @@ def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
     return by_steps, min(before_last, by_steps + competing + stopped)
 
 
-def require_room(
+def require_disk(
     stage: str, method: TrainingRecipe, resources: Resources, model: Path | None, entry: Entry, before: int = 0
 ) -> int:  # fmt: skip
     """Refuses a stage that its disk has surely no room for, and warns of one that it may have none for.

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 
 from tasks.data.kinds import PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
-from tasks.train.dpo_losses import LOSSES, Divergence, LossType, ReferenceSync, check, trl_options, weights_of
+from tasks.train.dpo_losses import BETA, LOSSES, Divergence, LossType, ReferenceSync, check, trl_options, weights_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -26,7 +26,7 @@ class DPO(AnswerTraining):
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 
     default_learning_rate: ClassVar = 1e-6
-    beta: Annotated[float, Gt(0)] = 0.1  # strength of the KL to the reference
+    beta: Annotated[float, Gt(0)] = BETA  # strength of the KL to the reference
     loss_type: LossType = "sigmoid"  # eq. 7 of the paper; tasks/train/dpo_losses.py names the papers of all
     losses: Mapping[LossType, Annotated[float, Gt(0)]] | None = None  # several, with weights: MPO, arXiv:2411.10442
     sft_weight: Annotated[float, Gt(0)] | None = None  # of the chosen answers' log-likelihood in the loss: rpo_loss

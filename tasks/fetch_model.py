@@ -36,6 +36,7 @@ from lineage.sources import local_paths
 from lineage.store import MODELS
 from tasks.chat_template import template_text
 from tasks.remote_code import trust
+from tasks.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
 
 logger = logging.getLogger(__name__)
@@ -321,20 +322,10 @@ def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None
     """Token -> index of a tokenizer without a ``tokenizer.json``, where the source sets what has to fit it."""
     if source.tokenizer is None and source.pad_token is None:
         return None
-    from tasks.train.models import tokenizer_of
+    from tasks.tokenizers import tokenizer_of
 
     found: dict[str, int] = tokenizer_of(directory).get_vocab()
     return found
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copies every file that makes the tokenizer and its chat template."""
-    for name in TOKENIZER_FILES:
-        path = source / name
-        if path.is_dir():
-            shutil.copytree(path, target / name, dirs_exist_ok=True)
-        elif path.exists():
-            shutil.copyfile(path, target / name)
 
 
 def _set_pad_token(directory: Path, token: str) -> None:
@@ -392,7 +383,7 @@ def checked_config(name: str, config: Mapping[str, object], kwargs: Mapping[str,
         return dict(config)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from tasks.train.models import LEARNED_POSITIONS
+    from tasks.positions import LEARNED_POSITIONS
 
     where = f"sources.{name}.model_kwargs"
     text = config.get("text_config")

@@ -12,7 +12,7 @@ from pathlib import Path
 _DUMP_AT = 0.9  # of the time after which a worker counts as hung: it writes its stacks before it is killed
 
 
-class Doing(StrEnum):
+class Phase(StrEnum):
     """The phase of a worker."""
 
     FETCHING = "fetching its inputs"  # models from a hub: takes as long as it takes, and times out by itself
@@ -23,26 +23,27 @@ class Doing(StrEnum):
     DONE = "after its last step"  # merges, writes the output: takes as long as it takes
 
 
-UNWATCHED = (Doing.FETCHING, Doing.SAVING, Doing.DONE)
+UNWATCHED = (Phase.FETCHING, Phase.SAVING, Phase.DONE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class Heartbeat:
     """One heartbeat.
 
     Args:
         time: in seconds since the epoch, by the clock of its host.
         step: optimizer steps that are done; None: training has not begun.
+        doing: its phase, under the name that the file has for it.
     """
 
     rank: int
     host: str
     time: float
     step: int | None
-    doing: Doing
+    doing: Phase
 
 
-class Alive:
+class HeartbeatFile:
     """Sends the heartbeats of one worker; a worker without progress writes the stacks of its threads beside them.
 
     Args:
@@ -55,31 +56,31 @@ class Alive:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (self._folder / f"rank-{rank}.stack").open("w") if seconds else None
 
-    def mark(self, step: int | None, doing: Doing) -> None:
+    def mark(self, step: int | None, phase: Phase) -> None:
         """Sends a heartbeat: one small file, replaced."""
         self._step = step
-        mark = Mark(rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=doing)
+        beat = Heartbeat(rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=phase)
         draft = self._folder / f".rank-{self._rank}.tmp"
-        draft.write_text(json.dumps(asdict(mark)))
+        draft.write_text(json.dumps(asdict(beat)))
         draft.replace(self._folder / f"rank-{self._rank}.json")
         if self._stacks and self._seconds:
             faulthandler.cancel_dump_traceback_later()
-            if doing not in UNWATCHED:
+            if phase not in UNWATCHED:
                 faulthandler.dump_traceback_later(_DUMP_AT * self._seconds, file=self._stacks)
 
     def end(self) -> None:
         """Sends the last heartbeat."""
-        self.mark(self._step, Doing.DONE)
+        self.mark(self._step, Phase.DONE)
         if self._stacks:
             self._stacks.close()
             self._stacks = None
 
 
-def marks(work_dir: Path) -> Iterator[Mark]:
+def heartbeats(work_dir: Path) -> Iterator[Heartbeat]:
     """The last heartbeat of every worker that has started."""
     for path in sorted(_folder(work_dir).glob("rank-*.json")):
         fields = json.loads(path.read_text())
-        yield Mark(**{**fields, "doing": Doing(fields["doing"])})
+        yield Heartbeat(**{**fields, "doing": Phase(fields["doing"])})
 
 
 def stacks(work_dir: Path, rank: int) -> str:

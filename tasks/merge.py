@@ -198,8 +198,9 @@ class Merge(Method):
             )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        from tasks.tokenizers import load_tokenizer
         from tasks.train.golden_prompts import compared, golden_texts, golden_values
-        from tasks.train.models import copy_tokenizer, load_tokenizer, whole_model
+        from tasks.train.models import copy_tokenizer, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
         leave_out_deepspeed()

@@ -10,4 +10,4 @@ else:
     sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # what Python documents for a module that is not to be had
     import peft  # noqa: F401
 
-    del sys.modules[_PACKAGE]  # to be had by whoever uses it
+    del sys.modules[_PACKAGE]  # importable again

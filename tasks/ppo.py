@@ -84,7 +84,8 @@ class PPO(Generating):
         optimization = Optimization(run, torch.nn.ModuleDict({"policy": policy, "value": value}), num_updates)
         kl = KLCoefficient(value=self.kl_coef, target=self.kl_target, horizon=self.kl_horizon or _HORIZON)
         actor_critic = ActorCritic(run, value, optimization.autocast)
-        state = {"policy": policy, "value": value, "optimization": optimization, "kl": kl, "rollouts": run.rollouts}
+        state = {"policy": policy, "value": value, "optimization": optimization, "kl": kl}
+        state["rollouts"] = actor_critic.rollouts
         loop = OwnLoop(run, state)
         for step in loop.steps():
             batch = actor_critic.sample(step, self.sampling.temperature)

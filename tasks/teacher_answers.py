@@ -21,7 +21,7 @@ from tasks.train.generating import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.evaluate.scoring import Answer
+    from tasks.evaluate.answers import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,10 @@ class TeacherAnswers(Method):
         import pyarrow.parquet as pq
 
         from tasks.data.tokens.tokenize_rows import require_chat_template
+        from tasks.positions import require_positions
+        from tasks.tokenizers import load_tokenizer
         from tasks.train.kernels import hold_in
-        from tasks.train.models import load_model, load_tokenizer, require_positions
+        from tasks.train.models import load_model
 
         self.check_slots(frozenset(inputs))
         teacher = inputs["teacher"]
@@ -153,7 +155,7 @@ class TeacherAnswers(Method):
         self, rows: Sequence[Row], prompts: Sequence[list[int]], number: int, model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext,
     ) -> "list[Answer]":  # fmt: skip
-        from tasks.evaluate.scoring import greedy_answers, sampled_answers
+        from tasks.evaluate.answers import greedy_answers, sampled_answers
 
         size = ctx.resources.micro_batch_size
         if self.sampling is None:

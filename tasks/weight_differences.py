@@ -39,7 +39,7 @@ def movement(start: Path, end: Path) -> float | None:
     random (its A, a new head) or has grown is not counted: its own norm would hide how little the rest has moved.
 
     Returns:
-        None: they share no tensor, which tells nothing.
+        None: they share no tensor.
     """
     left, right = dict(_places(start)), dict(_places(end))
     moved = [_moved_square(name, left.get(name), place) for name, place in right.items()]

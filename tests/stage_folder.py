@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lineage.checkpoints import Checkpoints
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 from tasks.method import Training
 from tests import tiny, training
 from tests.worker_group import one_thread
@@ -33,7 +33,7 @@ class StageFolder:
         self.folder, self.root = folder, root
         self.resources = replace(SAVING, **resources)
         self.reports: list[tuple[int, Metrics]] = []
-        self.marks: list[tuple[int | None, Doing]] = []
+        self.marks: list[tuple[int | None, Phase]] = []
         self.store = Checkpoints(folder / "checkpoints")
 
     def __call__(

@@ -161,7 +161,7 @@ def _noted(batches: list[list[str]]) -> Iterator[None]:
     """Notes every batch that is collated, each row by its tokens."""
     from transformers import Trainer
 
-    from tasks.train.run import fit
+    from tasks.train.fit import fit
 
     def watched(*given: Any) -> Metrics:
         trainer = next(each for each in given if isinstance(each, Trainer))

@@ -13,7 +13,7 @@ from lineage.errors import ConfigError
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:
-    from tasks.train.compatibility import Refusal
+    from tasks.train.rule import Refusal
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +67,11 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     """
     from flows.declare.compose import compose_tree
     from flows.declare.config import pipeline_of, stages_of
-    from flows.planning.kernels import check_kernels
+    from flows.planning.checks import check_kernels
     from flows.planning.model_checks import root_config
     from tasks.method import Training
-    from tasks.train.compatibility import Case, refusals
+    from tasks.train.compatibility import refusals
+    from tasks.train.rule import Case
 
     tree = compose_tree(overrides, config_dir)
     stages = {name: each for name, each in stages_of(tree).items() if isinstance(each.method, Training)}

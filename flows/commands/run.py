@@ -29,8 +29,8 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.disk_room import share_notes
-    from flows.planning.kernels import bf16_notes
+    from flows.planning.checks import bf16_notes
+    from flows.planning.disk_capacity import share_notes
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import pending
     from flows.reports.run import plan_table

@@ -213,7 +213,7 @@ def add_rebuild(parser: argparse.ArgumentParser) -> None:
 
 def run_rebuild(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.progress.run_notes import silent_drivers
+    from flows.progress.run_record import silent_drivers
     from lineage.mlflow.registry import refill
     from lineage.store import require_store
 

@@ -159,11 +159,11 @@ class Retrain:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """How a pipeline runs when nobody types a command.
+    """How a pipeline runs without a command: on a schedule, by a trigger.
 
     Args:
         tags: of its deployments in Prefect.
-        notify: a notification block of Prefect, ``TYPE/NAME``, that hears how each run ended; None: nobody does.
+        notify: a notification block of Prefect, ``TYPE/NAME``, for the outcome of each run; None: no notifications.
 
     Raises:
         ConfigError: ``notify`` is no name of a block.

@@ -12,7 +12,7 @@ from prefect.states import Cancelled, Crashed
 
 from flows.declare.pipeline import Pipeline
 from flows.deploy.telling import tell
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 _LABEL = "posttrain.process"
 _STARTING_SECONDS = 300.0  # by then a run that was handed to a process has said who it is
@@ -21,7 +21,7 @@ _OPEN = ["PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 
 def sign(flow_run_id: UUID) -> None:
     """Writes on a flow run that this process runs it."""
-    me = Holder.here()
+    me = Owner.here()
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run_id, {_LABEL: f"{me.host} {me.pid} {me.started}"})
 
@@ -57,7 +57,7 @@ def _is_dead(run: FlowRun) -> bool:
     if len(signed) == 3:
         host, pid, started = signed
         here = host == socket.gethostname()
-        return here and Holder(host=host, pid=int(pid), started=float(started), token="").is_dead(0.0)
+        return here and Owner(host=host, pid=int(pid), started=float(started), token="").is_dead(0.0)
     if run.work_pool_name:  # a worker anywhere may still fetch the code of it
         return False
     unclaimed = bool(run.state.is_pending() or run.state.is_cancelling())

@@ -6,18 +6,19 @@ from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
-from flows.planning.data_checks import (
+from flows.planning.checks import (
     batch_notes,
     check_data,
     check_evaluations,
     check_frozen_models,
     check_gates,
+    check_kernels,
     check_positions,
 )
-from flows.planning.kernels import check_kernels
 from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
     Hyperparameters,
+    PlannedInput,
     State,
     examples_file,
     goes_on_with,
@@ -30,32 +31,10 @@ from flows.planning.staleness import (
 from lineage.artifact import SOURCE, Source
 from lineage.digest import DigestCache
 from lineage.fingerprint import fingerprint
-from lineage.sources import Pinned, pin
+from lineage.sources import pin
 from lineage.store import Entry, Store, is_store
 from tasks.check_rows import POLICY, rows_slot
 from tasks.method import Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedInput:
-    """What fills a slot: a stage's output to be, or a pinned source.
-
-    Args:
-        pinned: None where it is a stage of this plan.
-        entry: of a source that an alias names, the finished artifact that it stands for.
-        tokenizer: of a model, what decides its tokenizer and chat template: the fingerprint of the first model that it
-            comes from, and the template that a training in between installs.
-    """
-
-    name: str
-    fingerprint: str
-    tokenizer: str = ""
-    pinned: Pinned | None = None
-    entry: Entry | None = None
-
-    @property
-    def source(self) -> Source | None:
-        return self.pinned.source if self.pinned else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What of the store a run reads, so that nobody frees it meanwhile, nor soon after."""
+"""What a run reads in the store, so that `gc` does not delete it during the run, nor soon after."""
 
 import contextlib
 import os

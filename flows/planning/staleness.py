@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage
-from lineage.artifact import Kind
+from lineage.artifact import Kind, Source
 from lineage.attempts import attempts, earlier_codes
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
@@ -17,16 +17,36 @@ from lineage.fingerprint import canonical_json, differences, short, without_none
 from lineage.lock import owner
 from lineage.manifest import InputRecord, Manifest
 from lineage.metrics_file import last_step
+from lineage.sources import Pinned
 from lineage.store import CACHE, Entry, Store
 from tasks.context import Resources
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import ADAPTER_FACTOR, Method, TrainingRecipe
 from tasks.train.sharding import require_readable
 
-if TYPE_CHECKING:
-    from flows.planning.plan import PlannedInput
-
 _FORMER_STEPS = 1000  # of a training that set no length, before one epoch was the default
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedInput:
+    """What fills a slot: a stage's output to be, or a pinned source.
+
+    Args:
+        pinned: None where it is a stage of this plan.
+        entry: of a source that an alias names, the finished artifact that it stands for.
+        tokenizer: of a model, what decides its tokenizer and chat template: the fingerprint of the first model that it
+            comes from, and the template that a training in between installs.
+    """
+
+    name: str
+    fingerprint: str
+    tokenizer: str = ""
+    pinned: Pinned | None = None
+    entry: Entry | None = None
+
+    @property
+    def source(self) -> Source | None:
+        return self.pinned.source if self.pinned else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +197,7 @@ State = Literal["run", "reuse", "resume"]
 
 
 def judge(
-    name: str, entry: Entry, method: Method, inputs: Mapping[str, "PlannedInput"], store: Store
+    name: str, entry: Entry, method: Method, inputs: Mapping[str, PlannedInput], store: Store
 ) -> tuple[State, str]:
     """What is to be done about a stage whose code did not change, and why."""
     manifest = entry.manifest()
@@ -261,7 +281,7 @@ def _reached(entry: Entry) -> str:
     return f"the attempt before ended at step {last_step(entry.metrics)}"
 
 
-def _why_stale(method: Method, inputs: Mapping[str, "PlannedInput"], earlier: Iterator[Manifest]) -> str:
+def _why_stale(method: Method, inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
     """The fields that set this stage apart from the finished one that is most like it."""
     recipe = method.recipe()
     candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in earlier]
@@ -273,7 +293,7 @@ def _why_stale(method: Method, inputs: Mapping[str, "PlannedInput"], earlier: It
     return "; ".join([*fewest, *former])
 
 
-def _changes(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"], manifest: Manifest) -> Iterator[str]:
+def _changes(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], manifest: Manifest) -> Iterator[str]:
     plain = without_nones(recipe)
     assert isinstance(plain, dict)
     yield from differences(manifest.recipe, plain)
@@ -285,7 +305,7 @@ def _changes(recipe: Mapping[str, object], inputs: Mapping[str, "PlannedInput"],
             yield f"input {slot}: {before} -> {after}{_other_reading(old, new)}"
 
 
-def _other_reading(old: InputRecord | None, new: "PlannedInput | None") -> str:
+def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
     """What is stated otherwise of a source than it was; empty where only its bytes changed, or it is another one."""
     if not (old and old.source and new and new.pinned and old.artifact == new.name):
         return ""

@@ -1,1 +1,1 @@
-"""What is told of a run: to the screen, to its note, and to who asks later."""
+"""The progress of a run: on the screen, in the run record, in the logs."""

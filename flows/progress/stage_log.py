@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.progress.run_notes import RunNote, is_to_begin, latest, waits_for
+from flows.progress.run_record import RunRecord, is_to_begin, latest, waits_for
 from lineage.errors import ArtifactError, ConfigError
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key
@@ -50,7 +50,7 @@ def _title(ref: str) -> str:
     return ref.rpartition("/")[2]
 
 
-def _bearers(ref: str, store: Path) -> Iterator[RunNote]:
+def _bearers(ref: str, store: Path) -> Iterator[RunRecord]:
     """The runs that have a stage of this title or are still to make it, the last one first."""
     pipeline, title = ref.rpartition("/")[0], _title(ref)
     for note in latest(store):
@@ -60,7 +60,7 @@ def _bearers(ref: str, store: Path) -> Iterator[RunNote]:
 
 def _noted(ref: str, store: Path) -> Entry | None:
     """By the notes of the runs; one that has not begun it counts if no other bears the name."""
-    first: RunNote | None = None
+    first: RunRecord | None = None
     for note in _bearers(ref, store):
         stage = note.stages.get(_title(ref))
         directory = stage.directory if stage else ""
@@ -118,7 +118,7 @@ def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
 
 
 def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
-    """The same, then what is written until the stage ends: it is committed, or nobody makes it any more."""
+    """The same, then what is written until the stage ends: it is committed, or no run produces it any more."""
     log = entry.logs / "stage.log"
     while not log.exists() and _is_made(entry):
         time.sleep(_POLL_SECONDS)

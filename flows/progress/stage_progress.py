@@ -47,7 +47,7 @@ class Progress:
             self.metrics.update(report.metrics)
 
     def seconds_left(self) -> float | None:
-        """By the pace of the reports that were read; None where that cannot be told."""
+        """By the pace of the reports that were read; None where that is unknown."""
         if not self.total or self._first is None:
             return None
         first_step, first_time = self._first

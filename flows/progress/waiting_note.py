@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.progress.run_notes import Links, RunNote, end_of, new_id, note_path, with_flow_run
-from lineage.holder import HEARTBEAT_SECONDS, Holder
+from flows.progress.run_record import Links, RunRecord, end_of, new_id, run_record_path, with_flow_run
+from lineage.owner import HEARTBEAT_SECONDS, Owner
 
 
 class WaitingNote:
@@ -19,8 +19,8 @@ class WaitingNote:
 
     def __init__(self, store: Path, pipeline: str, words: Sequence[str]) -> None:
         self._store = store
-        self._note = RunNote(
-            id=new_id(), pipeline=pipeline, words=list(words), driver=Holder.here(), started=time.time(), stages={},
+        self._note = RunRecord(
+            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
             links=with_flow_run(Links(), is_ours=False),
         )  # fmt: skip
         self._written = 0.0
@@ -35,7 +35,7 @@ class WaitingNote:
             self._write(replace(self._note, outcome=outcome, cause=cause, ended=time.time()))
             raise
         with contextlib.suppress(OSError):
-            note_path(self._store, self._note.id).unlink(missing_ok=True)
+            run_record_path(self._store, self._note.id).unlink(missing_ok=True)
 
     def waits_for(self, what: str) -> None:
         """Call it at every look that was in vain: that is the heartbeat too, by which another host hears of it."""
@@ -44,7 +44,7 @@ class WaitingNote:
             self._write(replace(self._note, waits_for=what))
             self._written = now
 
-    def _write(self, note: RunNote) -> None:
+    def _write(self, note: RunRecord) -> None:
         self._note = note
         with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
             note.write(self._store)

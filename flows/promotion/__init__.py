@@ -1,1 +1,1 @@
-"""Who becomes the champion: standing verdicts, approval by a person, retraining, and who hears of it."""
+"""Promotion of models: valid verdicts, approval by a person, retraining, and notifications."""

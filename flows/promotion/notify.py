@@ -13,7 +13,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.declare.pipeline import nearest
 from lineage.errors import ConfigError
 
-# A webhook that is not told what to send sends nothing.
+# A webhook without a configured body sends nothing.
 _PAYLOADS = {"custom-webhook": ["json_data={'text': '{{subject}}: {{body}}'}"]}
 
 

@@ -16,7 +16,7 @@ from lineage.promotions import read_events, stacks, taken_back
 
 
 def follow_up(plan: Plan, words: Sequence[str], error: PipelineError | None = None) -> str | None:
-    """Promotes what ``retrain`` names if every gate lets it pass, and tells whom ``notify`` names.
+    """Promotes what ``retrain`` names if every gate passes, and notifies the block of ``notify``.
 
     Call it when the record is closed, so that MLflow knows the model, and while a Prefect API can be reached.
 
@@ -26,7 +26,7 @@ def follow_up(plan: Plan, words: Sequence[str], error: PipelineError | None = No
         error: why the run failed.
 
     Returns:
-        What came of the run, in one paragraph; None: nothing was to do, or nobody has asked.
+        What came of the run, in one paragraph; None: there was nothing to do, or no ``retrain`` is set.
 
     Raises:
         ArtifactError: the model is not what was committed.

@@ -15,7 +15,8 @@ from lineage.errors import ConfigError
 from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
 from tasks.recipe import TrainingRecipe
-from tasks.train.compatibility import RULES, Case, Fields, Refusal, Rule, assigned, refusals
+from tasks.train.compatibility import RULES, Refusal, assigned, refusals
+from tasks.train.rule import Case, Fields, Rule
 
 Works = Literal["yes", "on a GPU", "no"]
 

@@ -7,7 +7,7 @@ from flows.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.ancestry import MODELS
 from lineage.graph.impact import Impact, Retraining
-from lineage.graph.index import Indexed
+from lineage.graph.places import Indexed
 
 _MOST_ARTIFACTS = 20
 _MOST_ROWS = 10

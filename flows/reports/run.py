@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.text import Text
 
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.run_notes import RunNote, StageNote, dashboard_file, latest, note_path, waits_for
+from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.tables import empty_table, plain_text
 from flows.sweep.folder import trial_results
@@ -19,8 +19,8 @@ from flows.wording import printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
 from lineage.fingerprint import short
-from lineage.holder import HEARTBEAT_SECONDS
 from lineage.manifest import Manifest
+from lineage.owner import HEARTBEAT_SECONDS
 from lineage.secrets import redacted
 from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
@@ -41,7 +41,7 @@ class StageView:
     """
 
     title: str
-    note: StageNote
+    note: StageRecord
     waits_for: str
     progress: Progress | None
     dashboard: str | None
@@ -54,17 +54,17 @@ class RunView:
 
     Args:
         state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
-        ended: None: it is not over. Of one that died: when it was last heard.
+        ended: None: it is not over. Of one that was killed: its last heartbeat.
         trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
         went_on: the next run, of one that is over, which took up what it left.
     """
 
-    note: RunNote
+    note: RunRecord
     state: str
     ended: float | None
     stages: Sequence[StageView]
     trials: Mapping[str, int]
-    went_on: RunNote | None = None
+    went_on: RunRecord | None = None
 
     @property
     def command(self) -> str:
@@ -92,13 +92,13 @@ def views(store: Path) -> tuple[list[RunView], list[RunView]]:
     ]
 
 
-def _next_steps(note: RunNote, notes: Sequence[RunNote]) -> RunNote | None:
+def _next_steps(note: RunRecord, notes: Sequence[RunRecord]) -> RunRecord | None:
     """Args: notes: newest first."""
     later = (each for each in reversed(notes) if each.started > note.started)
     return next((each for each in later if _takes_up(each, note)), None)
 
 
-def _takes_up(later: RunNote, note: RunNote) -> bool:
+def _takes_up(later: RunRecord, note: RunRecord) -> bool:
     """Whether all that a run left unfinished is in a later one, or its command was given again."""
     left = {each.directory for each in note.stages.values() if each.state not in ("done", "reused")} - {""}
     if left and note.command == "run" and not note.sweep:
@@ -106,10 +106,10 @@ def _takes_up(later: RunNote, note: RunNote) -> bool:
     return (later.pipeline, later.command, later.words) == (note.pipeline, note.command, note.words)
 
 
-def _view(note: RunNote, store: Path, state: str, went_on: RunNote | None = None) -> RunView:
+def _view(note: RunRecord, store: Path, state: str, went_on: RunRecord | None = None) -> RunView:
     ended = note.ended
     if state == "died":
-        path = note_path(store, note.id)
+        path = run_record_path(store, note.id)
         ended = path.stat().st_mtime if path.exists() else note.started
     return RunView(
         note=note, state=state, ended=ended,
@@ -119,7 +119,7 @@ def _view(note: RunNote, store: Path, state: str, went_on: RunNote | None = None
     )  # fmt: skip
 
 
-def _stage_view(title: str, run: RunNote, ended: float | None) -> StageView:
+def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
     note = run.stages[title]
     if note.state != "running":
         waits = "" if ended else waits_for(title, run)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flows.progress.run_notes import RunNote
+from flows.progress.run_record import RunRecord
 from flows.reports.run import RunView, StageView
 from flows.wording import clock, counted, printable_text
 from lineage.attempts import last_words
@@ -68,7 +68,7 @@ def _live_lines(run: RunView) -> Iterator[str]:
     yield from (f"  | {line}" for line in note.said.splitlines())
 
 
-def _what(note: RunNote) -> str:
+def _what(note: RunRecord) -> str:
     if note.sweep:
         return f"{note.pipeline}  sweep {Path(note.sweep.folder).name}"
     return note.pipeline if note.command == "run" else f"{note.pipeline}  {note.command}"

@@ -1,6 +1,6 @@
 """Who may use this machine's CPUs and GPUs now: slots that all runs of a user share.
 
-A slot is a file lock, so that it is free again the moment its holder dies. Requests are served in
+A slot is a file lock, so that it is free again the moment its owner dies. Requests are served in
 the order in which they come, GPUs apart from CPUs, so that a stage which waits for a GPU holds
 nobody up who needs none.
 """

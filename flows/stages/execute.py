@@ -10,10 +10,16 @@ from pathlib import Path
 
 from flows.planning.needs import needs, pool_of, runs_elsewhere
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.run_notes import RunNote, StageNote, latest
+from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
 from flows.stages.admission import admitted
-from flows.stages.given import given_as_planned, input_records, job_inputs, require_unchanged, require_unchanged_sources
+from flows.stages.inputs import (
+    input_records,
+    inputs_as_planned,
+    job_inputs,
+    require_unchanged,
+    require_unchanged_sources,
+)
 from flows.stages.job import STOP_FILE, Job
 from flows.stages.launch import saving_first
 from flows.stages.run import Run
@@ -75,7 +81,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         entry.fence()
         if finished():  # by a run that ended between the poll and the lock
             return _reused(run, planned, entry)
-        parents = given_as_planned(run.plan, planned)
+        parents = inputs_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
         start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
@@ -280,7 +286,7 @@ def begin(
 
 
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
-    """The processors that a stage's workers run on; empty: they are on a cluster's hosts, of which nobody knows."""
+    """The processors that a stage's workers run on; empty: unknown, on the hosts of a cluster."""
     return {} if runs_elsewhere(planned) else dict(hardware())
 
 
@@ -301,7 +307,7 @@ def run_attempts(
         checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
-        tell: whoever looks on.
+        tell: reports to the observer.
 
     Raises:
         LostError: once too often.
@@ -348,7 +354,7 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
 
 
 def ended_before(store: Path, entry: Entry) -> str:
-    """What ended the last attempt at an artifact; empty: there was none, or no note tells of it.
+    """What ended the last attempt at an artifact; empty: there was none, or it left no record.
 
     Args:
         store: where runs leave their notes.
@@ -361,12 +367,12 @@ def ended_before(store: Path, entry: Entry) -> str:
     return ""
 
 
-def _is_of(stage: StageNote, entry: Entry) -> bool:
+def _is_of(stage: StageRecord, entry: Entry) -> bool:
     """Another host may have the store elsewhere."""
     return stage.state in ("running", "failed") and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]
 
 
-def _cause(note: RunNote, stage: StageNote, entry: Entry) -> str:
+def _cause(note: RunRecord, stage: StageRecord, entry: Entry) -> str:
     if stage.state == "failed":
         return stage.reason.partition("\n")[0]
     reached = Progress(path=entry.metrics, total=None)

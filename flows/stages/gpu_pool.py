@@ -1,6 +1,6 @@
 """GPU pools that several machines share: slots of Prefect's global concurrency limits.
 
-A slot is held by a lease: it is given back at the end, and comes back by itself when its holder dies.
+A slot is held by a lease: it is given back at the end, and comes back by itself when its owner dies.
 """
 
 import contextlib

@@ -21,14 +21,14 @@ import psutil
 
 from flows.declare.pipeline import Stage
 from flows.planning.plan import PlannedStage
-from flows.stages.endings import asked, death, left, lost, memory_kills
+from flows.stages.exit_reasons import asked, death, left, lost, memory_kills
 from flows.stages.job import CheckJob, Job
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main
 from flows.stops import ended, hurried
 from lineage.errors import LostError, PipelineError, StageError, StoppedError
 from tasks.context import Launcher, Metrics
-from tasks.heartbeat import UNWATCHED, Doing, Mark, marks, stacks
+from tasks.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
 from tasks.method import Method
 
 _LONGEST_SECONDS = 10.0  # from one poll to the next
@@ -49,7 +49,7 @@ class HangWatch:
         # In the foreground a debugger may stop a stage for as long as it likes.
         watched = job.method.trains and not isinstance(job, CheckJob) and job.resources.launcher != Launcher.FOREGROUND
         self._limit = 60 * minutes if watched and minutes else None
-        self._seen: dict[int, tuple[Mark | None, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        self._seen: dict[int, tuple[Heartbeat | None, float]] = {}  # rank -> the last one, and when it was seen
         # A cluster that is joined may have capacity for the first worker only after hours.
         self._queues = bool(job.resources.on_cluster and os.environ.get("RAY_ADDRESS"))
 
@@ -64,37 +64,37 @@ class HangWatch:
             return None
         now = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # the store is away
-            for latest in marks(self._work):
+            for latest in heartbeats(self._work):
                 if self._seen.get(latest.rank, (None, now))[0] != latest:
                     self._seen[latest.rank] = latest, now
         if self._seen or not self._queues:
             for rank in range(self._job.resources.num_workers):
                 self._seen.setdefault(rank, (None, now))
-        hanging = [rank for rank, (mark, since) in sorted(self._seen.items()) if self._hangs(mark, now - since)]
+        hanging = [rank for rank, (beat, since) in sorted(self._seen.items()) if self._hangs(beat, now - since)]
         if not hanging:
             return None
         found = {rank: stacks(self._work, rank) for rank in hanging}
         with self._job.log.open("a") as log:
             log.writelines(f"rank={rank} state=hung\n{text or 'no stack'}\n" for rank, text in found.items())
         rank = min(hanging, key=lambda rank: self._order(rank, found[rank]))
-        mark, since = self._seen[rank]
-        phase = mark.doing if mark else "starting"
+        beat, since = self._seen[rank]
+        phase = beat.doing if beat else "starting"
         return lost(self._job, [rank], "hangs", f", {phase}: no progress for {now - since:.3g} s")
 
-    def _hangs(self, mark: Mark | None, seconds: float) -> bool:
+    def _hangs(self, beat: Heartbeat | None, seconds: float) -> bool:
         assert self._limit is not None
-        if mark is None:
+        if beat is None:
             return seconds >= max(self._limit, _START_SECONDS)
         # Workers that have their inputs wait for those that fetch them.
-        fetches = any(other and other.doing == Doing.FETCHING for other, _ in self._seen.values())
-        return seconds >= self._limit and mark.doing not in UNWATCHED and not (fetches and mark.step is None)
+        fetches = any(other and other.doing == Phase.FETCHING for other, _ in self._seen.values())
+        return seconds >= self._limit and beat.doing not in UNWATCHED and not (fetches and beat.step is None)
 
     def _order(self, rank: int, text: str) -> tuple[int, bool, bool, float]:
         """By steps done, then those that do not wait for others in the step, then the oldest heartbeat."""
-        mark, since = self._seen[rank]
-        if mark is None:
+        beat, since = self._seen[rank]
+        if beat is None:
             return -2, False, False, since
-        return -1 if mark.step is None else mark.step, mark.doing == Doing.STEPPING, bool(_WAITING.search(text)), since
+        return -1 if beat.step is None else beat.step, beat.doing == Phase.STEPPING, bool(_WAITING.search(text)), since
 
 
 FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -186,10 +186,10 @@ def modules_of(methods: Sequence[type[Method]]) -> list[str]:
     return list(dict.fromkeys([_BEGIN, *own, *around])) if methods else []
 
 
-_GRACE_SECONDS = 5.0  # for a process that was told to end
+_GRACE_SECONDS = 5.0  # for a process that was asked to end
 _POLL_SECONDS = 0.1
 _WHOLE_SECONDS = 2.0  # in which it shows that not one stage was asked to end, but the run
-_SAVE_SECONDS = 20.0  # for a training that saves first; whoever stops us gives 30 s in all
+_SAVE_SECONDS = 20.0  # for a training that saves first; the process that stops us gives 30 s in all
 
 
 class StageProcesses:
@@ -225,7 +225,7 @@ class StageProcesses:
                 signal.signal(number, handler)
 
     def raise_if_stopped(self) -> None:
-        """For whoever waits.
+        """For callers that wait.
 
         Raises:
             StoppedError: the run is being stopped.
@@ -239,7 +239,7 @@ class StageProcesses:
         Raises:
             StageError: the stage raised, or its process died.
             StoppedError: the run is being stopped.
-            PipelineError: this stage was ended, as ``end`` was told.
+            PipelineError: this stage was ended: the ``why`` of ``end``.
         """
         self.raise_if_stopped()
         self.raise_if_unwanted(job.directory)
@@ -321,7 +321,7 @@ class StageProcesses:
             signal_group(process, signal.SIGKILL)
 
     def end(self, directory: Path, why: PipelineError) -> None:
-        """Ends one stage with its whole group, now or when it would start; whoever waits for it gets ``why`` raised."""
+        """Ends one stage with its whole group, now or when it would start; callers that wait get ``why`` raised."""
         with self._lock:
             self._unwanted[directory] = why
             _, process = self._running.get(directory, (None, None))
@@ -336,10 +336,10 @@ class StageProcesses:
             signal_group(process, signal.SIGKILL)
 
     def raise_if_unwanted(self, directory: Path) -> None:
-        """For whoever waits with one stage.
+        """For callers that wait with one stage.
 
         Raises:
-            PipelineError: as ``end`` was told; once.
+            PipelineError: the ``why`` of ``end``; once.
         """
         with self._lock:
             why = self._unwanted.pop(directory, None)

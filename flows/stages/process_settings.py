@@ -82,9 +82,9 @@ def _own_cluster() -> dict[str, str]:
 
 
 def _ray_authentication() -> dict[str, str]:
-    """Ray by itself lets in whoever comes, other accounts of this machine too: a token keeps them out.
+    """Ray by default accepts every connection, from other accounts of this machine too: a token is required here.
 
-    Of a cluster that is joined the token is the user's: `ray start` demands one, and a driver gives none unless told.
+    Of a cluster that is joined the token is the user's: `ray start` demands one, and a driver sends none by default.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}

@@ -26,9 +26,9 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 
-from flows.progress.run_notes import dashboard_file
-from flows.stages.cluster_room import join
-from flows.stages.endings import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
+from flows.progress.run_record import dashboard_file
+from flows.stages.cluster_capacity import join
+from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.worker import run_worker
@@ -70,7 +70,7 @@ def _train_on_cluster(job: Job) -> Metrics:
                 placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
             ),
             # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
-            # It tries nothing again either: whoever does so knows the newest checkpoint.
+            # It retries nothing: the driver does, which knows the newest checkpoint.
             run_config=RunConfig(
                 name="ray",
                 storage_path=str(job.directory / "work"),
@@ -106,7 +106,7 @@ def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
         return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
     except Exception as error:
         if lost_its_peer(error):
-            time.sleep(_PEER_SECONDS)  # the first failure that Ray sees is told: that should be the peer's
+            time.sleep(_PEER_SECONDS)  # Ray reports the first failure that it sees: that should be the peer's
         raise
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from flows.progress.run_notes import RUN_VARIABLE
-from flows.stages.endings import failed
+from flows.progress.run_record import RUN_VARIABLE
+from flows.stages.exit_reasons import failed
 from flows.stages.job import CheckJob, Job
 from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError
-from lineage.holder import Holder
+from lineage.owner import Owner
 from tasks.context import Metrics
 
 _NOTE = "session.json"  # below work/
@@ -38,20 +38,20 @@ def kill_session(leader: int) -> None:
 
 def note_session(work: Path) -> None:
     """Writes down that this process leads the session of what a run does in a stage's ``work/``."""
-    note = {"leader": asdict(Holder.here()), "run": os.environ.get(RUN_VARIABLE)}
-    with contextlib.suppress(OSError):  # the disk is full, or the store away: whoever needs it says so
+    note = {"leader": asdict(Owner.here()), "run": os.environ.get(RUN_VARIABLE)}
+    with contextlib.suppress(OSError):  # the disk is full, or the store is gone: the next write reports it
         (work / _NOTE).write_text(json.dumps(note))
 
 
 def end_left_session(work: Path) -> None:
-    """Kills what a stage's process has left, on this host, if it was killed together with whoever would have done so.
+    """Kills what a stage's process has left, on this host, if its driver was killed with it.
 
     Those are Ray's agents: for 60 s they try to tell a head that is gone too. A session that is over gives its number
     back, and the one that has it now may be a daemon's: only what bears the mark of the run is ended.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no note, or half a one
         note = json.loads((work / _NOTE).read_text())
-        leader, run = Holder(**note["leader"]), note["run"]
+        leader, run = Owner(**note["leader"]), note["run"]
         if run is None or not leader.is_here() or not leader.is_gone():
             return
         for pid in _session(leader.pid):
@@ -124,7 +124,7 @@ def answer(job: Job) -> Answer:
 
 
 def _log_error() -> None:
-    with contextlib.suppress(OSError):  # as above: the answer tells of it
+    with contextlib.suppress(OSError):  # as above: the answer reports it
         traceback.print_exc()
 
 

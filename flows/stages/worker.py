@@ -14,8 +14,8 @@ from lineage.errors import ArtifactError
 from lineage.store import Entry
 from tasks.check_rows import POLICY
 from tasks.context import Metrics, Report, TrainContext
-from tasks.disk_need import require_room
-from tasks.heartbeat import Alive, Doing
+from tasks.disk_need import require_disk
+from tasks.heartbeat import HeartbeatFile, Phase
 from tasks.method import Training
 from tasks.train.adapter_files import base_and_adapters
 
@@ -38,19 +38,23 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
     minutes = job.resources.hang_minutes
     start = time.perf_counter()
     with full_disk_named(job.directory):
-        alive = Alive(job.directory / "work", rank, 60 * minutes if minutes else None) if job.method.trains else None
-        context = _context(job, rank, world_size, alive)
+        heartbeat = (
+            HeartbeatFile(job.directory / "work", rank, 60 * minutes if minutes else None)
+            if job.method.trains
+            else None
+        )
+        context = _context(job, rank, world_size, heartbeat)
         try:
-            context.mark(None, Doing.FETCHING)
+            context.mark(None, Phase.FETCHING)
             inputs = job.resolve_inputs()
-            context.mark(None, Doing.LOADING)
+            context.mark(None, Phase.LOADING)
             if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
                 model, _ = base_and_adapters(inputs[POLICY].path)
-                require_room(job.stage, job.method, job.resources, model, Entry(job.directory))
+                require_disk(job.stage, job.method, job.resources, model, Entry(job.directory))
             metrics = job.method.run(inputs, context)
         finally:
-            if alive:
-                alive.end()
+            if heartbeat:
+                heartbeat.end()
     logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
     return metrics
 
@@ -76,21 +80,21 @@ def run_check(job: CheckJob) -> Metrics:
     return {"leaked_rows": pq.read_metadata(found).num_rows, **examples}
 
 
-def _context(job: Job, rank: int = 0, world_size: int = 1, alive: Alive | None = None) -> TrainContext:
+def _context(job: Job, rank: int = 0, world_size: int = 1, heartbeat: HeartbeatFile | None = None) -> TrainContext:
     context = TrainContext(
         output_dir=job.directory / "output",
         work_dir=job.directory / "work",
         resources=job.resources,
         rank=rank,
         world_size=world_size,
-        report=_reporter(job, rank, alive),
+        report=_reporter(job, rank, heartbeat),
         cache_dir=job.cache,
         checkpoint_dir=Entry(job.directory).checkpoints.directory,
         require_lease=job.require_lease,
         resume_from=job.resume_from,
         should_stop=job.is_asked_to_stop,
     )
-    return replace(context, mark=alive.mark) if alive else context
+    return replace(context, mark=heartbeat.mark) if heartbeat else context
 
 
 def pin_threads(count: int) -> None:
@@ -103,7 +107,7 @@ def pin_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _reporter(job: Job, rank: int, alive: Alive | None) -> Report:
+def _reporter(job: Job, rank: int, heartbeat: HeartbeatFile | None) -> Report:
     """Appends one JSON object per report to the stage's ``metrics.jsonl``, on rank 0 alone.
 
     It is also where a worker ends that outlived its driver, once another one owns the lock.
@@ -111,8 +115,8 @@ def _reporter(job: Job, rank: int, alive: Alive | None) -> Report:
     path = job.directory / "metrics.jsonl"
 
     def record(step: int, metrics: Metrics) -> None:
-        if alive:
-            alive.mark(step, Doing.BETWEEN)
+        if heartbeat:
+            heartbeat.mark(step, Phase.BETWEEN)
         if rank == 0:
             job.require_lease()
             line = json.dumps({"step": step, "time": time.time(), "metrics": dict(metrics)})

@@ -19,10 +19,10 @@ from flows.open_run import Trials, check_machine, note_before, open_run
 from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.prefect_server import embedded_server
-from flows.progress.board import Board
+from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
 from flows.stages.admission import count_cpus, visible_gpus
-from flows.stages.cluster_room import ask_cluster
+from flows.stages.cluster_capacity import ask_cluster
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
@@ -79,15 +79,15 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
     study = _study(sweep, folder)
     # The longest titles, for the columns of the screen.
     titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
-    with stoppable(), study.owning() if study else contextlib.nullcontext(), Board(sys.stderr, titles) as board:
+    with stoppable(), study.owning() if study else contextlib.nullcontext(), Screen(sys.stderr, titles) as screen:
         engine = Engine(sweep=sweep, study=study, files=files, num_workers=num_workers)
         execution_id = None
         if engine.has_work():
             with contextlib.suppress(_TrialsFailedError):  # which the record needs
-                _run_recorded(engine, cli_args, board)
+                _run_recorded(engine, cli_args, screen)
             execution_id = engine.run.tracker.execution_id()
         else:  # the results are read, and nothing starts
-            engine.drive(Run(plan=plan, processes=StageProcesses(), observer=board, tracker=Tracker()))
+            engine.drive(Run(plan=plan, processes=StageProcesses(), observer=screen, tracker=Tracker()))
     seconds = time.perf_counter() - start
     report = json.dumps(sweep_dict(sweep, files, seconds, execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, files, seconds), flush=True)
@@ -138,7 +138,7 @@ def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
     return max(1, min(counts, default=1))
 
 
-def _run_recorded(engine: "Engine", cli_args: Sequence[str], board: Board) -> None:
+def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> None:
     """Runs a sweep as one Prefect flow run, with a task run per stage.
 
     Raises:
@@ -147,7 +147,7 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], board: Board) -> No
     sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
     count = None if sweep.known is None else len(sweep.known)
     trials = Trials(folder=folder, own=sweep.own, count=sweep.sweep.num_trials if count is None else count)
-    with open_run(plan, cli_args, board, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
+    with open_run(plan, cli_args, screen, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # stderr is closed
             print(union_text(sweep), file=sys.stderr, flush=True)
         server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))

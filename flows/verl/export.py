@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flows.planning.plan import Plan, PlannedInput
+from flows.planning.plan import Plan
+from flows.planning.staleness import PlannedInput
 from flows.verl.recipe import VERSION, Places, flat, verl_recipe
 from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError, ConfigError

@@ -10,11 +10,10 @@ from typing import Protocol, cast
 
 from lineage.errors import ConfigError
 from tasks.context import Resources
-from tasks.grpo import GRPO
+from tasks.grpo import GRPO, VARIANTS
 from tasks.method import Method
 from tasks.rloo import RLOO
 from tasks.train.generating import Generating
-from tasks.train.grpo_losses import VARIANTS
 
 VERSION = "0.9.1"
 _NEVER = 1e9  # a bound that nothing reaches, where verl has no "none"

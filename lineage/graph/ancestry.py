@@ -8,8 +8,8 @@ from functools import cached_property
 
 from lineage.artifact import SOURCE, Kind
 from lineage.errors import ArtifactError
-from lineage.graph.index import ARTIFACT, Index, Indexed, newest_where, reached
-from lineage.graph.places import artifact_at, node_key
+from lineage.graph.index import ARTIFACT, Index, newest_where, reached
+from lineage.graph.places import Indexed, artifact_at, node_key
 from lineage.manifest import InputRecord, Manifest
 from lineage.store import Entry, Store
 

@@ -18,8 +18,8 @@ from lineage.digest import digest_file
 from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import without_nones
 from lineage.graph.ancestry import MODELS, Below
-from lineage.graph.index import Index, Indexed
-from lineage.graph.places import node_key, parts_below
+from lineage.graph.index import Index
+from lineage.graph.places import Indexed, node_key, parts_below
 from lineage.graph.refs import resolve
 from lineage.run_file import RunFile
 from lineage.store import Entry

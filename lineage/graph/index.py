@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
-from lineage.graph.places import artifact_at, node_key
+from lineage.graph.places import Indexed, artifact_at, node_key
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.secrets import redacted
@@ -306,25 +305,6 @@ def _record_row(database: sqlite3.Connection, node: int, given: InputRecord) -> 
 ARTIFACT = (
     "SELECT key, stage, fingerprint, pipeline, method, kind, start, end FROM artifact JOIN place ON place.id = place"
 )
-
-
-class Indexed(NamedTuple):
-    """A finished artifact as the index knows it; its manifest says the rest.
-
-    Args:
-        id: ``stage@`` and the first 16 digits of the fingerprint.
-        kind: of the output; empty in manifests of schema 1.
-        start, end: seconds since the epoch.
-    """
-
-    id: str
-    stage: str
-    fingerprint: str
-    pipeline: str
-    method: str
-    kind: str
-    start: float
-    end: float
 
 
 def newest_where(condition: str) -> str:

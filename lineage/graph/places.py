@@ -1,7 +1,8 @@
-"""How an artifact is called, and which one a path of the store belongs to, told by the path alone."""
+"""How an artifact is called, which one a path of the store belongs to, and what the index has of it."""
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from lineage.fingerprint import short
 from lineage.store import ENTRY_NAME, RESERVED
@@ -33,3 +34,22 @@ def parts_below(root: Path, path: str) -> tuple[str, ...]:
         if below.startswith(top + os.sep):
             return tuple(below[len(top) + 1 :].split(os.sep))
     return ()
+
+
+class Indexed(NamedTuple):
+    """A finished artifact as the index knows it; its manifest says the rest.
+
+    Args:
+        id: ``stage@`` and the first 16 digits of the fingerprint.
+        kind: of the output; empty in manifests of schema 1.
+        start, end: seconds since the epoch.
+    """
+
+    id: str
+    stage: str
+    fingerprint: str
+    pipeline: str
+    method: str
+    kind: str
+    start: float
+    end: float

@@ -15,8 +15,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
-from lineage.holder import Holder
 from lineage.manifest import InputRecord, Manifest, SourceRecord
+from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
 
@@ -96,11 +96,11 @@ def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
 
 
 def execution_name(pipeline: str, start: float) -> str:
-    """What tells an execution from the others of its pipeline."""
+    """What distinguishes an execution from others of its pipeline."""
     return f"{pipeline} {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
 
 
-def process_tags(writer: Holder) -> dict[str, str]:
+def process_tags(writer: Owner) -> dict[str, str]:
     """Who writes a run: the next command closes it once that process is gone."""
     return {HOST: writer.host, PID: str(writer.pid), STARTED: repr(writer.started)}
 

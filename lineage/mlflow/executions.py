@@ -12,7 +12,6 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from lineage.fingerprint import short
-from lineage.holder import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
@@ -41,6 +40,7 @@ from lineage.mlflow.entities import (
     stage_table,
     user,
 )  # fmt: skip
+from lineage.owner import Owner
 from lineage.run_file import RunFile, is_gone
 from lineage.tracker import TrialEnd
 
@@ -61,7 +61,7 @@ class Executions:
 
     Args:
         writer: this process, where it runs an execution.
-        silent: processes of other hosts that have not been heard of for too long.
+        silent: processes of other hosts whose heartbeats timed out.
 
     Attributes:
         added: what was not there before: executions, runs, models, versions.
@@ -71,7 +71,7 @@ class Executions:
     """
 
     def __init__(
-        self, client: "MlflowClient", root: Path, writer: Holder | None = None, silent: Collection[Holder] = ()
+        self, client: "MlflowClient", root: Path, writer: Owner | None = None, silent: Collection[Owner] = ()
     ) -> None:
         self.client, self.root, self.writer, self.silent = client, root, writer, silent
         self.uri = shown(client.tracking_uri)
@@ -245,12 +245,12 @@ class Executions:
         self.client.set_terminated(run_id, status)
 
 
-def is_dead(run: Run, silent: Collection[Holder] = ()) -> bool:
+def is_dead(run: Run, silent: Collection[Owner] = ()) -> bool:
     """Whether the process that writes a run is gone; ``silent``: those of other hosts that are."""
     tags = run.data.tags
     if not {HOST, PID, STARTED} <= tags.keys():
         return False
-    return is_gone(Holder(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token=""), silent)
+    return is_gone(Owner(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token=""), silent)
 
 
 def present(call: Callable[[str], Run], name: str) -> Run | None:

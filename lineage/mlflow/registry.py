@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
-from lineage.holder import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
+from lineage.owner import Owner
 from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
 from lineage.store import Entry, Store
@@ -133,11 +133,11 @@ def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
             client.delete_registered_model(pipeline)
 
 
-def refill(uri: str | None, store: Path, silent: Collection[Holder] = ()) -> Rebuilt:
+def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebuilt:
     """Writes every run, model, version and alias that the store knows and MLflow does not.
 
     Args:
-        silent: processes of other hosts that have not been heard of for too long: their open runs are closed.
+        silent: processes of other hosts whose heartbeats timed out: their open runs are closed.
 
     Raises as ``_client``.
     """

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import PrunedError, StoppedError, TakenOverError
-from lineage.holder import Holder
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, shown
+from lineage.owner import Owner
 from lineage.run_file import OpenRecord, RunFile
 from lineage.store import Entry
 from lineage.tracker import Execution, RunIds, StageStart, StageTracker, Tracker, TrialEnd
@@ -65,7 +65,7 @@ class MlflowTracker(Tracker):
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._me = Holder.here()
+        self._me = Owner.here()
         self._mirror: Mirror | None = None
         self._stages: list[MlflowStageTracker] = []  # that run, or whose end is not written
         self._tasks: list[Callable[[Mirror], None]] = []

@@ -74,7 +74,7 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
     pipelines = {(each.stage, each.fingerprint): each.pipeline for _, each in checked.all.values()}
     try:
         held = stacks(read_events(store))
-    except PipelineError:  # told by the check of the promotions
+    except PipelineError:  # reported by the check of the promotions
         return
     for alias in sorted(held.keys() | {alias for aliases in found.aliases.values() for alias in aliases}):
         last = held[alias][-1] if held.get(alias) else None
@@ -82,7 +82,7 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
         for pipeline, aliases in found.aliases.items():
             named = aliases.get(alias)
             due = holder if holder and pipelines.get(holder) == pipeline else None
-            if not due and (named is None or named[:2] not in pipelines):  # of another store, or of nobody's
+            if not due and (named is None or named[:2] not in pipelines):  # of another store, or of none
                 continue
             if (named[:2] if named else None) != due:
                 shown = node_key(*named[:2]) if named else "no artifact of ours"

@@ -172,7 +172,7 @@ def with_labels(
     chat_template: str | None,
     thinking: Thinking | None = None,
 ) -> Examined:
-    """The same with what of the training rows would be trained, refused where nothing would or it cannot be told.
+    """The same with what of the training rows would be trained, refused where nothing would be or it is unknown.
 
     Args:
         max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.data.tokens.tokenize_rows import TokenRow
-
 Row = Mapping[str, object]
 Columns = Mapping[str, object]  # of one example in a file of tokens
 Collator = Callable[[list[dict[str, object]]], object]
@@ -34,6 +32,49 @@ RESERVED_COLUMNS = frozenset({
 })  # fmt: skip
 
 
+@dataclass(kw_only=True)
+class RowOutcome:
+    """What happened to a row.
+
+    Args:
+        length: its tokens before anything was cut; of a pair, those of the longer answer with the prompt.
+        tokens, trained: tokens that a trainer reads, and those of them that get loss.
+        cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
+        dropped: the reason why it is not trained on, such as ``nothing_to_train``; None: it is.
+        label: of a single answer: whether it is desirable; None: rows of its kind have none.
+        stops: the tokens that end the assistant's turns.
+        num_examples: examples that it is trained as: several where its turns cannot be rendered in one text.
+    """
+
+    row_id: str
+    length: int
+    tokens: int = 0
+    trained: int = 0
+    cut: bool = False
+    prompt_cut: bool = False
+    dropped: str | None = None
+    label: bool | None = None
+    stops: set[int] = field(default_factory=set)
+    num_examples: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A tokenized row.
+
+    Args:
+        columns: its tokens.
+        rest: further columns of a file of tokens of its kind, such as a label.
+        more: the tokens of further examples: of a conversation whose chat template renders earlier turns otherwise
+            than the last one.
+    """
+
+    outcome: RowOutcome
+    columns: dict[str, list[int]]
+    rest: Mapping[str, object] = field(default_factory=dict)
+    more: Sequence[dict[str, list[int]]] = ()
+
+
 class Column(StrEnum):
     """Type of a column."""
 
@@ -46,11 +87,11 @@ class Column(StrEnum):
 class Tokenizes(Protocol):
     """Tokenizes rows: ``tasks.data.tokens.tokenize_rows.RowTokenizer``."""
 
-    def texts(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
-    def conversations(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
-    def preferences(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
-    def unpaired(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
-    def prompts(self, rows: Sequence[Row]) -> Iterator["TokenRow"]: ...
+    def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
+    def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
+    def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
+    def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
+    def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +126,7 @@ class RowKind:
     chat: bool = True
     joined: bool = False
     trained: bool = True
-    tokenize: Callable[[Tokenizes, Sequence[Row]], Iterator["TokenRow"]]
+    tokenize: Callable[[Tokenizes, Sequence[Row]], Iterator[TokenRow]]
     examples: Callable[["Dataset"], "Dataset"] = lambda examples: examples
     collator: Callable[[int], Collator]
     sample: Callable[["PreTrainedTokenizerBase", Columns], str]

@@ -16,6 +16,7 @@ from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import rows as held_out
+from tasks.evaluate.answers import Answer, greedy_answers, sampled_tokens
 from tasks.evaluate.measured import (
     AnswerForm,
     Measured,
@@ -29,7 +30,7 @@ from tasks.evaluate.measured import (
 )
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
-from tasks.evaluate.scoring import Answer, Scored, greedy_answers, logps, rewards, sampled_tokens
+from tasks.evaluate.scoring import Scored, logps, rewards
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
@@ -138,7 +139,9 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.train.models import load_config, load_tokenizer, require_positions
+        from tasks.positions import require_positions
+        from tasks.tokenizers import load_tokenizer
+        from tasks.train.models import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -362,7 +365,7 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: a model has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.train.models import differing_tokens, load_tokenizer
+    from tasks.tokenizers import differing_tokens, load_tokenizer
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():

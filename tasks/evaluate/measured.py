@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from tasks.evaluate.answers import Answer
 from tasks.evaluate.row_scores import REWARD, RowScores
 from tasks.evaluate.rows import Rows
-from tasks.evaluate.scoring import Answer, Scored
+from tasks.evaluate.scoring import Scored
 from tasks.reward_functions import Scorer
 
 AnswerForm = Literal["one_sentence"]  # expected form of answers

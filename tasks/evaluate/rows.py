@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED
+from tasks.data.kinds import IGNORED, TokenRow
 from tasks.data.preparing.row_split import HELD_OUT, canonical
 from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer, TokenRow
-from tasks.evaluate.scoring import Answer, Scored
+from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer
+from tasks.evaluate.answers import Answer
+from tasks.evaluate.scoring import Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

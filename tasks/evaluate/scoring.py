@@ -1,9 +1,9 @@
-"""Log-probabilities, rewards and greedy answers of models, in batches of rows of similar length.
+"""Log-probabilities and rewards of models, in batches of rows of similar length.
 
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from tasks.train.generating import Sampling
+    from transformers import PreTrainedModel
 
 _MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 
@@ -51,7 +49,7 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
     found = [0.0] * len(rows)
     max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), without_router_loss(model):
-        for batch in _batches([len(row.input_ids) for row in rows], batch_size, max_tokens):
+        for batch in batches([len(row.input_ids) for row in rows], batch_size, max_tokens):
             sums = _batch_logps(model, [rows[index] for index in batch])
             for index, total in zip(batch, sums, strict=True):
                 found[index] = total
@@ -61,8 +59,8 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
 def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float]:
     import torch
 
-    ids_BT, attention_BT = _pad([row.input_ids for row in rows], model.device, left=True)
-    mask_BT, _ = _pad([[0, *row.mask[1:]] for row in rows], model.device, left=True)
+    ids_BT, attention_BT = padded([row.input_ids for row in rows], model.device, left=True)
+    mask_BT, _ = padded([[0, *row.mask[1:]] for row in rows], model.device, left=True)
     # Padding on the left aligns the ends: logits are needed from the first position that predicts a counted token.
     keep = max(len(row.input_ids) - row.first for row in rows)
     positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
@@ -88,138 +86,11 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
 
     found = [0.0] * len(rows)
     with torch.inference_mode():
-        for batch in _batches([len(row) for row in rows], batch_size):
-            ids_BT, attention_BT = _pad([rows[index] for index in batch], model.device, left=False)
+        for batch in batches([len(row) for row in rows], batch_size):
+            ids_BT, attention_BT = padded([rows[index] for index in batch], model.device, left=False)
             for index, score in zip(batch, sequence_scores(model, ids_BT, attention_BT).tolist(), strict=True):
                 found[index] = score
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A generated answer.
-
-    Args:
-        finished: whether it ends in a stop token; if not, the limit of new tokens cut it off.
-        num_tokens: without the stop token.
-    """
-
-    text: str
-    finished: bool
-    num_tokens: int
-
-
-def greedy_answers(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    num_beams: int = 1,
-) -> list[Answer]:
-    """Greedy answers, in order of the prompts: the most likely next token until a stop token.
-
-    Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
-    generation config is used: a repetition penalty, for example, would choose a less likely token.
-
-    Args:
-        num_beams: of a beam search, which looks for the most likely answer.
-    """
-    stops = _stop_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id or 0  # masked
-
-    def generate(batch: Sequence[int]) -> list[list[int]]:
-        ids_BT, attention_BT = _pad([prompts[index] for index in batch], model.device, left=True, pad=pad)
-        found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
-        return found
-
-    with _greedy(model, sorted(stops), pad, max_new_tokens, num_beams):
-        return _answers(generate, model, tokenizer, prompts, batch_size)
-
-
-def sampled_answers(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    sampling: "Sampling",
-    seeds: Sequence[int],
-) -> list[Answer]:
-    """Sampled answers, in order of the prompts, with the stop tokens of greedy ones.
-
-    Args:
-        seeds: of each answer's noise, which the other rows of its batch do not change.
-    """
-    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
-    return _answers(generate, model, tokenizer, prompts, batch_size)
-
-
-def sampled_tokens(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    sampling: "Sampling",
-    seeds: Sequence[int],
-) -> list[list[int]]:
-    """The tokens of sampled answers, with the stop token that ends them."""
-    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
-    found: dict[int, list[int]] = {}
-    for batch in _batches([len(prompt) for prompt in prompts], batch_size):
-        found.update(zip(batch, generate(batch), strict=True))
-    return [found[index] for index in range(len(prompts))]
-
-
-def _sampler(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: "Sampling",
-    seeds: Sequence[int],
-) -> Callable[[Sequence[int]], list[list[int]]]:
-    """Samples the tokens that follow the prompts with some indices."""
-    from tasks.train.rollouts import sample
-
-    stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
-
-    def generate(batch: Sequence[int]) -> list[list[int]]:
-        return sample(
-            model, [[*prompts[index]] for index in batch], sampling, [seeds[index] for index in batch],
-            max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
-        )  # fmt: skip
-
-    return generate
-
-
-def _answers(
-    generate: Callable[[Sequence[int]], list[list[int]]],
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    batch_size: int,
-) -> list[Answer]:
-    """Answers in order of the prompts.
-
-    Args:
-        generate: the tokens that follow the prompts with these indices.
-    """
-    import torch
-
-    stops = _stop_tokens(model, tokenizer)
-    found: dict[int, Answer] = {}
-    with torch.inference_mode(), without_router_loss(model):
-        for batch in _batches([len(prompt) for prompt in prompts], batch_size):
-            output = generate(batch)
-            texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-            for index, text, ids in zip(batch, texts, output, strict=True):
-                length = next((at for at, token in enumerate(ids) if token in stops), None)
-                found[index] = Answer(
-                    text=text, finished=length is not None, num_tokens=len(ids) if length is None else length
-                )
-    return [found[index] for index in range(len(prompts))]
 
 
 @contextmanager
@@ -236,34 +107,7 @@ def without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
             config.output_router_logits = own
 
 
-def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    ends = model.generation_config.eos_token_id
-    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    return {token for token in found if token is not None}
-
-
-@contextmanager
-def _greedy(
-    model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int, num_beams: int
-) -> Iterator[None]:
-    """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out."""
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(stops) or None,
-        pad_token_id=pad,
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def _batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
     """Indices of rows in batches, the longest first, so that a batch needs little padding.
 
     Args:
@@ -277,7 +121,9 @@ def _batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = N
         start += size
 
 
-def _pad(rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0) -> "tuple[Tensor, Tensor]":
+def padded(
+    rows: Sequence[Sequence[int]], device: "torch.device", *, left: bool, pad: int = 0
+) -> "tuple[Tensor, Tensor]":
     """Padded rows as a tensor, and its attention mask."""
     import torch
 

@@ -1,5 +1,149 @@
-"""Judges a model by the reports on it."""
+"""Judges a model by its reports: better, worse or inconclusive, with the evidence. It reads no weights."""
 
-from tasks.gate.gate import Gate
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-__all__ = ["Gate"]
+from annotated_types import Ge, Gt, Lt, MinLen
+
+from lineage.artifact import ALIAS, Kind
+from lineage.errors import ConfigError
+from lineage.fingerprint import short
+from lineage.verdict import (
+    CHAMPION,
+    VERDICT_FILE,
+    VERDICT_TABLE,
+    Approval,
+    Judged,
+    Result,
+    RuleResult,
+    Verdict,
+    interval_text,
+)
+from tasks.context import Metrics, TrainContext
+from tasks.evaluate.report import markdown_table
+from tasks.evaluate.row_scores import read_policies, read_scores
+from tasks.gate.bootstrap import Bootstrap
+from tasks.gate.rule import PARENT, Evidence, Rule
+from tasks.recipe import Input, Inputs, Method
+
+_TITLES = ("rule", "demand", "outcome", "candidate", "baseline", "estimate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Method):
+    """Judges a candidate by rules; a refusal is a finished verdict, not a failure.
+
+    Every slot that ``consumes`` does not name is a further report: the same evaluation with another seed, or of the
+    same pipeline trained with another seed. Its policies have the same names as those of the first report.
+    """
+
+    consumes: ClassVar[Mapping[str, Kind]] = {
+        "report": Kind.REPORT,
+        "candidate": Kind.CHECKPOINT,
+        PARENT: Kind.CHECKPOINT,
+        CHAMPION: Kind.CHECKPOINT,
+        "*": Kind.REPORT,
+    }
+    optional: ClassVar[frozenset[str]] = frozenset({PARENT, CHAMPION, "*"})
+    produces: ClassVar[Kind] = Kind.VERDICT
+    preload: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
+
+    rules: Annotated[Mapping[str, Rule], MinLen(1)]
+    inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
+    approval: Approval = "none"  # required: a person must approve a candidate that passes
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+    num_resamples: Annotated[int, Ge(100)] = 10_000
+    min_rows: Annotated[int, Ge(2)] = 20  # fewer are too few for the bootstrap: inconclusive
+    seed: Annotated[int, Ge(0)] = 0  # of the resamples
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        names = _names(inputs)
+        reports = [read_scores(each.path) for each in inputs.values() if each.kind == Kind.REPORT]
+        bootstrap = Bootstrap(confidence=self.confidence, num_resamples=self.num_resamples, seed=self.seed)
+        evidence = Evidence(
+            reports=reports,
+            names=names,
+            has_champion=CHAMPION in inputs,
+            bootstrap=bootstrap,
+            min_rows=self.min_rows,
+        )
+        results = [rule.judge(name, evidence) for name, rule in self.rules.items()]
+        verdict = Verdict(
+            result=self._result(results),
+            approval=self.approval,
+            confidence=self.confidence,
+            candidate=_judged(inputs["candidate"]),
+            champion=_judged(inputs[CHAMPION]) if CHAMPION in inputs else None,
+            rules=results,
+            num_reports=len(reports),
+        )
+        (ctx.output_dir / VERDICT_FILE).write_text(verdict.to_json(), encoding="utf-8")
+        (ctx.output_dir / VERDICT_TABLE).write_text(verdict_table(verdict), encoding="utf-8")
+        return _metrics(verdict)
+
+    def _result(self, results: list[RuleResult]) -> Result:
+        outcomes = {rule.outcome for rule in results}
+        undecided = "inconclusive" in outcomes and self.inconclusive == "refuse"
+        return "refuse" if "worse" in outcomes or undecided else "pass"
+
+
+def _names(inputs: Inputs) -> dict[str, str]:
+    """Name of a policy in rules -> its name in the reports: its own, and ``parent``, ``champion``, ``candidate``.
+
+    Raises:
+        ConfigError: the report does not measure one of the gate's input models.
+    """
+    policies = read_policies(inputs["report"].path)
+    names = {name: name for name in policies}
+    for slot, given in inputs.items():
+        if given.kind != Kind.CHECKPOINT:
+            continue
+        found = [name for name, fingerprint in policies.items() if fingerprint == given.fingerprint]
+        if not found:
+            raise ConfigError(
+                f"the gate's {slot} is {given.name}, and the report {inputs['report'].name} does not measure it; "
+                f"it measures {', '.join(policies)}; add the model to that stage's inputs as a further policy"
+            )
+        names[slot] = found[0]
+    return names
+
+
+def _judged(given: Input) -> Judged:
+    path = given.source.path if given.source else ""
+    alias = path.removeprefix(ALIAS) if path.startswith(ALIAS) else None
+    return Judged(name=given.name, fingerprint=given.fingerprint, digest=given.digest, alias=alias)
+
+
+def _metrics(verdict: Verdict) -> dict[str, float]:
+    """Number of rules by outcome, and the estimate of each rule."""
+    outcomes = [rule.outcome for rule in verdict.rules]
+    counts = {f"rules_{name}": float(outcomes.count(name)) for name in ("better", "worse", "inconclusive")}
+    measured = {
+        f"{rule.rule}/{key}": value
+        for rule in verdict.rules
+        for key, value in (("estimate", rule.estimate), ("low", rule.low), ("high", rule.high))
+        if value is not None
+    }
+    return {"passed": float(verdict.result == "pass"), **counts, **measured}
+
+
+def verdict_table(verdict: Verdict) -> str:
+    """Markdown: the result, the compared models, a line per rule."""
+    champion = f", champion {_model(verdict.champion)}" if verdict.champion else ""
+    reports = f"{verdict.num_reports} reports" if verdict.num_reports > 1 else "one report"
+    asked = " if a person approves it" if verdict.approval == "required" and verdict.result == "pass" else ""
+    head = f"**{verdict.result}**{asked}: {_model(verdict.candidate)}{champion}"
+    foot = f"Intervals have confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
+    return f"{head}\n\n{markdown_table(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
+
+
+def _row(rule: RuleResult) -> list[str]:
+    values = ["" if value is None else f"{value:.4g}" for value in (rule.candidate, rule.baseline)]
+    return [rule.rule, rule.demand, rule.outcome, *values, interval_text(rule)]
+
+
+def _model(judged: Judged) -> str:
+    named = f" (alias {judged.alias})" if judged.alias else ""
+    return f"{judged.name}@{short(judged.fingerprint)}{named}"

@@ -1,14 +1,403 @@
 """The built-in reward functions. Each gives 1 to a right answer, and 0 to a wrong one unless it gives partial credit.
 
+For the text of an answer: exact, numeric, regex, format, length. For one in a formal
+language: json, tool_call, countdown.
+
 An answer may be anything: empty, very long, or made to break its judge. No function raises on an answer, or takes
 more than a fixed time for it.
 """
 
-from collections.abc import Mapping
+import ast
+import json
+import math
+import operator
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from tasks.reward_functions.answer import BuiltIn
+import orjson
+
+from lineage.errors import ConfigError, DataError
+from tasks.reward_functions.answer import (
+    SHARED,
+    Answer,
+    BuiltIn,
+    as_text,
+    column_of,
+    credit,
+    json_of,
+    matches,
+    normalized,
+    require_pattern,
+    unfenced,
+)
 from tasks.reward_functions.code import CODE
-from tasks.reward_functions.structured import STRUCTURED
-from tasks.reward_functions.texts import TEXTS
+from tasks.reward_functions.function import RewardFunction
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+
+RELATIVE_TOLERANCE = 1e-9  # default: rounding of floats
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")  # of LaTeX
+_PLAIN = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+_NUMBER = re.compile(rf"(?<![\w.])(?:(?<![\)\]])(?P<sign>[-+]))?\$?(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN}))?"
+                     r"(?P<percent>\s?\\?%)?")  # fmt: skip
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
+_TAGS = ("think", "answer")
+
+
+def _exact(reward: RewardFunction, answer: Answer) -> float:
+    """1 for an answer equal to the column: after NFKC, without white space around it, single spaces within.
+
+    Case and punctuation count. Partial credit: the share of characters that agree, each at its own place.
+    """
+    found, right = normalized(answer.text), normalized(as_text(answer.row[column_of(reward)]))
+    if found == right:
+        return 1.0
+    same = sum(one == other for one, other in zip(found, right, strict=False))
+    return credit(reward, same / max(len(found), len(right)))
+
+
+def _require_plain(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    name = column_of(reward)
+    if not isinstance(row[name], str | int | float) or as_text(row[name]).strip() == "":
+        raise DataError(f"{name} is {row[name]!r}; text or a number is accepted; mend the row, or set column")
+
+
+def _numeric(reward: RewardFunction, answer: Answer) -> float:
+    """1 where the last number of an answer is that of the column, within a tolerance.
+
+    Numbers may have thousands separators, a fraction (3/4, or LaTeX's), an exponent or a percent sign (12% is 0.12).
+    Partial credit falls with the relative error, and is 0 from an error of 100 % on.
+    """
+    found, right = last_number(answer.text), last_number(as_text(answer.row[column_of(reward)]))
+    assert right is not None
+    if found is None:
+        return 0.0
+    relative = RELATIVE_TOLERANCE if reward.relative_tolerance is None else reward.relative_tolerance
+    error = abs(found - right)
+    if error <= max(reward.tolerance or 0.0, relative * abs(right)):
+        return 1.0
+    return credit(reward, max(0.0, 1 - error / abs(right)) if right else 0.0)
+
+
+def _require_number(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    name = column_of(reward)
+    if isinstance(row[name], bool) or last_number(as_text(row[name])) is None:
+        raise DataError(f"{name} is {row[name]!r}, without a number; mend the row, or set column")
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text; None: it has none that is finite."""
+    found = deque(_NUMBER.finditer(_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))), maxlen=1)
+    return _number_of(found[0]) if found else None
+
+
+def _number_of(found: re.Match[str]) -> float | None:
+    value = _plain_number(found["over"])
+    if found["under"]:
+        under = _plain_number(found["under"])
+        value = value / under if under else math.inf
+    value = (-value if found["sign"] == "-" else value) / (100 if found["percent"] else 1)
+    return value if math.isfinite(value) else None
+
+
+def _plain_number(text: str) -> float:
+    """A number without its sign; commas that separate no thousands separate numbers, of which the last counts."""
+    text = text.rstrip(",")
+    return float(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text.rpartition(",")[2])
+
+
+def _regex(reward: RewardFunction, answer: Answer) -> float:
+    """1 where the pattern, or that of the column, is found in the answer. A search of more than 0.5 s finds nothing."""
+    pattern = reward.pattern if reward.pattern is not None else str(answer.row[column_of(reward)])
+    return float(matches(pattern, answer.text, whole=False))
+
+
+def _check_regex(reward: RewardFunction) -> None:
+    if reward.pattern is not None:
+        if reward.column is not None:
+            raise ConfigError(f"pattern and column={reward.column}: one of them holds the pattern; remove the other")
+        require_pattern(reward.pattern)
+
+
+def _require_regex(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    if reward.pattern is None:
+        name = column_of(reward)
+        try:
+            require_pattern(str(row[name]) if isinstance(row[name], str) else "(")
+        except ConfigError as error:
+            raise DataError(f"{name} is {row[name]!r}: {error}") from error
+
+
+def _format(reward: RewardFunction, answer: Answer) -> float:
+    """1 for an answer that is its tags in order, each with text in it, and nothing else; or wholly matches ``pattern``.
+
+    Partial credit: the share of opening and closing tags that are there exactly once.
+    """
+    if reward.pattern is not None:
+        return float(matches(reward.pattern, answer.text, whole=True))
+    rest, names = answer.text.strip(), reward.tags or _TAGS
+    tags = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
+    once = [answer.text.count(tag) == 1 for tag in tags]
+    for index, tag in enumerate(tags):
+        before, found, rest = rest.partition(tag)
+        inside = index % 2 == 1
+        if not found or bool(before.strip()) != inside:
+            return credit(reward, sum(once) / len(once))
+    return 1.0 if all(once) and not rest.strip() else credit(reward, sum(once) / len(once))
+
+
+def _check_format(reward: RewardFunction) -> None:
+    if reward.pattern is not None:
+        for name in ("tags", "partial_credit"):
+            if getattr(reward, name) is not None:
+                raise ConfigError(f"pattern with {name}={getattr(reward, name)}: {name} is of tags; remove one of them")
+        require_pattern(reward.pattern)
+    elif reward.tags == () or any(not re.fullmatch(r"[\w-]+", tag) for tag in reward.tags or ()):
+        raise ConfigError(f"tags={list(reward.tags or ())}: names such as [think, answer] are accepted; change them")
+
+
+def _length(reward: RewardFunction, answer: Answer) -> float:
+    """1 at ``target_tokens``, falling on a line to 0 at ``width_tokens`` from it (default: the target itself).
+
+    ``bound``: ``both`` (default), or ``upper``: 1 for every answer that is not longer.
+    """
+    assert reward.target_tokens
+    over = answer.num_tokens - reward.target_tokens
+    distance = max(0, over) if reward.bound == "upper" else abs(over)
+    return max(0.0, 1 - distance / (reward.width_tokens or reward.target_tokens))
+
+
+def _check_length(reward: RewardFunction) -> None:
+    if reward.target_tokens is None:
+        raise ConfigError("target_tokens is not set: the number of tokens that an answer should have; set it")
+
+
+TEXTS: Mapping[str, BuiltIn] = {
+    "exact": BuiltIn(
+        score=_exact, options=SHARED, columns=lambda reward: (column_of(reward),), check_row=_require_plain
+    ),
+    "numeric": BuiltIn(
+        score=_numeric, options=SHARED | {"tolerance", "relative_tolerance"},
+        columns=lambda reward: (column_of(reward),), check_row=_require_number,
+    ),
+    "regex": BuiltIn(
+        score=_regex, options=frozenset({"column", "answer_tag", "pattern"}), check_options=_check_regex,
+        columns=lambda reward: () if reward.pattern is not None else (column_of(reward),), check_row=_require_regex,
+    ),
+    "format": BuiltIn(
+        score=_format, options=frozenset({"tags", "pattern", "partial_credit"}), check_options=_check_format
+    ),
+    "length": BuiltIn(
+        score=_length, options=frozenset({"target_tokens", "width_tokens", "bound"}), check_options=_check_length,
+        counts_tokens=True,
+    ),
+}  # fmt: skip
+
+
+_TOOLS, _TARGET, _NUMBERS = "tools", "target", "numbers"  # columns
+_MAX_EXPRESSION = 500  # characters
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+_NOTHING = object()  # no value
+
+
+def _json(reward: RewardFunction, answer: Answer) -> float:
+    """1 for valid JSON, alone or in a code block, that has the keys or fits the JSON Schema of the column.
+
+    Without ``column`` any valid JSON scores 1. Partial credit: the share of the keys (of a schema, of its required
+    ones) that are there; of a schema without required keys, half.
+    """
+    value = _parsed(unfenced(answer.text))
+    if value is _NOTHING:
+        return 0.0
+    if reward.column is None:
+        return 1.0
+    wanted = json_of(answer.row[reward.column], reward.column)
+    if isinstance(wanted, list):
+        keys, fits = wanted, True
+    else:
+        assert isinstance(wanted, dict)
+        keys, fits = wanted.get("required", []), _fits(wanted, value)
+    there = [isinstance(value, dict) and key in value for key in keys]
+    if all(there) and fits:
+        return 1.0
+    return credit(reward, sum(there) / len(there) if there else 0.5)
+
+
+def _check_json(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    if reward.column is None:
+        return
+    wanted = json_of(row[reward.column], reward.column)
+    if isinstance(wanted, list) and wanted and all(isinstance(key, str) for key in wanted):
+        return
+    if not isinstance(wanted, dict):
+        raise DataError(f"{reward.column} is {wanted!r}; a list of keys or a JSON Schema is accepted; mend the row")
+    _require_schema(wanted, reward.column)
+
+
+def _parsed(text: str) -> object:
+    """The value of JSON text; ``_NOTHING`` where it is not JSON. Depth is limited, NaN is refused."""
+    try:
+        return orjson.loads(text.strip())
+    except ValueError:
+        return _NOTHING
+
+
+def _require_schema(schema: Mapping[str, object], what: str) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise DataError(f"{what} is not a JSON Schema: {error.message}; mend the row") from error
+
+
+def _fits(schema: Mapping[str, object], value: object) -> bool:
+    try:
+        return bool(_validator(json.dumps(schema)).is_valid(value))
+    except Exception:  # a reference that cannot be resolved, or a number beyond the range of floats
+        return False
+
+
+@lru_cache(maxsize=1024)
+def _validator(schema: str) -> "Draft202012Validator":
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    return Draft202012Validator(json.loads(schema), registry=Registry())  # which fetches no reference
+
+
+def _tool_call(reward: RewardFunction, answer: Answer) -> float:
+    """1 for at least one call, all of declared tools with arguments that fit their parameters.
+
+    A call is ``{"name": ..., "arguments": {...}}`` in ``<tool_call>`` tags; without tags the answer is one call, or a
+    list of calls. Partial credit: of each call half for a declared name, half for arguments that fit, on the mean.
+    """
+    after = (text.partition("</tool_call>") for text in answer.text.split("<tool_call>")[1:])
+    found = [text for text, closing, _ in after if closing]
+    values = [_parsed(text) for text in found or [unfenced(answer.text)]]
+    if not found and isinstance(values[0], list):
+        values = values[0]
+    tools = _parameters(answer.row[_column_of_tools(reward)], _column_of_tools(reward))
+    shares = [_share(value, tools) for value in values]
+    if not shares:
+        return 0.0
+    share = sum(shares) / len(shares)
+    return 1.0 if share == 1 else credit(reward, share)
+
+
+def _share(call: object, tools: Mapping[str, Mapping[str, object]]) -> float:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in tools:
+        return 0.0
+    arguments = call.get("arguments", {})
+    right = isinstance(arguments, dict) and _fits(tools[call["name"]], arguments)
+    return 1.0 if right and call.keys() <= {"name", "arguments", "id", "type"} else 0.5
+
+
+def _column_of_tools(reward: RewardFunction) -> str:
+    return reward.column or _TOOLS
+
+
+def _parameters(value: object, what: str) -> Mapping[str, Mapping[str, object]]:
+    """Name of a declared tool -> the JSON Schema of its arguments.
+
+    Raises:
+        DataError: the column holds no tools.
+    """
+    tools = json_of(value, what)
+    if not isinstance(tools, list) or not tools:
+        raise DataError(
+            f"{what} is {tools!r}; a list of tools in OpenAI's form is accepted; mend the row, or set column"
+        )
+    found: dict[str, Mapping[str, object]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{what} has a tool {tool!r} without a name; OpenAI's form is accepted; mend the row")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise DataError(f"{what}: the parameters of {function['name']} are no JSON Schema; mend the row")
+        found[function["name"]] = parameters
+    return found
+
+
+def _check_tools(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    name = _column_of_tools(reward)
+    for tool, parameters in _parameters(row[name], name).items():
+        _require_schema(parameters, f"{name}: the parameters of {tool}")
+
+
+def _countdown(reward: RewardFunction, answer: Answer) -> float:
+    """1 for an expression that gives the target and uses each of the ``numbers`` once.
+
+    The last line with text counts; what stands after an equals sign is not read. Only numbers, + - * / and parentheses
+    are expressions. Partial credit: for an expression that uses the numbers so and gives another value.
+    """
+    lines = [line for line in answer.text.splitlines() if line.strip()]
+    text = lines[-1].partition("=")[0].strip() if lines else ""
+    numbers, target = answer.row[_NUMBERS], answer.row[reward.column or _TARGET]
+    found = evaluated(text)
+    if found is None:
+        return 0.0
+    value, used = found
+    assert isinstance(numbers, list)
+    if Counter(used) != Counter(numbers):
+        return 0.0
+    return 1.0 if value == Fraction(str(target)) else credit(reward, 1.0)
+
+
+def evaluated(text: str) -> tuple[Fraction, list[int]] | None:
+    """Value of an arithmetic expression and the numbers in it; None: it is none. Nothing is executed."""
+    plain = text.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
+    if len(plain) > _MAX_EXPRESSION or not re.fullmatch(r"[\d+\-*/() ]+", plain, re.ASCII):
+        return None
+    used: list[int] = []
+    try:
+        return _value(ast.parse(plain, mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    raise ValueError("no arithmetic")
+
+
+def _check_countdown(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    numbers, name = row[_NUMBERS], reward.column or _TARGET
+    if not isinstance(numbers, list) or not numbers or not all(type(each) is int for each in numbers):
+        raise DataError(f"{_NUMBERS} is {numbers!r}; a list of whole numbers is accepted; mend the row")
+    target = row[name]
+    if isinstance(target, bool) or not re.fullmatch(r"-?\d{1,30}(\.\d{1,30})?", str(target)):
+        raise DataError(f"{name} is {target!r}; a number is accepted; mend the row, or set column")
+
+
+STRUCTURED: Mapping[str, BuiltIn] = {
+    "json": BuiltIn(
+        score=_json, options=SHARED, columns=lambda reward: (reward.column,) if reward.column else (),
+        check_row=_check_json,
+    ),
+    "tool_call": BuiltIn(
+        score=_tool_call, options=SHARED, columns=lambda reward: (_column_of_tools(reward),), check_row=_check_tools
+    ),
+    "countdown": BuiltIn(
+        score=_countdown, options=SHARED, columns=lambda reward: (_NUMBERS, reward.column or _TARGET),
+        check_row=_check_countdown,
+    ),
+}  # fmt: skip
+
 
 BUILT_IN: Mapping[str, BuiltIn] = {**TEXTS, **STRUCTURED, **CODE}

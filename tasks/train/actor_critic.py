@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tasks.train.policy_gradient import masked_mean
 from tasks.train.rewards import token_values
+from tasks.train.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -115,7 +116,7 @@ class ActorCritic:
     ) -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
         self.policy, self.reference = run.policy.model, run.model("reference")
-        self.proof = run.start_proof()
+        self.proof, self.rollouts = run.start_proof(), Rollouts(run)
 
     def sample(self, step: int, temperature: float) -> Batch:
         """Completions of the step's prompts.
@@ -123,7 +124,7 @@ class ActorCritic:
         Raises:
             PipelineError: a reward function failed, or policy and reference differ before the first step.
         """
-        rollouts = self.run.rollouts
+        rollouts = self.rollouts
         examples = rollouts.examples(step)
         with self.autocast():
             completions = rollouts.generate(self.policy, examples, step)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, set_seed
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError
 from tasks.best import HELD_OUT_LOSS
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,19 +136,19 @@ class StepMarks(TrainerCallback):
         self.mark = ctx.mark
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Doing.BETWEEN)
+        self.mark(state.global_step, Phase.BETWEEN)
 
     def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Doing.STEPPING)
+        self.mark(state.global_step, Phase.STEPPING)
 
     def on_substep_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Doing.STEPPING)
+        self.mark(state.global_step, Phase.STEPPING)
 
     def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Doing.BETWEEN)
+        self.mark(state.global_step, Phase.BETWEEN)
 
     def on_train_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Doing.DONE)
+        self.mark(state.global_step, Phase.DONE)
 
 
 class NewRandomState(TrainerCallback):

@@ -23,7 +23,7 @@ from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Metrics, TrainContext
 from tasks.data.preparing.row_split import HELD_OUT
 from tasks.data.tokens.cache import load_or_make
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 from tasks.train.callbacks import has_diverged, step_metrics
 from tasks.train.own_optimizers import averaged
 from tasks.train.sharding import autocast
@@ -130,7 +130,7 @@ class Checkpointing(TrainerCallback):
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         """Refuses ``best`` by a metric that the first step does not report; for ``keep_best`` a warning is enough."""
         if control.should_save:  # decided by now; the save comes next
-            self.ctx.mark(state.global_step, Doing.SAVING)
+            self.ctx.mark(state.global_step, Phase.SAVING)
         if "loss" not in logs or self.metrics_known:
             return
         found = set(step_metrics(state.log_history, state.global_step))
@@ -158,7 +158,7 @@ class Checkpointing(TrainerCallback):
                 (draft / name).unlink(missing_ok=True)
             self.saver.commit(draft, state.global_step, step_metrics(state.log_history, state.global_step))
         self.trainer.accelerator.wait_for_everyone()
-        self.ctx.mark(state.global_step, Doing.BETWEEN)
+        self.ctx.mark(state.global_step, Phase.BETWEEN)
         self.saver.saved()
 
 
@@ -349,7 +349,7 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> flo
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
 
     def collated(indices: range) -> "Mapping[str, torch.Tensor]":
-        ctx.mark(trainer.state.global_step, Doing.BETWEEN)
+        ctx.mark(trainer.state.global_step, Phase.BETWEEN)
         batch: Mapping[str, torch.Tensor] = trainer._prepare_inputs(
             trainer.data_collator([rows[index] for index in indices])
         )

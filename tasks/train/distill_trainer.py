@@ -134,6 +134,8 @@ class DistillTrainer(Trainer):
             measured against the teacher.
     """
 
+    is_padding_free = True  # it takes a line of all rows: ``tasks.train.trainers.reads_lines``
+
     def __init__(
         self,
         model: "PreTrainedModel | PeftModel",

@@ -9,23 +9,24 @@ Shapes: B pairs of a micro batch, S pairs of a step.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from annotated_types import Gt, Le
 
 from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
+from tasks.train.adapters import Adapter
+from tasks.train.validation import Validation
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from tasks.dpo import DPO
 
 LossType = Literal[
     "sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "kto_pair", "sft",
 ]  # fmt: skip
 Divergence = Literal["forward_kl", "js_divergence", "alpha_divergence"]
+BETA = 0.1  # where a DPO sets none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,48 @@ class ReferenceSync:
     mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6  # share of the policy in the new reference; 1: a copy of it
 
 
-def weights_of(method: "DPO") -> dict[LossType, float]:
+class Options(Protocol):
+    """The fields of a DPO that its losses read, and those of its training that they must fit."""
+
+    @property
+    def beta(self) -> float: ...
+    @property
+    def loss_type(self) -> LossType: ...
+    @property
+    def losses(self) -> Mapping[LossType, float] | None: ...
+    @property
+    def sft_weight(self) -> float | None: ...
+    @property
+    def label_smoothing(self) -> float | None: ...
+    @property
+    def discopop_tau(self) -> float | None: ...
+    @property
+    def f_divergence(self) -> Divergence | None: ...
+    @property
+    def f_alpha(self) -> float | None: ...
+    @property
+    def ld_alpha(self) -> float | None: ...
+    @property
+    def weighting(self) -> str | None: ...
+    @property
+    def reference_sync(self) -> ReferenceSync | None: ...
+    @property
+    def adapter(self) -> Adapter | None: ...
+    @property
+    def validation(self) -> Validation | None: ...
+    @property
+    def num_steps(self) -> int | None: ...
+    @property
+    def measures_held_out(self) -> bool: ...
+
+
+def weights_of(method: Options) -> dict[LossType, float]:
     """The losses that a DPO adds up, with their weights, in the order of ``LOSSES``."""
     losses = method.losses or {method.loss_type: 1.0}
     return {name: losses[name] for name in LOSSES if name in losses}
 
 
-def trl_options(method: "DPO") -> dict[str, object]:
+def trl_options(method: Options) -> dict[str, object]:
     """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
     theirs = {name: weight for name, weight in weights_of(method).items() if not LOSSES[name].is_ours}
     sync = method.reference_sync
@@ -112,7 +148,7 @@ def trl_options(method: "DPO") -> dict[str, object]:
     return {"beta": method.beta, "loss_type": [*theirs], **stated}
 
 
-def check(method: "DPO") -> None:
+def check(method: Options) -> None:
     """Refuses options that change nothing, or that cannot go together."""
     _check_names(method)
     chosen = weights_of(method)
@@ -142,11 +178,11 @@ def check(method: "DPO") -> None:
             f"{'validation=null' if method.validation else 'best.metric=rewards/margins with best.mode=max'}"
         )
     only_sft = set(chosen) == {"sft"}
-    if only_sft and method.beta != type(method).beta:
+    if only_sft and method.beta != BETA:
         raise ConfigError(f"beta={method.beta:g} with loss sft alone: it reads none; add another loss, or use sft")
 
 
-def _check_names(method: "DPO") -> None:
+def _check_names(method: Options) -> None:
     if method.losses is not None:
         if method.loss_type != "sigmoid":
             raise ConfigError(
@@ -173,7 +209,7 @@ def _check_names(method: "DPO") -> None:
         )
 
 
-def _check_divergence(method: "DPO", rows: list[LossRow], named: str) -> None:
+def _check_divergence(method: Options, rows: list[LossRow], named: str) -> None:
     if method.f_alpha is not None and (method.f_divergence != "alpha_divergence" or abs(method.f_alpha - 1) < 1e-6):
         why = "alpha 1 is the reverse KL" if method.f_divergence == "alpha_divergence" else "alpha_divergence reads it"
         found = f"f_alpha={method.f_alpha:g} with f_divergence={method.f_divergence}"
@@ -187,7 +223,7 @@ def _check_divergence(method: "DPO", rows: list[LossRow], named: str) -> None:
         )
 
 
-def _check_reference(method: "DPO", named: str) -> None:
+def _check_reference(method: Options, named: str) -> None:
     if named == "sft":
         for option in ("ld_alpha", "reference_sync"):
             if getattr(method, option) is not None:

@@ -1,6 +1,6 @@
 """Methods that learn from their own completions: what GRPO, RLOO, online DPO and PPO share.
 
-``run.rollouts`` (``tasks.train.rollouts``) generates, scores and keeps samples, in a trainer of TRL
+``tasks.train.rollouts`` generates, scores and keeps samples, in a trainer of TRL
 (``tasks.train.generating_trainer``) and in a loop of its own alike.
 """
 

@@ -19,14 +19,13 @@ from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
 from lineage.checkpoints import Checkpoints
 from tasks.train.adapted import REFERENCE
 from tasks.train.generating import Generating
-from tasks.train.rollouts import number_real_tokens
+from tasks.train.rollouts import Rollouts, number_real_tokens
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, Trainer
 
-    from tasks.train.rollouts import Rollouts
     from tasks.train.run import TrainingRun
 
 _STATE = "rollouts-{rank}.pt"
@@ -40,7 +39,7 @@ def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: ty
         trainer_class: GRPO's or RLOO's, or a class upon one of them.
         own: as of ``run.trl``; ``kl_beta`` is the weight of the KL.
     """
-    method, rollouts = run.method, run.rollouts
+    method, rollouts = run.method, Rollouts(run)
     assert isinstance(method, Generating)
     sampling = method.sampling
     shared = {

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
-from tasks.fetch_model import copy_tokenizer_files
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
+from tasks.tokenizers import copy_tokenizer_files, load_tokenizer
 from tasks.train.adapter_files import (
     ADAPTER_DIR,
     Base,
@@ -42,21 +42,6 @@ if TYPE_CHECKING:
 
     from tasks.context import Dtype, TrainContext
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-# Architectures with a table of positions, learned or computed once; all others compute positions as needed.
-_FIRST_POSITION_IS_0 = (
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
-    "codegen", "ctrl", "electra", "ernie", "git", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart",
-    "megatron-bert", "mpt", "mvp", "openai-gpt", "opt", "pegasus", "plbart", "rembert", "roc_bert", "roformer", "trocr",
-    "xlm",
-)  # fmt: skip
-# Their positions start after the pad token's id; these are the ids where a config has none.
-FIRST_POSITION_IS_BEHIND = {
-    "camembert": 1, "data2vec-text": 1, "roberta": 1, "roberta-prelayernorm": 1, "xlm-roberta": 1,
-    "xlm-roberta-xl": 1, "xmod": 1,
-}  # fmt: skip
-LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *FIRST_POSITION_IS_BEHIND})
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # Of a generation config: fields that only sampling reads, and fields that only beam search reads.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAMS = ("early_stopping", "length_penalty")
@@ -72,31 +57,6 @@ class Policy:
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-
-
-def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model; a missing pad token is set in memory only, since padding is never trained."""
-    return tokenizer_of(policy.path)
-
-
-def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
-    """``load_tokenizer`` for a directory."""
-    from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of loading and saving weights: it only fills logs
-    tokenizer: PreTrainedTokenizerBase
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, **local_options(directory))
-    except Exception as error:  # whatever the libraries raise for JSON that is no tokenizer
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
-            f"{directory}: its tokenizer cannot be loaded ({said}); files as save_pretrained writes them are accepted"
-        ) from error
-    if tokenizer.pad_token is None:
-        rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest
-    return tokenizer
 
 
 def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
@@ -190,38 +150,6 @@ def repair_generation(model: "PreTrainedModel", policy: Input) -> None:
             ) from error
 
 
-def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
-    """Requires a position for every token of a row, in a model with a table of positions.
-
-    Raises:
-        ConfigError: it has fewer, and the first long row would raise an IndexError.
-    """
-    text = config.get_text_config()
-    positions = learned_positions(text.to_dict())
-    if positions is not None and max_length > positions:
-        raise ConfigError(too_few_positions(max_length, positions, text.model_type))
-
-
-def learned_positions(config: Mapping[str, object]) -> int | None:
-    """How many tokens a model with this ``config.json`` can read; None: no table limits it, or its size is not set."""
-    architecture = str(config.get("model_type"))
-    found = next((config[name] for name in _POSITIONS if name in config), None)
-    if architecture not in LEARNED_POSITIONS or not isinstance(found, int):
-        return None
-    if architecture not in FIRST_POSITION_IS_BEHIND:
-        return found
-    pad = config.get("pad_token_id", FIRST_POSITION_IS_BEHIND[architecture])
-    return found - pad - 1 if isinstance(pad, int) else found
-
-
-def too_few_positions(max_length: int, positions: int, model_type: str) -> str:
-    """The error message."""
-    return (
-        f"max_length={max_length}: the model ({model_type}) has a table of {positions} positions, and a longer row "
-        f"would end its training; set max_length={positions} or less"
-    )
-
-
 def frozen(model: "PreTrainedModel") -> "PreTrainedModel":
     """The model with frozen weights and without dropout."""
     model.requires_grad_(False)
@@ -240,30 +168,6 @@ def disable_dropout(model: "PreTrainedModel") -> None:
             # Dropout without a module, as in attention: attention_dropout, attn_dropout_p, resid_pdrop, layerdrop ...
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def require_same_tokens(policy: Input, other: Input) -> None:
-    """Requires that another model has the policy's tokens under the same ids.
-
-    Raises:
-        ConfigError: their tokenizers differ, naming a token.
-    """
-    ours, theirs = (load_tokenizer(each).get_vocab() for each in (policy, other))
-    apart = differing_tokens(theirs, ours)
-    if apart:
-        raise ConfigError(
-            f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
-            f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); use a model that was trained from the "
-            f"same base as {policy.name}"
-        )
-
-
-def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
-    """The tokens of ``known`` that are missing in a vocabulary or have another id there, sorted.
-
-    Further tokens of the vocabulary are no difference: rows of ``known`` tokens mean the same to both models.
-    """
-    return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
 
 
 def load_model(model: Input, dtype: "Dtype" = "fp32") -> "PreTrainedModel":

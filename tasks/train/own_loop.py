@@ -27,13 +27,14 @@ from transformers import Trainer, TrainingArguments
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
+from tasks.train.fit import deterministic_kernels, seconds_before
 from tasks.train.kernels import fast_products
 from tasks.train.optimizers import install_optimizer
-from tasks.train.run import deterministic_kernels, seconds_before, trainer_args
 from tasks.train.schedules import schedule_args
+from tasks.train.trainers import trainer_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
@@ -153,7 +154,7 @@ class OwnLoop:
         on_gpu = self.ctx.resources.gpus_per_worker > 0
         with deterministic_kernels(self.ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
             while self.step < num_steps:
-                self.ctx.mark(self.step, Doing.STEPPING)
+                self.ctx.mark(self.step, Phase.STEPPING)
                 yield self.step
                 empty = self.ctx.resources.empty_cache_steps
                 if empty and (self.step + 1) % empty == 0:
@@ -161,10 +162,10 @@ class OwnLoop:
                 if not self._log or self._log[-1]["step"] != self.step + 1:
                     raise PipelineError(f"step {self.step + 1} was not reported; call report(...) in each step")
                 self.step += 1
-                self.ctx.mark(self.step, Doing.BETWEEN)
+                self.ctx.mark(self.step, Phase.BETWEEN)
                 if self.step < num_steps:  # the last one is saved as the output
                     self._save_or_stop()
-        self.ctx.mark(self.step, Doing.DONE)
+        self.ctx.mark(self.step, Phase.DONE)
 
     def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:
         """Reports the current step.
@@ -193,9 +194,9 @@ class OwnLoop:
     def _save_or_stop(self) -> None:
         save, stop = self._saver.agreed(self.step, self.run.device)
         if save:
-            self.ctx.mark(self.step, Doing.SAVING)
+            self.ctx.mark(self.step, Phase.SAVING)
             self._save()
-            self.ctx.mark(self.step, Doing.BETWEEN)
+            self.ctx.mark(self.step, Phase.BETWEEN)
             self._saver.saved()
         if stop:
             raise StoppedError(f"stopped at step {self.step} of {self.run.num_steps}")

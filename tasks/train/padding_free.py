@@ -19,7 +19,7 @@ selection is tested, and the arithmetic around the kernels.
 Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -37,7 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
-from tasks.data.tokens.packing import why_not_packable
+from tasks.data.tokens.packing import rows_of, why_not_packable
 from tasks.train.kernels import FLASH_PACKAGES
 
 if TYPE_CHECKING:
@@ -466,14 +466,6 @@ class FlattenedPacks:
     def __call__(self, examples: list[Example]) -> Batch:
         batch: Batch = self.flatten([row for example in examples for row in rows_of(example)])
         return batch
-
-
-def rows_of(pack: Example) -> Iterator[Example]:
-    """The rows of a pack, whose lengths are its ``seq_lengths``."""
-    place = 0
-    for length in pack["seq_lengths"]:
-        yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
-        place += length
 
 
 def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":

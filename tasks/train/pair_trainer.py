@@ -71,6 +71,7 @@ class PairTrainer(Trainer):
             step. None: there is no reference.
     """
 
+    is_padding_free = True  # it takes a line of all rows: ``tasks.train.trainers.reads_lines``
     loss_is_scaled_for_ga = False  # a mean over the pairs of a micro batch: divided by the accumulation steps
 
     def __init__(

@@ -20,7 +20,7 @@ from lineage.cached import cached
 from lineage.fingerprint import canonical_json, short
 from lineage.store import REFERENCE_LOGPS
 from tasks.evaluate.scoring import Scored, logps
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,10 +56,10 @@ def with_reference(
             compute(Path(scratch))
             return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
     entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
-    ctx.mark(None, Doing.FETCHING)  # a worker that waits for the one that computes is not taken for hung
+    ctx.mark(None, Phase.FETCHING)  # a worker that waits for the one that computes is not taken for hung
     with cached(entry, compute) as is_new:
         logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
-        ctx.mark(None, Doing.LOADING)
+        ctx.mark(None, Phase.LOADING)
         return concatenate_datasets([examples, _read(entry)], axis=1)
 
 
@@ -99,7 +99,7 @@ def _compute(
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         for batch in examples.iter(_ROWS):
-            ctx.mark(None, Doing.LOADING)
+            ctx.mark(None, Phase.LOADING)
             rows = [*_answers(batch, "chosen_ids"), *_answers(batch, "rejected_ids")]
             sums = logps(model, rows, _BATCH)
             for name, part in zip(COLUMNS, (sums[: len(rows) // 2], sums[len(rows) // 2 :]), strict=True):

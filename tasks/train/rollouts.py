@@ -2,10 +2,11 @@
 
 In a loop of its own:
 
-    examples = run.rollouts.examples(step)
-    completion_ids = run.rollouts.generate(model, examples, step)
-    rewards_BK = run.rollouts.score(examples, completion_ids)
-    metrics = run.rollouts.record(step, examples, completion_ids, rewards_BK)
+    rollouts = Rollouts(run)
+    examples = rollouts.examples(step)
+    completion_ids = rollouts.generate(model, examples, step)
+    rewards_BK = rollouts.score(examples, completion_ids)
+    metrics = rollouts.record(step, examples, completion_ids, rewards_BK)
 
 Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
 """
@@ -27,9 +28,9 @@ from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, T
 
 from lineage.errors import PipelineError
 from tasks.evaluate.scoring import without_router_loss
+from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
-from tasks.train.models import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.train.rewards import sequence_scores
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Rollouts:
         self.equal_steps = 0
         self.samples: list[dict[str, object]] = []
         self._check_columns()
+        run.writers.append(self.write_samples)
 
     @cached_property
     def reward_model(self) -> "PreTrainedModel | None":
@@ -204,7 +206,7 @@ class Rollouts:
         return torch.cat(found)
 
     def watch(self, step: int, rewards_NK: "Tensor") -> None:
-        """Counts the steps in which no reward tells one completion from another; see ``record``."""
+        """Counts the steps in which all completions of a prompt have equal rewards; see ``record``."""
         self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
         patience = self.method.equal_rewards_patience
         if self.equal_steps == 0:

@@ -1,28 +1,26 @@
 """What all trainings share: loading of models and rows, the trainer's arguments, the loop, and the output."""
 
-import contextlib
 import logging
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, set_seed
+from transformers import PreTrainedModel, Trainer, set_seed
 
 from lineage.artifact import Kind
-from lineage.checkpoints import Checkpoints
-from lineage.errors import ConfigError, PipelineError, StoppedError
-from tasks.best import HELD_OUT_LOSS
-from tasks.chat_template import install_chat_template, template_text
+from lineage.errors import ConfigError
+from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.data.tokens.cache import load_or_make, show
 from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.positions import require_positions
 from tasks.recipe import Role
+from tasks.tokenizers import load_tokenizer, require_same_tokens
 from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
@@ -38,56 +36,43 @@ from tasks.train.adapted import (
     upon,
 )
 from tasks.train.adapter_files import intake
-from tasks.train.adapting import AdaptiveRate, RankBudget
+from tasks.train.adapting import RankBudget
 from tasks.train.callbacks import (
-    NewRandomState,
-    Recorder,
-    StepCounts,
-    StepMarks,
     StepZeroProof,
     require_agreement,
-    summary,
 )
-from tasks.train.checkpointing import BestModel, Checkpointing, Divergence, Saver, discard_drafts, held_out_rows
+from tasks.train.checkpointing import held_out_rows
+from tasks.train.fit import fit
 from tasks.train.freeze import freeze
 from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
     attention_of,
-    fast_products,
     hold_in,
-    kernel_args,
     prepare_layers,
     replace_kernels,
-    start_scaler,
 )
-from tasks.train.optimizers import install_optimizer, optimizer_args
+from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
-from tasks.train.schedules import install_schedule, schedule_args
-from tasks.train.sharding import name_accumulation, zero_args
-from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known
-from tasks.train.validating import validating
-from tasks.train.validation import VAL_LOSS
+from tasks.train.schedules import install_schedule
+from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase
 
     from tasks.context import Dtype, TrainContext
     from tasks.data.tokens.cache import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
     from tasks.train.models import Policy
-    from tasks.train.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
-_NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _POLICY = "policy"
-_FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 class TrainingRun:
@@ -97,6 +82,7 @@ class TrainingRun:
         method, inputs, ctx: of the stage.
         trained: the model to save; None: that of ``policy``.
         share: how many parameters are trained, where it is not all of them; for the metrics.
+        writers: of further files in the output directory, beside the model.
         device: where a loop of its own trains; trainers of transformers place models and batches themselves.
     """
 
@@ -106,6 +92,7 @@ class TrainingRun:
         self.method, self.inputs, self.ctx = method, inputs, ctx
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
+        self.writers: list[Callable[[Path], None]] = []
         self._adapter_start: dict[str, Tensor] | None = None
         self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
@@ -141,7 +128,7 @@ class TrainingRun:
             policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
-        models.require_positions(policy.model.config, self.method.max_length)
+        require_positions(policy.model.config, self.method.max_length)
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
@@ -199,12 +186,12 @@ class TrainingRun:
             prepare_layers(model, self.ctx.resources, own_loop=True)
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
-        models.require_same_tokens(self.inputs[_POLICY], self.inputs[name])
+        require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name], self._frozen_dtype)
-        models.require_positions(model.config, self.method.max_length)
+        require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
-        elif models.load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+        elif load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
             logger.warning(
                 "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
                 name, self.inputs[name].name, self.inputs[_POLICY].name,
@@ -326,13 +313,6 @@ class TrainingRun:
         found = self._start.model.generation_config.eos_token_id
         return [] if found is None else [found] if isinstance(found, int) else list(found)
 
-    @cached_property
-    def rollouts(self) -> "Rollouts":
-        """What generates and scores, of a method that learns from its own completions."""
-        from tasks.train.rollouts import Rollouts
-
-        return Rollouts(self)
-
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
         if self.method.neftune_alpha:
@@ -357,9 +337,9 @@ class TrainingRun:
         before = golden_values(model, prompts)
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / models.CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
-        if "rollouts" in self.__dict__ and self.ctx.rank == 0:
-            self.rollouts.write_samples(self.ctx.output_dir)
+            (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        for write in self.writers if self.ctx.rank == 0 else ():
+            write(self.ctx.output_dir)
         if merged is None or not prompts:
             return {}
         return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
@@ -494,137 +474,9 @@ class TrainingRun:
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
-def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) -> dict[str, object]:
-    """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
-
-    Raises:
-        ConfigError: the global batch does not divide, or the number of workers is not that of ``resources``.
-    """
-    resources = ctx.resources
-    if ctx.world_size != resources.num_workers:
-        raise ConfigError(
-            f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
-            "the global batch is derived from the latter, so the two must agree"
-        )
-    return {
-        "output_dir": str(ctx.work_dir),
-        "per_device_train_batch_size": resources.micro_batch_size,
-        "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
-        "max_steps": num_steps,
-        **optimizer_args(method.optimizer),
-        **schedule_args(method.schedule, method.learning_rate, num_steps),
-        "max_grad_norm": method.max_grad_norm,
-        "seed": method.seed,
-        "neftune_noise_alpha": method.neftune_alpha,
-        **kernel_args(method, resources),
-        "train_sampling_strategy": "sequential",  # the dataset is in the order of training
-        "max_length": None,  # rows are already cut, and counted
-        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
-        "remove_unused_columns": False,  # the collator reads what it needs
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **zero_args(method, ctx),
-    }
-
-
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
     """Exactly the rows that the training consumes, in its order."""
     return rows.dataset(row_order(len(rows), method.rows_of(num_steps), method.seed))
-
-
-def fit(
-    method: "TrainingRecipe",
-    trainer: Trainer,
-    inputs: "Inputs",
-    ctx: "TrainContext",
-    num_rows: int,
-    held_out: Dataset | None = None,
-) -> dict[str, float]:
-    """Trains to the last step and reports each; a trainer that is already there takes no step.
-
-    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
-
-    Args:
-        num_rows: that are trained on in a pass.
-        held_out: the rows of ``validation``; None: they are read where it measures them.
-
-    Returns:
-        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
-        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
-        ``validation.patience`` ended it, ``ended_early_at_step``.
-
-    Raises:
-        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
-        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: models are measured on held-out rows, and there are none.
-    """
-    step_in_fp32(trainer.model)
-    name_accumulation(trainer)
-    before = seconds_before(ctx)
-    start = time.perf_counter()
-    validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
-    best = BestModel(trainer, method.best, ctx) if method.best else None
-    adaptive = method.schedule.adaptive
-    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
-    divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
-    if trainer.state.global_step < trainer.args.max_steps:
-        try:
-            on_gpu = ctx.resources.gpus_per_worker > 0
-            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
-            with deterministic_kernels(ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
-                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
-            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
-                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
-        except Exception:
-            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
-                discard_drafts(ctx.work_dir)
-            raise
-    else:
-        logger.info("steps=%d state=finished", trainer.state.global_step)
-    num_steps, step, notes = trainer.state.global_step, trainer.state.global_step, dict[str, float]()
-    if best and (method.output == "best" or divergence.step is not None):
-        step = best.end_at_best()
-        notes["best_step"] = float(step)
-    if rate:
-        notes |= rate.metrics
-    if validation and validation.ended_at:
-        notes["ended_early_at_step"] = float(validation.ended_at)
-    if divergence.step is not None:
-        notes["diverged_at_step"] = float(divergence.step)
-    seconds = before + time.perf_counter() - start
-    log = trainer.state.log_history
-    metrics = summary(log, seconds, num_steps=num_steps, output_step=step)
-    if method.validation and HELD_OUT_LOSS in metrics:
-        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
-    return {**metrics, **notes}
-
-
-def _train(
-    trainer: Trainer, ctx: "TrainContext", watching: Sequence["TrainerCallback"], checkpointing: Checkpointing
-) -> None:
-    trainer.remove_callback(PrinterCallback)
-    # The order matters: measure, then report, then save.
-    for callback in (NewRandomState(ctx), StepCounts(trainer)):
-        trainer.add_callback(callback)
-    start_scaler(trainer)
-    for callback in (*watching, Recorder(ctx), StepMarks(ctx), checkpointing):
-        trainer.add_callback(callback)
-    if ctx.resume_from:
-        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
-    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
-    if callable(getattr(trainer.optimizer, "eval", None)):
-        trainer.optimizer.eval()  # the output of one that averages its steps is the average
-
-
-def seconds_before(ctx: "TrainContext") -> float:
-    """Training time of the attempts before this one."""
-    if ctx.resume_from is None:
-        return 0.0
-    return Checkpoints.at(ctx.resume_from).train_seconds
 
 
 def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
@@ -641,34 +493,3 @@ def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
         order += torch.randperm(num_rows, generator=generator).tolist()
         epoch += 1
     return order[:num_samples]
-
-
-@contextlib.contextmanager
-def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Deterministic kernels: without them repeated runs differ in the last bits.
-
-    cuBLAS also needs ``CUBLAS_WORKSPACE_CONFIG``, which is set when a stage's process starts.
-
-    Raises:
-        PipelineError: an operation has no deterministic kernel.
-    """
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(enabled)
-    os.environ[_FLASH] = str(int(enabled))  # of flash-attn, which does not ask torch
-    # Filling takes time, and training never reads memory that it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    except RuntimeError as error:
-        if _NOT_DETERMINISTIC not in str(error):
-            raise
-        operation = str(error).partition(_NOT_DETERMINISTIC)[0].strip()
-        raise PipelineError(
-            f"{operation} is not deterministic, so a resumed run would not end with the weights of an uninterrupted "
-            "one; deterministic operations are accepted; set resources.deterministic=false to train with it"
-        ) from error
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        os.environ[_FLASH] = "0"
-        torch.utils.deterministic.fill_uninitialized_memory = fills

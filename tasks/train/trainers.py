@@ -1,4 +1,4 @@
-"""Trainers of TRL and of users: the arguments that one takes, and how it reads tokens that exist already."""
+"""Trainers of TRL and of users: the arguments that each takes, and how it reads tokens that exist already."""
 
 import difflib
 import inspect
@@ -7,11 +7,17 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from tasks.train.sharding import autocast
+from tasks.train.kernels import kernel_args
+from tasks.train.optimizers import optimizer_args
+from tasks.train.schedules import schedule_args
+from tasks.train.sharding import autocast, zero_args
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer
+
+    from tasks.context import TrainContext
+    from tasks.recipe import TrainingRecipe
 
 _SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
 # Modules whose trainers tokenize prompts as they generate.
@@ -58,10 +64,8 @@ def reads_lines(trainer_class: type) -> bool:
     """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
     from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
-    from tasks.train.distill_trainer import DistillTrainer
-    from tasks.train.pair_trainer import PairTrainer
-
-    return issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer, PairTrainer, DistillTrainer))
+    ours = getattr(trainer_class, "is_padding_free", False)
+    return ours or issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer))
 
 
 def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
@@ -105,3 +109,39 @@ def _on_prompt_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
 
     OnPromptTokens.__name__, OnPromptTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
     return OnPromptTokens
+
+
+def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) -> dict[str, object]:
+    """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
+
+    Raises:
+        ConfigError: the global batch does not divide, or the number of workers is not that of ``resources``.
+    """
+    resources = ctx.resources
+    if ctx.world_size != resources.num_workers:
+        raise ConfigError(
+            f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
+            "the global batch is derived from the latter, so the two must agree"
+        )
+    return {
+        "output_dir": str(ctx.work_dir),
+        "per_device_train_batch_size": resources.micro_batch_size,
+        "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
+        "max_steps": num_steps,
+        **optimizer_args(method.optimizer),
+        **schedule_args(method.schedule, method.learning_rate, num_steps),
+        "max_grad_norm": method.max_grad_norm,
+        "seed": method.seed,
+        "neftune_noise_alpha": method.neftune_alpha,
+        **kernel_args(method, resources),
+        "train_sampling_strategy": "sequential",  # the dataset is in the order of training
+        "max_length": None,  # rows are already cut, and counted
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
+        "remove_unused_columns": False,  # the collator reads what it needs
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **zero_args(method, ctx),
+    }

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.data_checks import batch_notes
+from flows.planning.checks import batch_notes
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError

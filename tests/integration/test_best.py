@@ -15,9 +15,9 @@ from tasks.best import Best, KeepBest
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 from tasks.method import Adapter
-from tasks.train.models import load_tokenizer
+from tasks.tokenizers import load_tokenizer
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights
@@ -96,11 +96,11 @@ def test_every_batch_that_is_measured_shows_that_it_goes_on_and_a_save_that_it_w
     told(Trainer, "_save_checkpoint")
     told(Checkpoints, "commit")
     ran(training.method("sft", num_steps=3, best=Best(every_steps=2)))  # 10 rows are held out, 4 of them a batch
-    assert during == [(2, Doing.SAVING)] * 2
+    assert during == [(2, Phase.SAVING)] * 2
     assert [doing for step, doing in ran.marks if step == 2] == [
-        *[Doing.BETWEEN] * (1 + 3), Doing.SAVING, Doing.BETWEEN, *[Doing.STEPPING] * 2
+        *[Phase.BETWEEN] * (1 + 3), Phase.SAVING, Phase.BETWEEN, *[Phase.STEPPING] * 2
     ]  # fmt: skip
-    assert ran.marks[-1] == (3, Doing.DONE)
+    assert ran.marks[-1] == (3, Phase.DONE)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.data_checks import check_evaluations, check_frozen_models
+from flows.planning.checks import check_evaluations, check_frozen_models
 from lineage.errors import ConfigError
 from tasks.evaluate import Evaluate
 from tests.tiny import write_tokenizer

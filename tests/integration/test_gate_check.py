@@ -7,7 +7,7 @@ import pytest
 
 from flows.__main__ import _parser
 from flows.declare.config import load_pipeline
-from flows.planning.data_checks import check_gates
+from flows.planning.checks import check_gates
 from lineage.errors import ConfigError
 from tests.command import REPOSITORY
 

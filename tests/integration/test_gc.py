@@ -10,7 +10,7 @@ import pytest
 from flows.__main__ import main
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, PlannedStage, make_plan
-from flows.progress.run_notes import latest
+from flows.progress.run_record import latest
 from flows.promotion.promote import promote
 from lineage.dvc import View
 from lineage.mlflow.registry import refill, set_alias

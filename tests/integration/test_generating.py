@@ -13,11 +13,11 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.grpo import VARIANTS
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
-from tasks.train.grpo_losses import VARIANTS
 from tasks.train.rollouts import Rollouts, sample
 from tasks.train.run import row_order
 from tests import tiny_models, training

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import PrunedError, StoppedError, TakenOverError
-from lineage.holder import Holder
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import HOST, PID, STARTED
@@ -17,13 +16,14 @@ from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.owner import Owner
 from lineage.run_file import RunFile
 from lineage.store import Entry
 from tests.command import wait_until
 from tests.tracked_stage import attempt, commit, execution, finish, record, report, start_of
 from tests.written_store import WrittenStore
 
-DEAD = replace(Holder.here(), pid=4194304)
+DEAD = replace(Owner.here(), pid=4194304)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields)
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
-    experiment, me = client.create_experiment("p"), Holder.here()
+    experiment, me = client.create_experiment("p"), Owner.here()
     tags = {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}
     others = {
         "dead": {**tags, PID: "4194304"},

@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.declare.config import load_pipeline
-from flows.planning.disk_room import require_plan_room
+from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.plan import make_plan
-from flows.stages.given import job_inputs
+from flows.stages.inputs import job_inputs
 from flows.watch.digests import SourceDigests
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
@@ -24,7 +24,8 @@ from tasks import remote_code
 from tasks.context import Resources, TrainContext
 from tasks.fetch_model import fetch_model
 from tasks.method import Adapter
-from tasks.train.models import tokenizer_of, whole_model
+from tasks.tokenizers import tokenizer_of
+from tasks.train.models import whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
 from tests.model_directories import edit, write_adapter
@@ -216,7 +217,7 @@ def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):
     for model in (base, middle, lora):
         plan = make_plan(load_pipeline([f"store={tmp_path / 'store'}", f"model={model}"]))
         with pytest.raises(ConfigError) as refused:
-            require_plan_room(plan, plan.stages)
+            require_plan_disk(plan, plan.stages)
         needs.append(str(refused.value))
     assert len(set(needs)) == 1 and "cpt needs about" in needs[0]
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineage.errors import ConfigError
-from tasks.train.models import LEARNED_POSITIONS, disable_dropout, learned_positions, require_positions
+from tasks.positions import LEARNED_POSITIONS, learned_positions, require_positions
+from tasks.train.models import disable_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -16,7 +16,7 @@ import pytest
 
 from flows.open_flows import OpenFlow, left_open, tell_of_killed
 from flows.prefect_server import CLIENT_SETTINGS
-from lineage.holder import Holder
+from lineage.owner import Owner
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
@@ -191,7 +191,7 @@ def test_a_run_that_was_asked_to_end_is_cancelled_in_prefect(tmp_path, prefect_u
 
 
 def test_a_prefect_that_is_not_there_keeps_the_note_for_the_next_command(tmp_path, monkeypatch, capsys):
-    here, gone = "http://127.0.0.1:9/api", replace(Holder.here(), started=0.0)
+    here, gone = "http://127.0.0.1:9/api", replace(Owner.here(), started=0.0)
     flow = OpenFlow(flow_run="00000000-0000-0000-0000-000000000001", driver=gone, api="http://elsewhere/api")
     monkeypatch.setenv("PREFECT_API_URL", here)
     flow.write(tmp_path)

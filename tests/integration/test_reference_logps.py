@@ -7,10 +7,11 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
-from tasks.heartbeat import Doing
+from tasks.heartbeat import Phase
 from tasks.method import Adapter, Input, Quantization, Training, Validation
 from tasks.train import models, reference_logps
-from tasks.train.compatibility import Case, refusals
+from tasks.train.compatibility import refusals
+from tasks.train.rule import Case
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.integration.test_resume import stop_and_go_on
@@ -109,9 +110,9 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     assert losses[1] == pytest.approx(losses[0], **CLOSE)
 
 
-def cached_run(root: Path, folder: Path, method: Training, cache: Path, **policy: object) -> list[Doing]:
+def cached_run(root: Path, folder: Path, method: Training, cache: Path, **policy: object) -> list[Phase]:
     """Trains with a cache; returns what the worker showed to do."""
-    shown: list[Doing] = []
+    shown: list[Phase] = []
     ctx = TrainContext(
         output_dir=folder / "output", work_dir=folder / "work", cache_dir=cache, resources=BEFORE,
         mark=lambda _step, doing: shown.append(doing),
@@ -125,8 +126,8 @@ def test_who_computes_shows_that_it_goes_on_and_who_waits_is_not_watched(root: P
     first, second = (
         cached_run(root, tmp_path / name, stage(num_steps=1), tmp_path / "cache") for name in ("first", "second")
     )
-    assert first[:3] == [Doing.FETCHING, Doing.LOADING, Doing.LOADING]
-    assert second[:2] == [Doing.FETCHING, Doing.LOADING] and len(second) == len(first) - 1
+    assert first[:3] == [Phase.FETCHING, Phase.LOADING, Phase.LOADING]
+    assert second[:2] == [Phase.FETCHING, Phase.LOADING] and len(second) == len(first) - 1
 
 
 def test_a_sweep_computes_the_reference_once(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

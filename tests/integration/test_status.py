@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.progress.run_notes import dashboard_file
+from flows.progress.run_record import dashboard_file
 from flows.stages.job import Job
 from tasks.context import Launcher, Resources
 from tests.command import alive, family, wait_until

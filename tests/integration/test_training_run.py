@@ -135,7 +135,7 @@ def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_pat
 def test_shared_arguments_are_those_that_a_config_has() -> None:
     from dataclasses import fields
 
-    from tasks.train.run import trainer_args
+    from tasks.train.trainers import trainer_args
 
     ctx = TrainContext(output_dir=Path(), work_dir=Path())
     shared = trainer_args(stage(Plain), ctx, 3)

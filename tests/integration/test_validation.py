@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lineage.errors import DataError, StoppedError
 from tasks.best import Best
 from tasks.method import Adapter, Schedule, Validation
-from tasks.train import validating
+from tasks.train import fit as training_loop
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
 from tests.training import same, weights
@@ -26,9 +26,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def rising(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss on held-out rows rises by 10 a step, whatever is trained."""
-    measure = validating.held_out_loss
+    measure = training_loop.held_out_loss
     monkeypatch.setattr(
-        validating, "held_out_loss", lambda trainer, *given: measure(trainer, *given) + 10 * trainer.state.global_step
+        training_loop,
+        "held_out_loss",
+        lambda trainer, *given: measure(trainer, *given) + 10 * trainer.state.global_step,
     )
 
 
@@ -107,13 +109,13 @@ def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(r
 
 
 def test_best_and_validation_share_a_measurement(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, measure = [], validating.held_out_loss
+    steps, measure = [], training_loop.held_out_loss
 
     def counting(trainer, rows, ctx) -> float:
         steps.append(trainer.state.global_step)
         return measure(trainer, rows, ctx)
 
-    monkeypatch.setattr(validating, "held_out_loss", counting)
+    monkeypatch.setattr(training_loop, "held_out_loss", counting)
     ran = StageFolder(tmp_path, root)
     ran(training.method("sft", num_steps=7, validation=Validation(every_steps=3), best=Best(every_steps=2)))
     assert steps == list(ran.held_out()) == [2, 3, 4, 6, 7]

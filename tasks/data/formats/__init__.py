@@ -1,1 +1,1 @@
-"""The shapes in which users bring rows: told apart, converted into one form per kind, checked."""
+"""The formats of users' rows: detected, converted into one form per kind, checked."""

@@ -29,7 +29,7 @@ _NUM_WORDS = 13
 _TEMPLATE_ROWS = 10  # n-grams of more held-out rows are their template, such as a system prompt: GPT-3 has 10 too
 _ROWS_PER_READ = 256
 _HASHES_PER_READ = 100_000
-_FILTER_BITS = 26  # of a hash, by which most of those that are not sought are told without looking them up
+_FILTER_BITS = 26  # of a hash, by which most that are not searched for are skipped without a look-up
 _WHOLE, _GRAM, _PROMPT = range(3)  # what is hashed: all of a row, a part of it, what it asks
 _ZERO = np.zeros(1, dtype=np.uint64)
 _HASHES = pa.schema([("hash", pa.uint64()), ("row", pa.int64()), ("of", pa.uint8())])

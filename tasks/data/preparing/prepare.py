@@ -1,36 +1,47 @@
-"""What a data stage does, from a user's rows to files, numbers and a report."""
+"""What a data stage does, from a user's rows to files, numbers (lengths too) and a report."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import LABEL_NAMES
-from tasks.data.preparing import leakage, lengths, near_duplicates
+from tasks.data.batches import row_batches
+from tasks.data.kinds import LABEL_NAMES, kind_of_columns
+from tasks.data.preparing import leakage, near_duplicates
 from tasks.data.preparing.convert_rows import ConvertRows, Opened
 from tasks.data.preparing.database import open_database
-from tasks.data.preparing.decide import Arranged, Decided, arrange, decide
+from tasks.data.preparing.decide import Arranged, Decided, arrange, decide, draw_old, old_rows, read_old
 from tasks.data.preparing.leakage import NamedSet
 from tasks.data.preparing.near_duplicates import BANDS
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
-from tasks.data.preparing.replay import draw_old, old_rows, read_old
 from tasks.data.preparing.report import DataReport, Lengths, SourceReport, write_reports
 from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
 from tasks.data.preparing.staging import Rejects, StagedSource, Staging, settle_rejects, stage
 from tasks.data.preparing.write import SideFiles, placed_rows
+from tasks.data.schema import messages_of, texts_of, tools_of
+from tasks.data.tokens.template import Template
 from tasks.recipe import Input, Inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping[str, Opened] | None = None) -> Metrics:
     """Checks, names, splits and writes every row, replays old ones, and reports what became of them.
 
     Args:
-        opened: slot -> its source, of those that somebody looked into before.
+        opened: slot -> its source, where it was opened before.
     Raises:
         ConfigError: a mixture does not fit the slots.
         DataError: rows cannot be used, or one side has none; the report is written all the same.
@@ -199,9 +210,102 @@ def _labels(connection: DuckDBPyConnection, train: Path) -> dict[str, int]:
 def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
     """Of the rows of all files; None: there are none."""
     if tokenizer is None:
-        counted = lengths.byte_lengths(files)
+        counted = byte_lengths(files)
     else:
-        from tasks.train.models import load_tokenizer
+        from tasks.tokenizers import load_tokenizer
 
-        counted = lengths.token_lengths(files, load_tokenizer(tokenizer))
-    return lengths.measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
+        counted = token_lengths(files, load_tokenizer(tokenizer))
+    return measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
+
+
+MAX_COUNTED = 20_000  # rows whose tokens are counted: the 99th percentile is then known to a tenth of a percent
+
+_NUM_BINS = 40
+_WIDTHS = [digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5)]  # of a bin: borders that are easy to read
+_LONG_TAIL = 20  # times the median: a longer row makes equal bins useless
+_STEP = 64  # of a suggested length
+_ROWS_PER_READ = 1000
+_ROWS_AT_ONCE = 32  # twice as fast as a thousand
+
+
+def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> Lengths:
+    """What is worth knowing of the lengths of rows, in bytes of UTF-8 or in a tokenizer's tokens.
+
+    Packing is suggested where the mean row fills less than half of the suggested length.
+
+    Args:
+        lengths: of one row at least.
+    """
+    p50, p95, p99 = (int(value) for value in np.quantile(lengths, [0.5, 0.95, 0.99], method="inverted_cdf"))
+    edges = _edges(int(lengths.min()), p50, int(lengths.max()))
+    suggested = max(_STEP, -(-p95 // _STEP) * _STEP)
+    return Lengths(
+        unit="tokens" if tokenizer else "bytes",
+        tokenizer=tokenizer,
+        rows=len(lengths),
+        p50=p50,
+        p95=p95,
+        p99=p99,
+        max=int(lengths.max()),
+        edges=edges,
+        counts=np.histogram(lengths, edges)[0].tolist(),
+        suggested_max_length=suggested if tokenizer else None,
+        suggests_packing=bool(lengths.mean() < suggested / 2) if tokenizer else None,
+    )
+
+
+def _edges(shortest: int, median: int, longest: int) -> list[int]:
+    """Borders of bins of one width; of one ratio, where a few rows are far longer than the others."""
+    if longest > _LONG_TAIL * max(median, 1):
+        edges = np.geomspace(max(shortest, 1), longest + 1, _NUM_BINS + 1).astype(np.int64)
+        return sorted({min(shortest, 1), *edges.tolist()[1:-1], longest + 1})
+    width = next(width for width in _WIDTHS if width * (_NUM_BINS - 1) > longest - shortest)
+    return list(range(shortest // width * width, longest + width + 1, width))
+
+
+def byte_lengths(files: Sequence[Path]) -> npt.NDArray[np.int64]:
+    """Bytes of what is said in prepared rows."""
+    found = [pc.binary_length(texts_of(rows)) for file in files for rows in row_batches(file, _ROWS_PER_READ)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *map(np.asarray, found)])
+
+
+def token_lengths(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -> npt.NDArray[np.int64]:
+    """Tokens of prepared rows as they are trained on; of a pair with its longer answer.
+
+    Of many rows only about ``MAX_COUNTED`` are counted, chosen by their ids.
+
+    Raises:
+        DataError: the chat template refuses a row.
+    """
+    template = Template.of(tokenizer) if tokenizer.chat_template else None
+    lengths: list[int] = []
+    for rows in _sampled(files):
+        if template:
+            rendered = [_rendered(row, template) for row in rows.to_pylist()]
+        else:
+            rendered = [[text] for text in texts_of(rows).to_pylist()]
+        counted = tokenizer([text for texts in rendered for text in texts], add_special_tokens=False)
+        counts = map(len, counted["input_ids"])
+        lengths += [max(next(counts) for _ in texts) for texts in rendered]
+    return np.array(lengths, dtype=np.int64)
+
+
+def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    share = MAX_COUNTED / max(sum(pq.read_metadata(file).num_rows for file in files), 1)
+    for batch in (batch for file in files for batch in row_batches(file, _ROWS_PER_READ)):
+        if share < 1:
+            # Ids begin with a hash of the row in hexadecimal.
+            batch = batch.filter(pc.less(batch.column("row_id"), f"{int(share * 16**8):08x}"))
+        yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
+
+
+def _rendered(row: Mapping[str, object], template: Template) -> list[str]:
+    """The texts that are tokenized for a row: two of a pair, else one."""
+    kind = kind_of_columns(list(row))
+    if not kind.chat:
+        return [str(row[kind.asked])]
+    tools, row_id, asked = tools_of(row), str(row["row_id"]), messages_of(row[kind.asked])
+    if not kind.trained:
+        return template.render([asked], tools, row_id, prompt=True)
+    answers = [messages_of(row[name]) for name in kind.answers]
+    return template.render([[*asked, *answer] for answer in answers or [[]]], tools, row_id)

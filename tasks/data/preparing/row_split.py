@@ -1,4 +1,4 @@
-"""How rows are named and told apart, and the files of the sides that they are split into."""
+"""The identity of rows, and the files of the splits."""
 
 import hashlib
 import json

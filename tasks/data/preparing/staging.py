@@ -99,7 +99,7 @@ def stage(
     Args:
         convert: what is done to every row, whatever its source.
         workers: processes that do it, where there are more than a few rows.
-        opened: slot -> its source, of those that somebody looked into before.
+        opened: slot -> its source, where it was opened before.
     Raises:
         DataError: one has no rows, or rows of no format or of another kind than the stage's.
     """

@@ -159,7 +159,7 @@ def _files_below(directory: Path) -> list[PurePosixPath]:
 
 
 def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> list[PurePosixPath]:
-    """The files of a split, of all that lie below a place; what is of another split is told.
+    """The files of a split, of all that lie below a place; files of another split are logged.
 
     Raises:
         ConfigError: there is no such split.

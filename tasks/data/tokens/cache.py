@@ -16,16 +16,15 @@ from lineage.digest import DigestCache, digest_file, digest_files, digest_of
 from lineage.errors import DataError
 from lineage.fingerprint import canonical_json, short
 from lineage.model_files import TOKENIZER_FILES
-from tasks.chat_template import install_chat_template, template_text
+from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.data.batches import row_batches
-from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, RowKind, arrow_schema
+from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, RowKind, RowOutcome, arrow_schema
 from tasks.data.ordered_pool import ordered_map
 from tasks.data.preparing.row_split import TRAIN
-from tasks.data.tokens.account import MAX_NAMED, Account
 from tasks.data.tokens.packing import pack
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import REFUSED, RowOutcome, RowTokenizer, TokenPart
-from tasks.train.models import CHAT_TEMPLATE_FILE, tokenizer_of
+from tasks.data.tokens.tokenize_rows import MAX_NAMED, REFUSED, Account, RowTokenizer, TokenPart
+from tasks.tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -32,7 +32,7 @@ class Encoder(Protocol):
 
 
 def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """The fastest way to a tokenizer's tokens that tells where they stand."""
+    """The fastest encoding of a tokenizer that has offsets."""
     if not tokenizer.is_fast:
         return PrefixEncoder(tokenizer=tokenizer)
     from tokenizers import Tokenizer

@@ -1,6 +1,6 @@
 """Short rows together in examples of one length, and the models that can train on them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # Tested: in a pack, a row has the loss and the gradients that it has alone (tests/integration/test_packs.py).
@@ -9,7 +9,7 @@ PACKABLE = frozenset({
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
     "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
-_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention is not told of it
+_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not get it
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROWS_PER_SEARCH = 10_000  # best fits are looked for among so many
 
@@ -51,3 +51,11 @@ def why_not_packable(config: Mapping[str, object]) -> str | None:
     else:
         return None
     return f"on a model of type {found}, {why}"
+
+
+def rows_of(pack: Mapping[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    """The rows of a pack, whose lengths are its ``seq_lengths``."""
+    place = 0
+    for length in pack["seq_lengths"]:
+        yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
+        place += length

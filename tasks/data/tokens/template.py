@@ -131,7 +131,7 @@ class Template:
         Args:
             row_id: of the row that they are of, for messages.
             prompt: up to where the assistant begins to speak.
-            thinks: the assistant will think, which some templates must be told.
+            thinks: the assistant will think; some templates take it as an argument.
         Raises:
             DataError: the template refuses the messages.
             ConfigError: the template itself is wrong, or takes more time or memory than it may.
@@ -194,7 +194,7 @@ def _on_one_day(template: str) -> str:
     """A template that writes the same day for ever, where it writes today's date.
 
     Raises:
-        ConfigError: it cannot be told how it writes the date.
+        ConfigError: it is unknown how it writes the date.
     """
     if "strftime_now" not in template:
         return template
@@ -298,7 +298,7 @@ class StopTokens:
     def _stop(
         self, template: Template, ends: Sequence[str], messages: Sequence[Message], tools: Tools | None, row_id: str
     ) -> str:
-        """What a turn ends with behind its last word, up to the stop token; empty: no special token is told."""
+        """What a turn ends with behind its last word, up to the stop token; empty: no special token is known."""
         calls = bool(messages[-1].get("tool_calls"))
         within = calls and len(ends) == 1 and self._ends_each_call(template, ends[0].strip(), messages, tools, row_id)
         if len(ends) == 1 and not within:
@@ -306,7 +306,7 @@ class StopTokens:
         follows: Message = {"role": "tool" if calls else "user", "content": _PROBE}
         try:
             whole, history = template.render([messages, [*messages, follows]], tools, row_id)
-        except PipelineError:  # it refuses what follows: nothing more is told
+        except PipelineError:  # it refuses what follows: nothing more is known
             return "".join(ends[:1]).rstrip()
         if ends and not within:
             # Some templates write an end of the whole behind that of the turn, which history lacks.

@@ -1,12 +1,12 @@
-"""Rows to training examples: tokens, labels, the policy for long rows, and the outcome of each row."""
+"""Rows to training examples: tokens, labels, the policy for long rows, the outcome of each row, and their sums."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED, ROW_KINDS, Row
+from tasks.data.kinds import IGNORED, LABEL_NAMES, ROW_KINDS, Row, RowOutcome, TokenRow
 from tasks.data.schema import columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer, Turns
@@ -18,49 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tasks.recipe import Input
-
-
-@dataclass(kw_only=True)
-class RowOutcome:
-    """What happened to a row.
-
-    Args:
-        length: its tokens before anything was cut; of a pair, those of the longer answer with the prompt.
-        tokens, trained: tokens that a trainer reads, and those of them that get loss.
-        cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
-        dropped: the reason why it is not trained on, such as ``nothing_to_train``; None: it is.
-        label: of a single answer: whether it is desirable; None: rows of its kind have none.
-        stops: the tokens that end the assistant's turns.
-        num_examples: examples that it is trained as: several where its turns cannot be rendered in one text.
-    """
-
-    row_id: str
-    length: int
-    tokens: int = 0
-    trained: int = 0
-    cut: bool = False
-    prompt_cut: bool = False
-    dropped: str | None = None
-    label: bool | None = None
-    stops: set[int] = field(default_factory=set)
-    num_examples: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """A tokenized row.
-
-    Args:
-        columns: its tokens.
-        rest: further columns of a file of tokens of its kind, such as a label.
-        more: the tokens of further examples: of a conversation whose chat template renders earlier turns otherwise
-            than the last one.
-    """
-
-    outcome: RowOutcome
-    columns: dict[str, list[int]]
-    rest: Mapping[str, object] = field(default_factory=dict)
-    more: Sequence[dict[str, list[int]]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,3 +314,137 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase", policy: "Input")
     """Refuses a model that cannot render a conversation."""
     if tokenizer.chat_template is None:
         raise ConfigError(_NO_TEMPLATE.format(model=f"the model of {policy.name!r}"))
+
+
+MAX_NAMED = 20  # rows in one message; all of them are in the file of outcomes
+
+
+@dataclass(kw_only=True)
+class Named:
+    """Rows that something befell: how many, and the first of them."""
+
+    count: int = 0
+    row_ids: list[str] = field(default_factory=list)
+
+    def add(self, row_id: str) -> None:
+        self.count += 1
+        if len(self.row_ids) < MAX_NAMED:
+            self.row_ids.append(row_id)
+
+    def __str__(self) -> str:
+        more = self.count - len(self.row_ids)
+        return ",".join(self.row_ids) + (f" and {more} more" if more else "")
+
+
+@dataclass(kw_only=True)
+class Account:
+    """Of the rows that were made into tokens.
+
+    Args:
+        gets_loss: whether tokens are trained before anything is generated: not those of prompts.
+        num_rows: rows that came in.
+        num_examples: rows that are trained on; chunks, for text; packs, for packed rows.
+        num_tokens, num_trained: tokens that a trainer reads, and those of them that get loss.
+        cut, prompts_cut, dropped: rows that lost their end, the beginning of their prompt, and all; these by reason.
+        split: rows that are several examples, since the chat template renders earlier turns otherwise than the last.
+        stop_tokens: those that end the assistant's turns: what generation must stop at.
+        lengths: tokens of a row before anything was cut -> rows.
+        samples: texts of the first rows as they are trained, the trained part in ⟦ ⟧.
+        labels: of single answers: desirable and undesirable -> rows that are trained on.
+    """
+
+    gets_loss: bool = True
+
+    num_rows: int = 0
+    num_examples: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0
+    packed: bool = False
+    cut: Named = field(default_factory=Named)
+    prompts_cut: Named = field(default_factory=Named)
+    dropped: dict[str, Named] = field(default_factory=dict)
+    split: Named = field(default_factory=Named)
+    stop_tokens: list[int] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: RowOutcome) -> None:
+        """Counts a row."""
+        self.num_rows += 1
+        self.lengths[outcome.length] = self.lengths.get(outcome.length, 0) + 1
+        if outcome.cut:
+            self.cut.add(outcome.row_id)
+        if outcome.prompt_cut:
+            self.prompts_cut.add(outcome.row_id)
+        if outcome.num_examples > 1:
+            self.split.add(outcome.row_id)
+        self.stop_tokens = sorted({*self.stop_tokens, *outcome.stops})
+        if outcome.dropped:
+            self.dropped.setdefault(outcome.dropped, Named()).add(outcome.row_id)
+        else:
+            self.num_tokens += outcome.tokens
+            self.num_trained += outcome.trained
+            if outcome.label is not None:
+                name = LABEL_NAMES[outcome.label]
+                self.labels[name] = self.labels.get(name, 0) + 1
+
+    @property
+    def trained_percent(self) -> float:
+        return 100.0 * self.num_trained / max(self.num_tokens, 1)
+
+    @property
+    def length(self) -> int:
+        """Tokens of all rows, before anything was cut."""
+        return sum(length * count for length, count in self.lengths.items())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rows": float(self.num_rows),
+            "rows_cut": float(self.cut.count),
+            "rows_dropped": float(sum(named.count for named in self.dropped.values())),
+            **({"prompts_cut": float(self.prompts_cut.count)} if self.prompts_cut.count else {}),
+            **({"rows_split": float(self.split.count)} if self.split.count else {}),
+            **({"packs": float(self.num_examples)} if self.packed else {}),
+            **{f"{name}_rows": float(count) for name, count in sorted(self.labels.items())},
+            **(
+                {"trained_tokens_percent": self.trained_percent}
+                if self.gets_loss
+                else {"prompt_tokens": float(self.num_tokens)}
+            ),
+        }
+
+    @property
+    def quantiles(self) -> dict[str, int]:
+        """Lengths in tokens that so many percent of the rows do not exceed, and the longest."""
+        lengths = sorted(self.lengths.items())
+        found = {}
+        for percent in (50, 95, 99):
+            left = max(1, -(-percent * self.num_rows // 100))  # the row at that place, from the shortest on
+            for length, count in lengths:
+                left -= count
+                if left <= 0:
+                    found[f"p{percent}"] = length
+                    break
+        return {**found, "max": lengths[-1][0]} if lengths else {}
+
+    def to_json(self) -> str:
+        shown = {**asdict(self), **self.quantiles, "trained_tokens_percent": self.trained_percent}
+        return json.dumps(shown, indent=1, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Account":
+        fields = json.loads(text)
+        return Account(
+            **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
+            cut=Named(**fields["cut"]),
+            prompts_cut=Named(**fields["prompts_cut"]),
+            split=Named(**fields["split"]),
+            stop_tokens=fields["stop_tokens"],
+            dropped={reason: Named(**named) for reason, named in fields["dropped"].items()},
+            lengths={int(length): count for length, count in fields["lengths"].items()},
+            samples=fields["samples"],
+            labels=fields.get("labels", {}),  # accounts of text, conversations and pairs may be older
+            gets_loss=fields.get("gets_loss", True),
+        )

@@ -8,7 +8,7 @@ import pytest
 from flows import prefect_ends
 from flows.open_flows import OpenFlow
 from flows.prefect_ends import Ending
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def ending(tmp_path, monkeypatch) -> Ending:
     monkeypatch.setattr(prefect_ends, "_STOP_SECONDS", 0.05)
     ending = Ending(tmp_path, None, [])
     ending._flow_run = SimpleNamespace(state=SimpleNamespace(is_final=lambda: True))
-    ending._write(OpenFlow(flow_run="f", driver=Holder.here(), api=None))
+    ending._write(OpenFlow(flow_run="f", driver=Owner.here(), api=None))
     ending._error, ending._was_away = KeyboardInterrupt(), True
     return ending
 

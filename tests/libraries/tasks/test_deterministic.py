@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lineage.errors import PipelineError
-from tasks.train.run import deterministic_kernels
+from tasks.train.fit import deterministic_kernels
 
 
 def not_deterministic() -> torch.Tensor:

@@ -18,7 +18,8 @@ from lineage.model_source import OWN_TEMPLATES, TEMPLATE_TOKENS, template_famili
 from lineage.sources import Pinned, pin
 from tasks.chat_template import CHAT_TEMPLATES, CHATML, TOKENS
 from tasks.fetch_model import checked_config, fetch_model, model_json
-from tasks.train.models import copy_tokenizer, tokenizer_of, whole_model
+from tasks.tokenizers import tokenizer_of
+from tasks.train.models import copy_tokenizer, whole_model
 from tests.model_directories import edit
 from tests.tiny import write_tokenizer
 from tests.tiny_models import ARCHITECTURES, write_model

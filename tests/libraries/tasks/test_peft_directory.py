@@ -31,8 +31,9 @@ from lineage.peft_adapter import MERGED_TYPES
 from lineage.sources import Pinned, pin
 from tasks.data.examine import fetch_tokenizer
 from tasks.fetch_model import PARTS_FILE, fetch_model
+from tasks.tokenizers import tokenizer_of
 from tasks.train.adapter_files import base_and_adapters
-from tasks.train.models import tokenizer_of, whole_model
+from tasks.train.models import whole_model
 from tests.model_directories import edit, move_tokenizer, write_adapter
 from tests.tiny_models import ARCHITECTURES, write_model
 

@@ -7,8 +7,8 @@ import torch
 import tasks as methods
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train import fit as module
 from tasks.train import kernels
-from tasks.train import run as module
 
 
 def trainer(state, args):

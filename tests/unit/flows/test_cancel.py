@@ -10,21 +10,21 @@ import pytest
 from flows import cancel as module
 from flows.__main__ import main
 from flows.cancel import cancel, find_run
-from flows.progress.run_notes import RUN_VARIABLE, Links, RunNote, note_path
+from flows.progress.run_record import RUN_VARIABLE, Links, RunRecord, run_record_path
 from lineage.errors import ConfigError, PipelineError
-from lineage.holder import Holder
+from lineage.owner import Owner
 
 
 def note(run_id="20260101-000000-aaaa", **fields):
-    driver = fields.pop("driver", Holder.here())
-    return RunNote(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+    driver = fields.pop("driver", Owner.here())
+    return RunRecord(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
 
 
 @pytest.fixture
 def sleeper():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
-    yield replace(Holder.here(), pid=process.pid, started=started)
+    yield replace(Owner.here(), pid=process.pid, started=started)
     process.kill()
     process.wait()
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_none_is_refused(runs, tmp_path):
 
 
 def test_what_is_over_is_let_be(tmp_path):
-    ended, dead = note(outcome="failed"), note(driver=replace(Holder.here(), started=0.0))
+    ended, dead = note(outcome="failed"), note(driver=replace(Owner.here(), started=0.0))
     for each in (ended, dead):
         each.write(tmp_path)
         assert psutil.pid_exists(each.driver.pid)
@@ -86,7 +86,7 @@ def test_what_is_over_is_let_be(tmp_path):
 
 
 def test_what_a_killed_run_left_is_ended(tmp_path, left_behind):
-    dead = note(driver=replace(Holder.here(), started=0.0))
+    dead = note(driver=replace(Owner.here(), started=0.0))
     dead.write(tmp_path)
     said = cancel(dead, tmp_path)
     assert said.startswith(f"{dead.id} died before: ")
@@ -96,16 +96,16 @@ def test_what_a_killed_run_left_is_ended(tmp_path, left_behind):
 
 
 def test_what_another_run_has_started_is_let_be(tmp_path, left_behind):
-    dead = note("20260101-000000-bbbb", driver=replace(Holder.here(), started=0.0))
+    dead = note("20260101-000000-bbbb", driver=replace(Owner.here(), started=0.0))
     dead.write(tmp_path)
     assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
     assert left_behind.poll() is None
 
 
 def test_what_a_run_left_on_another_host_is_ended_there(tmp_path, left_behind):
-    dead = note(driver=replace(Holder.here(), host="elsewhere"))
+    dead = note(driver=replace(Owner.here(), host="elsewhere"))
     dead.write(tmp_path)
-    os.utime(note_path(tmp_path, dead.id), (0, 0))
+    os.utime(run_record_path(tmp_path, dead.id), (0, 0))
     assert cancel(dead, tmp_path).endswith(f"call posttrain cancel {dead.id} there to end what it may have left")
     assert left_behind.poll() is None
 
@@ -144,7 +144,7 @@ def test_what_does_not_end_in_time_is_told(tmp_path, sleeper, monkeypatch):
 def test_a_server_that_another_host_has_to_itself_is_asked_where_it_is_reached_from_here(url, monkeypatch):
     links = Links(prefect_api=url)
     assert module._api_of(note(links=links)) == url
-    elsewhere = note(links=links, driver=replace(Holder.here(), host="elsewhere"))
+    elsewhere = note(links=links, driver=replace(Owner.here(), host="elsewhere"))
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.team:4200/api")
     assert module._api_of(elsewhere) == "http://prefect.team:4200/api"
     monkeypatch.delenv("PREFECT_API_URL")
@@ -157,7 +157,7 @@ def test_a_server_that_another_host_has_to_itself_is_asked_where_it_is_reached_f
 
 
 def test_what_was_started_by_hand_elsewhere_is_ended_there(tmp_path):
-    running = note(driver=replace(Holder.here(), host="elsewhere"))
+    running = note(driver=replace(Owner.here(), host="elsewhere"))
     running.write(tmp_path)
     with pytest.raises(PipelineError, match=rf"runs on elsewhere .*call posttrain cancel {running.id} on that machine"):
         cancel(running, tmp_path)
@@ -183,7 +183,7 @@ def test_a_pid_of_another_boot_is_not_touched(tmp_path, sleeper):
     asked.write(tmp_path)
     with pytest.raises(PipelineError, match="on that machine"):
         cancel(asked, tmp_path)
-    os.utime(note_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
+    os.utime(run_record_path(tmp_path, asked.id), (0, 0))  # nothing was heard of it for long
     assert "died before" in cancel(asked, tmp_path)
     assert psutil.Process(sleeper.pid).is_running()
 

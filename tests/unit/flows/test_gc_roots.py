@@ -10,11 +10,11 @@ import pytest
 from flows import gc_roots
 from flows.declare.operation import Tracking
 from flows.gc_roots import add_present, find_roots
-from flows.progress.run_notes import RunNote, new_id
+from flows.progress.run_record import RunRecord, new_id
 from flows.sweep.folder import TrialResult
 from lineage.errors import ArtifactError, ConfigError
 from lineage.gc import TOKENS
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.promotions import Event, append
 from lineage.store import Store
 from tests.written_store import WrittenStore, node
@@ -41,8 +41,8 @@ def event(made, alias="champion", action="promote", **fields) -> Event:
 
 
 def run_of(written, pipeline="q", **fields):
-    run = RunNote(
-        id=new_id(), pipeline=pipeline, words=[], driver=Holder.here(), started=time.time(), stages={}, **fields
+    run = RunRecord(
+        id=new_id(), pipeline=pipeline, words=[], driver=Owner.here(), started=time.time(), stages={}, **fields
     )
     run.write(written.root)
 

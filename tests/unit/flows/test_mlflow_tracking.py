@@ -7,11 +7,11 @@ import pytest
 
 from flows import tracking as module
 from flows.declare.operation import Tracking
-from flows.progress.run_notes import RunNote, note_path
+from flows.progress.run_record import RunRecord, run_record_path
 from flows.tracking import make_tracker
 from lineage.errors import ConfigError
-from lineage.holder import Holder
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.owner import Owner
 from lineage.run_file import OpenRecord, open_records
 from lineage.tracker import Tracker
 
@@ -29,10 +29,10 @@ def test_a_wrong_address_is_told_before_anything_starts():
 
 
 def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(toy, tmp_path, monkeypatch):
-    elsewhere = replace(Holder.here(), host="elsewhere")
+    elsewhere = replace(Owner.here(), host="elsewhere")
     OpenRecord(tmp_path, elsewhere).write()
     [path] = open_records(tmp_path)
-    run = RunNote(id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={})
+    run = RunRecord(id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={})
     run.write(tmp_path)
     told = []
     monkeypatch.setattr(module, "refill", lambda uri, store, silent: told.append(list(silent)))
@@ -40,6 +40,6 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     pipeline = replace(toy().pipeline, store=tmp_path, tracking=tracked)
     module.complete_record(pipeline)
     assert told == [] and path.exists()
-    os.utime(note_path(tmp_path, run.id), (0, 0))
+    os.utime(run_record_path(tmp_path, run.id), (0, 0))
     module.complete_record(pipeline)
     assert told == [[elsewhere]] and not path.exists()

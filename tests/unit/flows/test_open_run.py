@@ -8,7 +8,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.open_run import Trials, note_before, open_run
 from flows.planning.plan import make_plan
-from flows.progress.run_notes import RUN_VARIABLE, note_path, read_note, run_ids
+from flows.progress.run_record import RUN_VARIABLE, read_run_record, run_ids, run_record_path
 from flows.rehearsal import scratch_plan
 from flows.reports.run import views
 from flows.reports.status import status_text
@@ -27,7 +27,7 @@ def plan(tmp_path):
 
 def the_note(plan):
     [run_id] = run_ids(plan.pipeline.store)
-    return read_note(note_path(plan.pipeline.store, run_id))
+    return read_run_record(run_record_path(plan.pipeline.store, run_id))
 
 
 @pytest.mark.parametrize("outer", [None, "another"])

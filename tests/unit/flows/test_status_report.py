@@ -5,11 +5,19 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, dashboard_file, new_id, note_path
+from flows.progress.run_record import (
+    Links,
+    RunRecord,
+    StageRecord,
+    SweepRecord,
+    dashboard_file,
+    new_id,
+    run_record_path,
+)
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
 from lineage.attempts import note_attempt
-from lineage.holder import Holder, host
+from lineage.owner import Owner, host
 from tests.sweeps import complete, ended
 
 
@@ -33,15 +41,15 @@ def live(store):
     directory = str(store / "dpo" / "0123456789abcdef")
     room = {"directory": directory, "since": now - 60, "workers": 2, "cpus": 4, "gpus": 1}
     stages = {
-        "corpus": StageNote(state="done", since=now, directory="", seconds=1.25),
-        "sft": StageNote(state="reused", since=now, directory=""),
-        "dpo": StageNote(state="running", total=13, **room),
-        "reward": StageNote(state="waiting", since=now, directory="", reason="2 CPUs"),
-        "evaluate": StageNote(state="pending", since=now, directory="", after=["sft", "dpo"]),
-        "extra": StageNote(state="failed", since=now, directory="", reason="no memory\nat all"),
+        "corpus": StageRecord(state="done", since=now, directory="", seconds=1.25),
+        "sft": StageRecord(state="reused", since=now, directory=""),
+        "dpo": StageRecord(state="running", total=13, **room),
+        "reward": StageRecord(state="waiting", since=now, directory="", reason="2 CPUs"),
+        "evaluate": StageRecord(state="pending", since=now, directory="", after=["sft", "dpo"]),
+        "extra": StageRecord(state="failed", since=now, directory="", reason="no memory\nat all"),
     }
-    note = RunNote(
-        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Holder.here(),
+    note = RunRecord(
+        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Owner.here(),
         started=now - 65, stages=stages,
     )  # fmt: skip
     note.write(store)
@@ -137,7 +145,7 @@ def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
 
 def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
     died(live).write(store)
-    os.utime(note_path(store, live.id), (0, time.time() - 1000))
+    os.utime(run_record_path(store, live.id), (0, time.time() - 1000))
     assert f"its driver on {host()} was killed in dpo; run" in text(store)
 
 
@@ -151,7 +159,7 @@ def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
     stopped(live).write(store)
     note_attempt(store / "dpo" / "0123456789abcdef", 2, "code", reached=3)
     (store / "dpo" / "0123456789abcdef" / "metrics.jsonl").write_text("")
-    note_path(store, live.id).unlink()
+    run_record_path(store, live.id).unlink()
     assert "      at step 3 of dpo; go on with: posttrain run" in text(store)
 
 
@@ -173,7 +181,7 @@ def test_a_rehearsal_that_died_is_taken_up_by_the_same_command_alone(store, live
 
 
 def test_the_last_runs_say_how_they_ended(store, live):
-    note_path(store, live.id).unlink()
+    run_record_path(store, live.id).unlink()
     ends = {
         "done": "", "failed": "stage dpo failed: no memory (log: x)", "refused": "gate g refuses dpo:\n  too bad",
         "stopped": "",
@@ -206,7 +214,7 @@ def test_what_has_not_begun_waits_for_nothing_once_its_run_is_over(store, live):
 
 
 def test_a_pruned_stage_is_no_failure(store, live):
-    pruned = StageNote(state="pruned", since=live.started, directory="", reason="pruned at step 3 of dpo#1")
+    pruned = StageRecord(state="pruned", since=live.started, directory="", reason="pruned at step 3 of dpo#1")
     replace(live, stages={"dpo#1": pruned}).write(store)
     assert "  dpo#1  pruned at step 3 of dpo#1" in text(store)
     [run] = status_dict(store, *views(store))["running"]
@@ -216,7 +224,7 @@ def test_a_pruned_stage_is_no_failure(store, live):
 def test_a_sweep_says_how_many_trials_ended(store, live):
     folder = store / "sweeps" / "toy-1234"
     folder.mkdir(parents=True)
-    sweep = SweepNote(folder=str(folder), own=["dpo", "evaluate"], trials=8)
+    sweep = SweepRecord(folder=str(folder), own=["dpo", "evaluate"], trials=8)
     replace(live, sweep=sweep).write(store)
     assert "cpt-sft-dpo  sweep toy-1234  runs since" in text(store)
     assert "  trials    0 of 8 ended; each makes dpo, evaluate" in text(store)

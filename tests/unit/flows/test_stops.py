@@ -11,7 +11,7 @@ import pytest
 
 from flows import stops
 from flows.stops import hearing_sigterm, stoppable
-from lineage.holder import host
+from lineage.owner import host
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

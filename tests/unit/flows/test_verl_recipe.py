@@ -11,7 +11,7 @@ from flows.verl.recipe import Places, Recipe, flat, verl_recipe
 from lineage.errors import ConfigError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.grpo import GRPO
+from tasks.grpo import GRPO, VARIANTS
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
@@ -19,7 +19,6 @@ from tasks.sft import SFT
 from tasks.train.adaptive import Adaptive
 from tasks.train.freeze import Freeze
 from tasks.train.generating import Generating, Sampling
-from tasks.train.grpo_losses import VARIANTS
 
 PLACES = Places(
     policy="/models/sft", train="/out/train.parquet", held_out="/out/held_out.parquet", rewards="/out/rewards.py"

@@ -11,8 +11,8 @@ import pytest
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
 from lineage.gc import AGE_SECONDS, TOKENS, delete, deleted, find, guard, size
-from lineage.holder import Holder
 from lineage.lock import Lock
+from lineage.owner import Owner
 from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.written_store import WrittenStore, node
@@ -157,7 +157,7 @@ def test_what_a_kill_left_beside_a_finished_output_goes_alone(written, made):
     before = digest_files(entry.path)
     for name in ("work", "checkpoints/step-3", "work.1234.gone"):
         (entry.path / name).mkdir(parents=True)
-    dead = Holder(host=Holder.here().host, pid=2**30, started=0.0, token="t")
+    dead = Owner(host=Owner.here().host, pid=2**30, started=0.0, token="t")
     (entry.path / "lock").write_text(json.dumps(vars(dead)))
     [garbage], _ = found(written, made)
     assert garbage.why.endswith("output: work, work.1234.gone, checkpoints")

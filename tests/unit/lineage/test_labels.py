@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from flows.promotion.promote import all_labels, require_commercial
 from lineage.errors import ArtifactError, GateError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import ancestry
 from lineage.graph.impact import impact
 from lineage.graph.index import Index
-from lineage.labels import all_labels, require_commercial
 from lineage.stated_labels import LABELS, Statement, record_labels, stated_labels
 from tests.written_store import WrittenStore, node
 

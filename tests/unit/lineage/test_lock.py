@@ -15,8 +15,8 @@ import pytest
 
 from lineage import lock as lock_module
 from lineage.errors import ArtifactError, StoppedError
-from lineage.holder import Holder
 from lineage.lock import Lock, acquire_or, not_locking, owner, require_owned
+from lineage.owner import Owner
 
 
 def test_a_second_contender_does_not_get_the_lock_and_nothing_is_left_of_it(tmp_path):
@@ -178,10 +178,10 @@ def test_mounts_on_which_hosts_do_not_see_each_other_s_locks(tmp_path, line, why
     ],
 )
 def test_which_process_of_this_host_is_dead(fields, dead):
-    assert replace(Holder.here(), **fields).is_dead(0.0) is dead
+    assert replace(Owner.here(), **fields).is_dead(0.0) is dead
 
 
 def test_a_clock_that_is_set_kills_no_process():
-    here = Holder.here()
+    here = Owner.here()
     assert here.booted is not None
     assert not replace(here, started=here.started - 3600, booted=here.booted - 3600).is_gone()

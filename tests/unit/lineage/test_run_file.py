@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.run_file import OpenRecord, is_left, open_records
 
-HERE = Holder.here()
+HERE = Owner.here()
 DEAD = replace(HERE, started=0.0)
 ELSEWHERE = replace(HERE, host="elsewhere")
 LATER = replace(ELSEWHERE, started=ELSEWHERE.started + 60)  # its pid was given again
@@ -17,7 +17,7 @@ SAID = replace(ELSEWHERE, token="another")  # as the note of its run has it
 
 @pytest.fixture
 def noted(tmp_path):
-    def note(holder: Holder):
+    def note(holder: Owner):
         OpenRecord(tmp_path, HERE).write()
         [path] = open_records(tmp_path)
         path.write_text(json.dumps(asdict(holder)))

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.kernels import check_kernels
+from flows.planning.checks import check_kernels
 from lineage.errors import ConfigError
 from tasks.method import Optimizer, Schedule
 from tasks.train import optimizers, schedules

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import HERMES
+from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import (
     Lengths,
     Pairs,
@@ -20,7 +21,6 @@ from tasks.evaluate.rows import (
     pair_tokens,
     prompt_tokens,
 )
-from tasks.evaluate.scoring import Answer
 from tasks.method import Input
 from tests import tiny
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tasks.evaluate import scoring
-from tasks.evaluate.scoring import Scored, greedy_answers, logps, rewards
+from tasks.evaluate.answers import greedy_answers
+from tasks.evaluate.scoring import Scored, logps, rewards
 from tests.tiny import sentence, write_policy
 from tests.tiny_models import ARCHITECTURES, tiny_config
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lineage.errors import ConfigError
-from tasks.train.models import tokenizer_of
+from tasks.tokenizers import tokenizer_of
 
 
 def test_json_that_is_no_tokenizer_is_named(tmp_path):

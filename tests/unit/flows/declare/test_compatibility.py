@@ -18,7 +18,8 @@ from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
-from tasks.train.compatibility import RULES, Case, Fields, Rule, assigned, refusals
+from tasks.train.compatibility import RULES, assigned, refusals
+from tasks.train.rule import Case, Fields, Rule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.planning.staleness import former_defaults, hyperparameters, write_examples
 from flows.reports.run import plan_table
-from flows.stages.data_checks import DataChecks
+from flows.stages.run import DataChecks
 from tasks.dpo import DPO
 from tasks.method import Adapter, Schedule
 from tasks.sft import SFT

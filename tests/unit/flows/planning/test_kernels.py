@@ -7,7 +7,7 @@ import pytest
 
 from flows import certify
 from flows.declare.config import load_pipeline
-from flows.planning import kernels
+from flows.planning import checks
 from flows.planning.plan import make_plan
 from lineage.errors import ConfigError
 from lineage.kind import kind_here
@@ -87,25 +87,25 @@ def test_compilation_on_a_cpu_needs_a_compiler(monkeypatch):
 )
 def test_a_package_that_is_not_installed_is_named_with_its_install_command(monkeypatch, override, package):
     pipeline = load_pipeline(["resources=gpu", override])
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     asked = override.replace("precision", "method.precision")
     with pytest.raises(ConfigError, match=rf"{asked}: the package {package} is not installed; install it .*, or set "):
         make_plan(pipeline)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
     make_plan(pipeline)
 
 
 @pytest.mark.parametrize(("capability", "is_refused"), [("9.0", False), ("8.9", False), ("8.6", True), ("12.0", False)])
 def test_fp8_needs_a_gpu_that_multiplies_in_it(monkeypatch, capability, is_refused):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
     listing = f"NVIDIA A40, {capability}\n"
-    monkeypatch.setattr(kernels.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listing))
+    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listing))
     pipeline = load_pipeline(["resources=gpu", "precision=fp8"])
     if not is_refused:
-        kernels.check_kernels(pipeline)
+        checks.check_kernels(pipeline)
         return
     with pytest.raises(ConfigError, match=r"precision=fp8: NVIDIA A40 has compute capability 8\.6, and 8\.9 "):
-        kernels.check_kernels(pipeline)
+        checks.check_kernels(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +165,17 @@ def test_fp16_on_a_gpu_is_planned():
 )
 def test_bf16_is_suggested_where_the_cpu_has_instructions_for_it(tmp_path, monkeypatch, flags, found):
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
-    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "cpuinfo")
     stages = load_pipeline(["stages.sft.method.precision=bf16", "stages.dpo.resources.gpus_per_worker=1"]).stages
     expected = [f"precision=bf16 would train cpt, reward faster: this CPU has {found} (docs/performance.md)"]
-    assert kernels.bf16_notes(stages) == (expected if found else [])
-    assert kernels.bf16_notes({"sft": stages["sft"], "evaluate": stages["evaluate"]}) == []
-    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "nothing")
-    assert kernels.bf16_notes(stages) == []
+    assert checks.bf16_notes(stages) == (expected if found else [])
+    assert checks.bf16_notes({"sft": stages["sft"], "evaluate": stages["evaluate"]}) == []
+    monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "nothing")
+    assert checks.bf16_notes(stages) == []
 
 
 def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
-    monkeypatch.setattr(kernels, "_CPU_FLAGS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "cpuinfo")
     document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
     assert any("this CPU has amx_bf16" in note for note in document["notes"])

@@ -7,11 +7,11 @@ import pytest
 
 from flows.__main__ import main
 from flows.progress import stage_log
-from flows.progress.run_notes import RunNote, StageNote, SweepNote, new_id
+from flows.progress.run_record import RunRecord, StageRecord, SweepRecord, new_id
 from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 from lineage.errors import ArtifactError, ConfigError
-from lineage.holder import Holder
 from lineage.lock import Lock
+from lineage.owner import Owner
 from lineage.store import Entry
 
 
@@ -29,10 +29,10 @@ def unfinished(store, stage, digits, log):
 
 
 def noted(store, title, entry, state="running", pipeline="toy", driver=None, sweep=None, **fields):
-    stage = StageNote(state=state, since=0.0, directory=str(entry.path if entry else ""), **fields)
+    stage = StageRecord(state=state, since=0.0, directory=str(entry.path if entry else ""), **fields)
     number = len(list(store.glob("runs/*")))
-    RunNote(
-        id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, words=[], driver=driver or Holder.here(), started=0.0,
+    RunRecord(
+        id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, words=[], driver=driver or Owner.here(), started=0.0,
         stages={title: stage}, sweep=sweep,
     ).write(store)  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_a_stage_that_has_not_begun_has_no_log(tmp_path):
 
 
 def test_a_stage_that_will_never_begin_has_no_log(tmp_path):
-    noted(tmp_path, "dpo", None, state="pending", driver=replace(Holder.here(), started=0.0))
+    noted(tmp_path, "dpo", None, state="pending", driver=replace(Owner.here(), started=0.0))
     for find in (stage_entry, begun_entry):
         with pytest.raises(ArtifactError, match=r"dpo has no log: the run .* was over before it began"):
             find("dpo", tmp_path)
@@ -83,11 +83,11 @@ def test_a_stage_that_will_never_begin_has_no_log(tmp_path):
 def test_following_waits_for_a_stage_to_begin(tmp_path, monkeypatch, ref):
     """Although an earlier attempt has left a log."""
     monkeypatch.setattr(stage_log, "_POLL_SECONDS", 0.01)
-    sweep = SweepNote(folder="", own=["dpo"], trials=2) if "#" in ref else None
+    sweep = SweepRecord(folder="", own=["dpo"], trials=2) if "#" in ref else None
     earlier = unfinished(tmp_path, "dpo", "0123456789abcdef", "")
     later = unfinished(tmp_path, "dpo", "fedcba9876543210", "")
     title = ref.rpartition("/")[2]
-    noted(tmp_path, title, earlier, driver=replace(Holder.here(), started=0.0))
+    noted(tmp_path, title, earlier, driver=replace(Owner.here(), started=0.0))
     noted(tmp_path, "sft" if sweep else title, earlier, state="pending", sweep=sweep)
     begins = threading.Timer(0.1, noted, (tmp_path, title, later))
     begins.start()
@@ -148,5 +148,5 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
 
 
 def test_nobody_follows_a_stage_whose_owner_is_dead(entry):
-    (entry.path / "lock").write_text(json.dumps(asdict(Holder.here())))
+    (entry.path / "lock").write_text(json.dumps(asdict(Owner.here())))
     assert list(follow_log(entry, None)) == ["one\n", "two\n"]

@@ -5,15 +5,15 @@ import os
 import pytest
 
 from flows.progress import waiting_note as module
-from flows.progress.run_notes import RunNote, note_path, read_note, run_ids
+from flows.progress.run_record import RunRecord, read_run_record, run_ids, run_record_path
 from flows.progress.waiting_note import WaitingNote
 
 OTHER = "another run of toy: daily"
 
 
-def the_note(store) -> RunNote:
+def the_note(store) -> RunRecord:
     (run_id,) = run_ids(store)
-    note = read_note(note_path(store, run_id))
+    note = read_run_record(run_record_path(store, run_id))
     assert note
     return note
 
@@ -39,7 +39,7 @@ def test_a_run_that_waits_is_noted_until_its_turn_comes(tmp_path, waiting):
 def test_a_wait_that_goes_on_is_written_only_as_a_heartbeat(tmp_path, waiting, monkeypatch):
     with waiting.open():
         waiting.waits_for(OTHER)
-        path = note_path(tmp_path, the_note(tmp_path).id)
+        path = run_record_path(tmp_path, the_note(tmp_path).id)
         os.utime(path, (0, 0))
         waiting.waits_for(OTHER)
         assert path.stat().st_mtime == 0

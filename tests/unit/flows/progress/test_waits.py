@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from flows.progress.run_notes import Links, RunNote, StageNote, SweepNote, is_to_begin, waits_for
-from lineage.holder import Holder
+from flows.progress.run_record import Links, RunRecord, StageRecord, SweepRecord, is_to_begin, waits_for
+from lineage.owner import Owner
 
-SWEEP = SweepNote(folder="s", own=["left"], trials=3)
+SWEEP = SweepRecord(folder="s", own=["left"], trials=3)
 
 
 def stage(state="pending", **fields):
-    return StageNote(state=state, since=0.0, directory="", **fields)
+    return StageRecord(state=state, since=0.0, directory="", **fields)
 
 
 def note(**fields):
     stages = fields.pop("stages", {}) | {"left": stage(after=["data", "model"])}
-    return RunNote(
-        id="r", pipeline="toy", words=[], driver=Holder.here(), started=0.0, stages=stages, links=Links(flow_run="f"),
+    return RunRecord(
+        id="r", pipeline="toy", words=[], driver=Owner.here(), started=0.0, stages=stages, links=Links(flow_run="f"),
         **fields,
     )  # fmt: skip
 

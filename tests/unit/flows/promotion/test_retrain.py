@@ -7,7 +7,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.promotion import retrain
-from flows.stages.given import require_new_rows
+from flows.stages.inputs import require_new_rows
 from lineage.errors import DataError, StageError
 from tests.unit.flows.declare.test_config import CONF
 from tests.unit.flows.planning.test_plan import finish

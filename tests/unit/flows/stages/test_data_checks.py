@@ -7,7 +7,7 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages.data_checks import DataChecks, check_job
+from flows.stages.run import DataChecks, check_job
 from lineage.errors import ArtifactError, LostError, StageError, StoppedError
 from tests.finished import finish
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from flows.progress.run_notes import RunNote, StageNote
+from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import ended_before
 from lineage.attempts import note_attempt
-from lineage.holder import Holder, host
+from lineage.owner import Owner, host
 from lineage.store import Store
 
-KILLED = replace(Holder.here(), pid=2**30)
+KILLED = replace(Owner.here(), pid=2**30)
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def entry(tmp_path):
 
 def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **fields) -> None:
     elsewhere = f"/mnt/{tmp_path.name}/sft/0123456789abcdef"  # as another host has it
-    stages = {"sft#3": StageNote(state=state, since=0.0, directory=elsewhere, reason=reason)}
+    stages = {"sft#3": StageRecord(state=state, since=0.0, directory=elsewhere, reason=reason)}
     fields = {"driver": KILLED, **fields}
-    RunNote(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
+    RunRecord(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **f
         ({"outcome": "stopped"}, f"its run on {host()} was stopped at step 17"),
         ({"outcome": "failed", "state": "failed", "reason": "stage sft failed: no\nmemory"}, "stage sft failed: no"),
         ({"state": "pending"}, ""),
-        ({"driver": Holder.here()}, ""),
+        ({"driver": Owner.here()}, ""),
     ],
     ids=["killed", "stopped", "failed", "never began", "lives"],
 )
@@ -51,7 +51,7 @@ def test_it_is_read_in_the_note_of_the_last_run_that_made_it(tmp_path, entry, fi
 def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_path, entry):
     note(tmp_path, "20260101-000000-aaaa", outcome="stopped")
     note(tmp_path, "20260102-000000-aaaa")
-    note(tmp_path, "20260103-000000-aaaa", driver=Holder.here())  # our own
+    note(tmp_path, "20260103-000000-aaaa", driver=Owner.here())  # our own
     assert "was killed" in ended_before(tmp_path, entry)
     (entry.path / "attempts.jsonl").unlink()
     assert ended_before(tmp_path, entry) == ""

@@ -9,7 +9,7 @@ from flows.stages import launch
 from flows.stages.job import CheckJob, Job
 from flows.stages.launch import HangWatch
 from tasks.context import Launcher, Resources
-from tasks.heartbeat import Alive, Doing
+from tasks.heartbeat import HeartbeatFile, Phase
 from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
 
@@ -49,8 +49,8 @@ def alone(job: Job) -> Job:
     return replace(job, resources=replace(job.resources, num_workers=1))
 
 
-def alive(job: Job, rank: int) -> Alive:
-    return Alive(job.directory / "work", rank, None)
+def alive(job: Job, rank: int) -> HeartbeatFile:
+    return HeartbeatFile(job.directory / "work", rank, None)
 
 
 def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
@@ -58,14 +58,14 @@ def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
     path.write_text(STACK.format(thread=thread, file=file))
 
 
-@pytest.mark.parametrize("doing", [Doing.SAVING, Doing.DONE])
+@pytest.mark.parametrize("doing", [Phase.SAVING, Phase.DONE])
 def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, doing):
     watch, rank = HangWatch(alone(job)), alive(job, 0)
-    rank.mark(None, Doing.FETCHING)
+    rank.mark(None, Phase.FETCHING)
     assert watch.hung() is None
     clock.now += 600
     for step in range(3):
-        rank.mark(step, Doing.BETWEEN)
+        rank.mark(step, Phase.BETWEEN)
         assert watch.hung() is None
         clock.now += 50
     rank.mark(3, doing)
@@ -76,7 +76,7 @@ def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time
 
 def test_a_worker_that_never_comes_to_its_first_step_is_hung(job, clock):
     watch, rank = HangWatch(alone(job)), alive(job, 0)
-    rank.mark(None, Doing.LOADING)
+    rank.mark(None, Phase.LOADING)
     write_stack(job, 0, threading.get_ident(), "/x/model.py")
     assert watch.hung() is None
     clock.now += 61
@@ -94,7 +94,7 @@ def test_a_worker_that_never_begins_is_hung(job, clock, monkeypatch, joined):
         clock.now += 1e5  # that cluster had no room
         assert watch.hung() is None
     for rank in (0, 2):
-        alive(job, rank).mark(None, Doing.LOADING)
+        alive(job, rank).mark(None, Phase.LOADING)
     watch.hung()
     clock.now += 121
     assert "failed: rank 1 hangs before its first step, starting: no progress for 121 s" in str(watch.hung())
@@ -107,7 +107,7 @@ def test_a_check_of_rows_may_take_its_time(job, clock):
 
 def test_the_worker_that_has_done_least_is_named(job, clock):
     watch = HangWatch(job)
-    for rank, (step, doing) in enumerate([(8, Doing.STEPPING), (8, Doing.BETWEEN), (9, Doing.BETWEEN)]):
+    for rank, (step, doing) in enumerate([(8, Phase.STEPPING), (8, Phase.BETWEEN), (9, Phase.BETWEEN)]):
         alive(job, rank).mark(step, doing)
     assert watch.hung() is None
     clock.now += 61
@@ -120,7 +120,7 @@ def test_the_worker_that_has_done_least_is_named(job, clock):
 def test_of_workers_in_the_same_step_one_that_waits_for_the_others_is_not_named(job, clock, monkeypatch):
     watch = HangWatch(job)
     for rank, file in enumerate(["/x/torch/distributed/c10d.py", "/x/model.py", "/x/torch/autograd/graph.py"]):
-        alive(job, rank).mark(8, Doing.STEPPING)
+        alive(job, rank).mark(8, Phase.STEPPING)
         write_stack(job, rank, threading.get_ident(), file)
     watch.hung()
     clock.now += 61
@@ -133,7 +133,7 @@ def test_of_workers_in_the_same_step_one_that_waits_for_the_others_is_not_named(
 )
 def test_where_there_is_no_limit_nobody_looks(job, clock, fields):
     watch = HangWatch(replace(job, resources=replace(job.resources, **fields)))
-    alive(job, 0).mark(None, Doing.LOADING)
+    alive(job, 0).mark(None, Phase.LOADING)
     assert watch.pause_seconds is None and watch.hung() is None
     clock.now += 1e6
     assert watch.hung() is None
@@ -149,8 +149,8 @@ def test_it_looks_often_enough_for_twice_the_limit_and_seldom_where_that_is_long
 
 
 def test_a_worker_that_stands_still_writes_its_stack(tmp_path):
-    rank = Alive(tmp_path, 0, 0.01)
-    rank.mark(1, Doing.STEPPING)
+    rank = HeartbeatFile(tmp_path, 0, 0.01)
+    rank.mark(1, Phase.STEPPING)
     path = Path(tmp_path / "alive" / "rank-0.stack")
     wait_until(lambda: "test_hang.py" in path.read_text(), "its stack is there", 20)
     rank.end()

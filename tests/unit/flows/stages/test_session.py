@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from flows.progress.run_notes import RUN_VARIABLE
+from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.stage_process import end_left_session
 from tests.command import wait_until
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tasks.evaluate import Evaluate
+from tasks.evaluate.answers import Answer
 from tasks.evaluate.measured import Measured, policy_scores
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 from tasks.evaluate.rows import Pairs, Prompt, Question, Rows, Unpaired
-from tasks.evaluate.scoring import Answer
 
 DOCS = Path(__file__).parents[4] / "docs" / "evaluation.md"
 

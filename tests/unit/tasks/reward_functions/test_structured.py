@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lineage.errors import DataError
-from tasks.reward_functions.structured import evaluated
+from tasks.reward_functions.built_in import evaluated
 from tests.unit.tasks.reward_functions.test_texts import LONG, score
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing import lengths
-from tasks.data.preparing.lengths import measure, token_lengths
+from tasks.data.preparing import prepare as preparation
+from tasks.data.preparing.prepare import measure, token_lengths
 
 
 def test_quantiles_are_lengths_that_rows_have():
@@ -126,7 +126,7 @@ def test_an_answer_is_counted_with_its_prompt_and_a_prompt_alone(tmp_path):
 
 
 def test_of_many_rows_a_sample_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths, "MAX_COUNTED", 100)
+    monkeypatch.setattr(preparation, "MAX_COUNTED", 100)
     generator = np.random.default_rng(0)
     rows = [{"row_id": f"{generator.integers(2**63):016x}", "text": "word " * 3} for _ in range(1000)]
     pq.write_table(pa.Table.from_pylist(rows, ROW_KINDS[Kind.TEXT].schema), tmp_path / "rows.parquet")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED
+from tasks.data.kinds import IGNORED, RowOutcome
 from tasks.data.tokens.tokenization import TooLong
-from tasks.data.tokens.tokenize_rows import RowOutcome, keep
+from tasks.data.tokens.tokenize_rows import keep
 from tasks.dpo import DPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT

@@ -17,9 +17,9 @@ from tasks.chat_template import CHATML, HERMES
 from tasks.data import batches
 from tasks.data.tokens import cache as module
 from tasks.data.tokens import cache as write_tokens
-from tasks.data.tokens.account import Account, Named
 from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import Account, Named
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 

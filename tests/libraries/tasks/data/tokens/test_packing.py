@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.data.tokens.packing import rows_of
 from tasks.dpo import DPO
 from tasks.method import Adapter
 from tasks.sft import SFT
-from tasks.train.padding_free import Example, rows_of
+from tasks.train.padding_free import Example
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import tokenized
 

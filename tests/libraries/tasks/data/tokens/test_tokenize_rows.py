@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED
+from tasks.data.kinds import IGNORED, TokenRow
 from tasks.data.tokens.cache import show
-from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template
+from tasks.data.tokens.tokenize_rows import require_chat_template
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from lineage.artifact import Kind
-from tasks.data.kinds import kind_of_columns
+from tasks.data.kinds import TokenRow, kind_of_columns
 from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
-from tasks.data.tokens.tokenize_rows import RowTokenizer, TokenRow
+from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.method import Input
 from tests import tiny
 

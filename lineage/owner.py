@@ -1,4 +1,4 @@
-"""Who holds something of a store, told from every other process: of this machine, of a container on it, of another."""
+"""The process that owns a lock or a run, as any other process sees it: here, in a container, on another machine."""
 
 import contextlib
 import os
@@ -9,21 +9,21 @@ from pathlib import Path
 
 import psutil
 
-HEARTBEAT_SECONDS = 5.0  # from one write of a run's note to the next
-# A holder that is not of this machine, and that nothing was heard of for this long, is taken for dead.
+HEARTBEAT_SECONDS = 5.0  # between two writes of a run record
+# Heartbeat timeout of an owner on another machine.
 EXPIRY_SECONDS = 60.0
-# By how much the clocks of two machines may differ. Only who asks once, and cannot watch, has to rely on them.
+# Largest difference between the clocks of two machines, for a check that cannot watch the heartbeat itself.
 SKEW_SECONDS = 240.0
-_SAME_SECONDS = 1.0  # by how much two looks at when a process started may differ
+_SAME_SECONDS = 1.0  # two readings of the start time of a process may differ by it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class Owner:
     """A process.
 
     Args:
-        started: when it did, in seconds since the epoch; tells it from a later process of the same pid.
-        booted: when its machine did, by the same clock: if that is set, both move; None: unknown.
+        started: its start, in seconds since the epoch; a later process may have the same pid.
+        booted: the boot of its machine, by the same clock: if the clock is set, both move; None: unknown.
         machine: this boot of it and the namespace of its pids; empty: unknown.
         token: of one lock, or one run.
     """
@@ -36,24 +36,24 @@ class Holder:
     machine: str = ""
 
     @staticmethod
-    def here() -> "Holder":
+    def here() -> "Owner":
         """This process, with a token that no other call gives."""
         process = psutil.Process()
-        return Holder(
+        return Owner(
             host=host(), pid=process.pid, started=process.create_time(), booted=psutil.boot_time(), machine=machine(),
             token=uuid.uuid4().hex,
         )  # fmt: skip
 
-    def is_process(self, other: "Holder") -> bool:
-        """Whether both are one process, by whatever token each was noted."""
+    def is_process(self, other: "Owner") -> bool:
+        """Whether both are one process; their tokens may differ."""
         return (self.host, self.pid) == (other.host, other.pid) and abs(self.started - other.started) <= _SAME_SECONDS
 
     def is_here(self) -> bool:
-        """Whether its pid is one that this process sees: containers may share a name, and have pids of their own."""
+        """Whether this process sees its pid: containers may share a host name, and have their own pids."""
         return self.host == host() and self.machine in ("", machine())
 
     def is_dead(self, silent_seconds: float) -> bool:
-        """Of a process of this machine the kernel knows; of another only its silence tells.
+        """The kernel knows the processes of this machine; for others the heartbeat timeout decides.
 
         Args:
             silent_seconds: since its last heartbeat, as this machine's clock and the store's have it.
@@ -79,7 +79,7 @@ def host() -> str:
 
 
 def machine() -> str:
-    """What tells it from others of its name, as containers are, and from itself before a restart; empty: unknown."""
+    """Tells this machine from others of its name (containers), and from itself before a reboot; empty: unknown."""
     found = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

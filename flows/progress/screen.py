@@ -17,18 +17,18 @@ from tasks.context import Metrics
 PLAIN_INTERVAL_SECONDS = 30.0
 
 
-class _Screen(Console):
-    """A console whose reader may go away: rich would end the process, and with it a stage that is running well."""
+class _Stream(Console):
+    """A console whose reader may close: rich would end the process, and with it the running stages."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
-class Board:
+class Screen:
     """Shows the run on a stream; every method may be called from any thread."""
 
     def __init__(self, stream: IO[str], names: list[str], plain: bool = False) -> None:
-        self._console = _Screen(file=stream, highlight=False)
+        self._console = _Stream(file=stream, highlight=False)
         self._is_live = self._console.is_terminal and not plain
         self._width = max(map(len, names), default=0)
         self._lock = threading.RLock()
@@ -37,7 +37,7 @@ class Board:
         self._done = threading.Event()
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render, transient=True)
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "Screen":
         if self._is_live:
             self._live.start()
         else:
@@ -91,7 +91,7 @@ class Board:
         self._say(name, text)
 
     def _say(self, name: str, text: str) -> None:
-        with self._lock, contextlib.suppress(OSError):  # whoever read this is gone; the run goes on
+        with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
             self._console.print(f"{name:<{self._width}}  {text}", markup=False, soft_wrap=True)
 
     def _render(self) -> Table:

@@ -2,7 +2,7 @@ import io
 import json
 import time
 
-from flows.progress.board import Board
+from flows.progress.screen import Screen
 
 
 class Terminal(io.StringIO):
@@ -22,16 +22,16 @@ def write_reports(path, *losses):
 
 def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
     stream = Terminal()
-    with Board(stream, ["dpo"]) as board:
-        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+    with Screen(stream, ["dpo"]) as screen:
+        screen.running("dpo", tmp_path / "metrics.jsonl", 10)
         write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
-        board._live.refresh()
+        screen._live.refresh()
         shown = stream.getvalue()
         assert "3/10" in shown
         assert "loss 0.500" in shown
         assert "1,234 tok/s" in shown
         assert "ETA" in shown
-        board.done("dpo", 1.5, {"loss": 0.4})
+        screen.done("dpo", 1.5, {"loss": 0.4})
         after = stream.getvalue()[len(shown) :]
         assert "done in 1.5 s  loss 0.400" in after
         assert "3/10" not in after
@@ -39,12 +39,12 @@ def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
 
 def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
-    with Board(stream, ["dpo", "reward"]) as board:
+    with Screen(stream, ["dpo", "reward"]) as screen:
         for _ in range(5):
-            board.waiting("dpo", "1 CPU")
-        board.running("dpo", tmp_path / "none", 10)
-        board.failed("dpo", "stage dpo failed: no memory\nsecond line")
-        board.pruned("reward", "pruned at step 3")
+            screen.waiting("dpo", "1 CPU")
+        screen.running("dpo", tmp_path / "none", 10)
+        screen.failed("dpo", "stage dpo failed: no memory\nsecond line")
+        screen.pruned("reward", "pruned at step 3")
     assert stream.getvalue().splitlines() == [
         "dpo     waits for 1 CPU",
         "dpo     started (10 steps)",
@@ -56,8 +56,8 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
 def test_a_stage_that_goes_on_says_from_where(tmp_path):
     stream = io.StringIO()
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
-    with Board(stream, ["dpo"]) as board:
-        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+    with Screen(stream, ["dpo"]) as screen:
+        screen.running("dpo", tmp_path / "metrics.jsonl", 10)
     assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
 
 
@@ -66,7 +66,7 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with Board(Closed(), ["dpo"]) as board:
-        board.running("dpo", tmp_path / "none", None)
-        board.done("dpo", 1.0, {})
-    assert not board._running
+    with Screen(Closed(), ["dpo"]) as screen:
+        screen.running("dpo", tmp_path / "none", None)
+        screen.done("dpo", 1.0, {})
+    assert not screen._running

@@ -7,13 +7,13 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
-from flows.stages.endings import asked, death, failed, left, memory_hint, memory_kills
+from flows.stages.exit_reasons import asked, death, failed, left, memory_hint, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.heartbeat import Alive, Doing
+from tasks.heartbeat import HeartbeatFile, Phase
 from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 
@@ -24,7 +24,7 @@ GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connec
 @pytest.fixture
 def job(tmp_path) -> Job:
     for rank in (0, 1):
-        Alive(tmp_path / "work", rank, None).mark(12 - rank, Doing.STEPPING)
+        HeartbeatFile(tmp_path / "work", rank, None).mark(12 - rank, Phase.STEPPING)
     return Job(stage="sft", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_the_loss_of_the_cluster_is_a_loss(cluster_job, monkeypatch):
 
 
 def test_a_process_that_a_signal_killed_is_lost_and_one_that_ended_by_itself_is_not(job, monkeypatch):
-    monkeypatch.setattr("flows.stages.endings.memory_kills", lambda: 3)
+    monkeypatch.setattr("flows.stages.exit_reasons.memory_kills", lambda: 3)
     killed = death(job, -signal.SIGKILL, None)
     assert killed.cause == f"rank 0 on {HERE} was killed by SIGKILL at step 12; out of memory?"
     assert "at step 12; out of memory?" in death(job, -signal.SIGKILL, 3).cause
@@ -119,7 +119,7 @@ def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
 def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
     loads = replace(job, directory=tmp_path / "other")
     for rank in (0, 1):
-        Alive(loads.directory / "work", rank, None).mark(None, Doing.LOADING)
+        HeartbeatFile(loads.directory / "work", rank, None).mark(None, Phase.LOADING)
     assert failed(loads, 0, DataError("no rows")).cause == "no rows"
     assert death(loads, -signal.SIGSEGV, None).cause == f"rank 0 on {HERE} was killed by SIGSEGV before its first step"
     assert failed(loads, 0, ValueError("x\ny")).cause == "ValueError: x"

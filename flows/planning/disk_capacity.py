@@ -1,20 +1,21 @@
-"""Whether the store has room for all that a plan is to train, as far as its models are known before it runs."""
+"""Whether the disk of the store has space for all that a plan trains, as far as its models are known before."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import Store
 from tasks.check_rows import POLICY
-from tasks.disk_need import model_shapes, percent_trained, require_room
+from tasks.disk_need import model_shapes, percent_trained, require_disk
 from tasks.method import Training
 
 
-def require_plan_room(plan: Plan, stages: Sequence[PlannedStage]) -> None:
+def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
     """Refuses what does not fit; a stage whose model is not known yet is looked at when it begins.
 
     Args:
@@ -27,7 +28,7 @@ def require_plan_room(plan: Plan, stages: Sequence[PlannedStage]) -> None:
     for planned in stages:
         method, resources = planned.stage.method, planned.stage.resources
         if isinstance(method, Training):
-            before += require_room(
+            before += require_disk(
                 planned.name, method, resources, _model(plan, planned), plan.entry(planned), before=before
             )  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""What a stage is given is what was planned and committed: checked before it starts, and for sources when it ends."""
+"""The inputs of a stage: those that were planned and committed, checked before it starts; sources also at its end."""
 
 from collections.abc import Mapping
 
 from flows.planning.model_checks import POLICY
-from flows.planning.plan import Plan, PlannedInput, PlannedStage
+from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import PlannedInput
 from flows.stages.job import JobInput
 from lineage.artifact import MODELS, SOURCE, Kind
 from lineage.digest import DigestCache
@@ -12,8 +13,8 @@ from lineage.manifest import InputRecord, Manifest
 from lineage.sources import pin
 
 
-def given_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
-    """The records of what a stage reads, once all that it depends on is seen to be what the plan took it for.
+def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The manifests of the inputs of a stage, after a check that sources, inputs and code are those of the plan.
 
     Raises:
         StageError: an input, a source or the code is not.
@@ -32,7 +33,9 @@ def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
         StageError: one is not.
     """
     parents = {}
-    promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    promoted = {
+        planned_input.name: planned_input.entry for planned_input in planned.inputs.values() if planned_input.entry
+    }
     stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
     for name, entry in {**stages, **promoted}.items():
         try:
@@ -59,18 +62,18 @@ def require_unchanged_sources(plan: Plan, planned: PlannedStage) -> None:
         StageError: one has changed or is gone.
     """
     digests = DigestCache(plan.pipeline.store / "digests.json")
-    for given in planned.inputs.values():
-        if given.entry or given.pinned is None:
+    for planned_input in planned.inputs.values():
+        if planned_input.entry or planned_input.pinned is None:
             continue
-        name = given.name.removeprefix(SOURCE)
+        name = planned_input.name.removeprefix(SOURCE)
         try:
-            same = pin(name, given.pinned.source, digests).fingerprint == given.fingerprint
+            same = pin(name, planned_input.pinned.source, digests).fingerprint == planned_input.fingerprint
         except (PipelineError, OSError):
             same = False
         if not same:
             raise StageError(
                 planned.name,
-                f"sources.{name}: {given.pinned.source.path} has changed since the plan was made; "
+                f"sources.{name}: {planned_input.pinned.source.path} has changed since the plan was made; "
                 "let it rest, and run again: the new bytes get a name of their own",
                 str(plan.entry(planned).logs),
             )
@@ -114,35 +117,43 @@ def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest
     """What fills its slots, for the process that runs it."""
     consumes = planned.stage.method.consumes
     return {
-        slot: job_input(plan, given, consumes[slot] if slot in consumes else consumes["*"], parents)
-        for slot, given in planned.inputs.items()
+        slot: job_input(plan, planned_input, consumes[slot] if slot in consumes else consumes["*"], parents)
+        for slot, planned_input in planned.inputs.items()
     }
 
 
 def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
     """What fills its slots, for its manifest."""
-    return {slot: _record(given, parents) for slot, given in planned.inputs.items()}
+    return {slot: _record(planned_input, parents) for slot, planned_input in planned.inputs.items()}
 
 
-def job_input(plan: Plan, given: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
+def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
     """What fills one slot."""
     return JobInput(
-        name=given.name, kind=kind, fingerprint=given.fingerprint, path=plan.path_of(given), source=given.source,
-        digest=_record(given, parents).digest, trusts_code=_trusts_code(plan, given),
-    )  # fmt: skip
+        name=planned_input.name,
+        kind=kind,
+        fingerprint=planned_input.fingerprint,
+        path=plan.path_of(planned_input),
+        source=planned_input.source,
+        digest=_record(planned_input, parents).digest,
+        trusts_code=_trusts_code(plan, planned_input),
+    )
 
 
-def _trusts_code(plan: Plan, given: PlannedInput) -> bool:
+def _trusts_code(plan: Plan, planned_input: PlannedInput) -> bool:
     """Whether a policy comes from a source that lets the model's own code run."""
-    if given.source is not None:
-        return given.source.trust_remote_code
-    policy = plan.stage(given.name).inputs.get(POLICY)
+    if planned_input.source is not None:
+        return planned_input.source.trust_remote_code
+    policy = plan.stage(planned_input.name).inputs.get(POLICY)
     return policy is not None and _trusts_code(plan, policy)
 
 
-def _record(given: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
-    pinned = given.pinned
-    digest = pinned.digest if pinned else parents[given.name].output_digest
+def _record(planned_input: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = planned_input.pinned
+    digest = pinned.digest if pinned else parents[planned_input.name].output_digest
     return InputRecord(
-        artifact=given.name, fingerprint=given.fingerprint, digest=digest, source=pinned.record if pinned else None
+        artifact=planned_input.name,
+        fingerprint=planned_input.fingerprint,
+        digest=digest,
+        source=pinned.record if pinned else None,
     )

@@ -1,4 +1,4 @@
-"""The notes of runs, ``<store>/runs/<id>.json``: what a run is doing, readable by any process and after its death."""
+"""The run record, ``<store>/runs/<id>.json``: the state of a run, for any process, also after the run was killed."""
 
 import json
 import secrets
@@ -11,22 +11,22 @@ from typing import Literal
 
 from lineage.errors import StoppedError
 from lineage.files import atomic_write
-from lineage.holder import EXPIRY_SECONDS, SKEW_SECONDS, Holder
+from lineage.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
 
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 _FOLDER = "runs"
-_LOOKED_AT = 50  # notes that are read beside those that were touched just now
+_CHECKED = 50  # records that are read beside those that were written just now
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageNote:
-    """What a run says of one of its stages.
+class StageRecord:
+    """The state of one stage in a run.
 
     Args:
-        reason: for what it waits, or why it failed or was pruned.
+        reason: what it waits for, or why it failed or was pruned.
         after: names of the stages of this run that come before it.
         since: when this state began, in seconds since the epoch.
         directory: of the stage in the store.
@@ -68,7 +68,7 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepNote:
+class SweepRecord:
     """What makes a run a sweep.
 
     Args:
@@ -83,58 +83,58 @@ class SweepNote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunNote:
+class RunRecord:
     """One run.
 
     Args:
         words: the options and overrides of its command.
         driver: the process that runs it.
-        stages: title -> what it is doing.
-        waits_for: what has to be over before it makes its plan; empty: it has one.
-        outcome: None: it has not ended, or died before it could say so.
+        stages: title -> its state.
+        waits_for: the run that must end before it makes its plan; empty: it has one.
+        outcome: None: it has not ended, or was killed before it could write one.
         cause: of a failure, or of a gate's refusal.
         sweep: None: it is none.
         in_flow: whether a flow run of Prefect is to order its stages.
-        said: what it last told whoever looks on: whom it waits for, a trial that failed.
+        said: its last message: what it waits for, a trial that failed.
         reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
-        command: of ``posttrain``; those other than ``run`` begin again where they were cut off.
+        command: of ``posttrain``; those other than ``run`` restart after a kill.
     """
 
     id: str
     pipeline: str
     words: list[str]
-    driver: Holder
+    driver: Owner
     started: float
-    stages: Mapping[str, StageNote]
+    stages: Mapping[str, StageRecord]
     waits_for: str = ""
     links: Links = field(default_factory=Links)
     ended: float | None = None
     outcome: Outcome | None = None
     cause: str = ""
-    sweep: SweepNote | None = None
+    sweep: SweepRecord | None = None
     in_flow: bool = True
     said: str = ""
     reads: Sequence[str] = field(default_factory=list)
     command: str = "run"
 
     def write(self, store: Path) -> None:
-        atomic_write(note_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")
+        atomic_write(run_record_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")
 
     def is_dead(self, store: Path) -> bool:
-        """Whether its driver is gone, which says nothing of how it ended."""
+        """Whether its driver is gone, however the run ended."""
         try:
-            silent = time.time() - note_path(store, self.id).stat().st_mtime
+            silent = time.time() - run_record_path(store, self.id).stat().st_mtime
         except OSError:
             silent = float("inf")
         return self.driver.is_dead(silent)
 
     def is_live(self, store: Path) -> bool:
-        """Whether it is under way, as far as is heard: of a driver of another machine, up to five minutes late."""
+        """Whether it runs; of a driver on another machine this is known up to five minutes late."""
         return self.outcome is None and not self.is_dead(store)
 
 
 def end_of(error: BaseException) -> tuple[Outcome, str]:
-    """How a run ended that an error has left, and the cause."""
+    """The outcome of a run that raised an error, and the cause."""
     if not isinstance(error, Exception) or isinstance(error, StoppedError):
         return "stopped", ""
     return "failed", str(error) or type(error).__name__
@@ -145,49 +145,51 @@ def new_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
-def note_path(store: Path, run_id: str) -> Path:
-    """Where the note of a run lies."""
+def run_record_path(store: Path, run_id: str) -> Path:
+    """The file of a run's record."""
     return store / _FOLDER / f"{run_id}.json"
 
 
-def read_note(path: Path) -> RunNote | None:
-    """None: it is gone, or no note of this version."""
+def read_run_record(path: Path) -> RunRecord | None:
+    """None: there is no file, or it is not a record of this version."""
     try:
         fields = json.loads(path.read_text())
-        stages = {title: StageNote(**stage) for title, stage in fields.pop("stages").items()}
-        driver, links = Holder(**fields.pop("driver")), Links(**fields.pop("links"))
+        stages = {title: StageRecord(**stage) for title, stage in fields.pop("stages").items()}
+        driver, links = Owner(**fields.pop("driver")), Links(**fields.pop("links"))
         sweep = fields.pop("sweep", None)
-        return RunNote(**fields, stages=stages, driver=driver, links=links, sweep=SweepNote(**sweep) if sweep else None)
+        return RunRecord(
+            **fields, stages=stages, driver=driver, links=links, sweep=SweepRecord(**sweep) if sweep else None
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def run_ids(store: Path) -> list[str]:
-    """Of every run that left a note, newest first."""
+    """Of every run that has a record, newest first."""
     return sorted((path.stem for path in (store / _FOLDER).glob("*.json")), reverse=True)
 
 
-def latest(store: Path) -> Iterator[RunNote]:
-    """The notes of what may still run, and of the last runs; newest first."""
+def latest(store: Path) -> Iterator[RunRecord]:
+    """The records of runs that may be live, and of the last runs; newest first."""
     now = time.time()
     for index, run_id in enumerate(run_ids(store)):
-        path = note_path(store, run_id)
-        if index < _LOOKED_AT or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
-            note = read_note(path)
-            if note:
-                yield note
+        path = run_record_path(store, run_id)
+        if index < _CHECKED or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
+            record = read_run_record(path)
+            if record:
+                yield record
 
 
-def silent_drivers(store: Path) -> list[Holder]:
-    """The processes of other machines that run nothing any more, as far as is heard."""
-    elsewhere = [note for note in latest(store) if not note.driver.is_here()]
-    heard = [note.driver for note in elsewhere if not note.is_dead(store)]
-    silent = [note.driver for note in elsewhere if note.is_dead(store)]
-    return [each for each in silent if not any(each.is_process(other) for other in heard)]
+def silent_drivers(store: Path) -> list[Owner]:
+    """Drivers on other machines whose heartbeats timed out."""
+    elsewhere = [record for record in latest(store) if not record.driver.is_here()]
+    live = [record.driver for record in elsewhere if not record.is_dead(store)]
+    silent = [record.driver for record in elsewhere if record.is_dead(store)]
+    return [each for each in silent if not any(each.is_process(other) for other in live)]
 
 
 def dashboard_file(directory: Path) -> Path:
-    """Where a stage on Ray workers writes the address of Ray's dashboard, if it has one, while it runs."""
+    """The file with the address of Ray's dashboard, while a stage runs on Ray workers and has one."""
     return directory / "work" / "ray-dashboard.txt"
 
 
@@ -198,34 +200,34 @@ def _age(path: Path, now: float) -> float:
         return float("inf")
 
 
-def is_to_begin(title: str, note: RunNote) -> bool:
-    """Whether a run has yet to begin a stage, of a sweep also one of a trial that is yet to come."""
-    if title in note.stages:
-        return note.stages[title].state == "pending"
+def is_to_begin(title: str, record: RunRecord) -> bool:
+    """Whether a run has yet to start a stage; of a sweep also one of a later trial."""
+    if title in record.stages:
+        return record.stages[title].state == "pending"
     name, _, number = title.partition("#")
-    sweep = note.sweep
+    sweep = record.sweep
     if sweep is None or name not in sweep.own or not number.isdecimal():
         return False
     return sweep.trials is None or int(number) < sweep.trials
 
 
-def waits_for(title: str, note: RunNote) -> str:
-    """For what a stage of a run under way waits; empty: for nothing, or that is not known yet."""
-    stage = note.stages.get(title)
+def waits_for(title: str, record: RunRecord) -> str:
+    """What a stage of a live run waits for; empty: nothing, or not known yet."""
+    stage = record.stages.get(title)
     if stage is None or stage.state not in ("pending", "waiting"):
         return ""
     if stage.state == "waiting":
         return stage.reason
-    before = [name for name in stage.after if not _is_made(name, note)]
+    before = [name for name in stage.after if not _is_made(name, record)]
     if before:
         return ", ".join(before)
-    if note.in_flow and note.links.flow_run is None:
+    if record.in_flow and record.links.flow_run is None:
         return "Prefect"
-    return "a slot" if note.sweep else "its turn"
+    return "a slot" if record.sweep else "its turn"
 
 
-def _is_made(name: str, note: RunNote) -> bool:
-    states = (stage.state for title, stage in note.stages.items() if title.partition("#")[0] == name)
+def _is_made(name: str, record: RunRecord) -> bool:
+    states = (stage.state for title, stage in record.stages.items() if title.partition("#")[0] == name)
     return any(state in ("done", "reused") for state in states)
 
 

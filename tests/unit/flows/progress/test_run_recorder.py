@@ -12,13 +12,12 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning import reads
 from flows.planning.plan import make_plan
-from flows.progress import journal as journal_module
-from flows.progress import run_notes
-from flows.progress.journal import Journal
-from flows.progress.run_notes import RunNote, SweepNote, latest, new_id, note_path, read_note, run_ids
+from flows.progress import observer, run_record
+from flows.progress.observer import RunRecorder
+from flows.progress.run_record import RunRecord, SweepRecord, latest, new_id, read_run_record, run_ids, run_record_path
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
-from lineage.holder import Holder
+from lineage.owner import Owner
 from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import finish
@@ -43,19 +42,19 @@ def plan(tmp_path):
 
 
 @pytest.fixture
-def journal(plan):
-    return Journal(plan, ["pipeline=toy"], Recorded(), plan.stale)
+def record(plan):
+    return RunRecorder(plan, ["pipeline=toy"], Recorded(), plan.stale)
 
 
-def the_note(plan) -> RunNote:
+def the_note(plan) -> RunRecord:
     (run_id,) = run_ids(plan.pipeline.store)
-    note = read_note(note_path(plan.pipeline.store, run_id))
+    note = read_run_record(run_record_path(plan.pipeline.store, run_id))
     assert note
     return note
 
 
-def test_a_run_shows_its_stages_before_they_begin(plan, journal):
-    with journal.open():
+def test_a_run_shows_its_stages_before_they_begin(plan, record):
+    with record.open():
         note = the_note(plan)
     assert (note.pipeline, note.words, note.outcome) == ("toy", ["pipeline=toy"], None)
     assert note.driver.pid == os.getpid()
@@ -65,19 +64,19 @@ def test_a_run_shows_its_stages_before_they_begin(plan, journal):
     assert (note.stages["right"].workers, note.stages["right"].cpus, note.stages["left"].cpus) == (2, 2, 1)
 
 
-def test_every_change_is_written(plan, journal):
-    with journal.open():
-        journal.waiting("left", "1 CPU")
+def test_every_change_is_written(plan, record):
+    with record.open():
+        record.waiting("left", "1 CPU")
         wait_until(lambda: the_note(plan).stages["left"].state == "waiting", "waits", seconds=5)
         metrics = plan.entry(plan.stage("left")).metrics
-        journal.running("left", metrics, 10)
+        record.running("left", metrics, 10)
         wait_until(lambda: the_note(plan).stages["left"].state == "running", "runs", seconds=5)
         assert the_note(plan).stages["left"].total == 10
         assert Path(the_note(plan).stages["left"].directory) == metrics.parent
-        journal.done("left", 1.5, {})
-        journal.reused("data")
-        journal.failed("right", "no memory")
-        journal.announce("\nmay this model be promoted?\n")
+        record.done("left", 1.5, {})
+        record.reused("data")
+        record.failed("right", "no memory")
+        record.announce("\nmay this model be promoted?\n")
     note = the_note(plan)
     assert {title: stage.state for title, stage in note.stages.items()} == {
         "data": "reused", "model": "pending", "left": "done", "right": "failed",
@@ -88,10 +87,10 @@ def test_every_change_is_written(plan, journal):
     assert note.ended
 
 
-def test_a_run_whose_stages_are_made_is_done_and_a_pruned_trial_is_no_failure(plan, journal):
-    with journal.open():
-        journal.done("left", 1.5, {})
-        journal.pruned("right#2", "step 3: others do better")
+def test_a_run_whose_stages_are_made_is_done_and_a_pruned_trial_is_no_failure(plan, record):
+    with record.open():
+        record.done("left", 1.5, {})
+        record.pruned("right#2", "step 3: others do better")
     assert the_note(plan).outcome == "done"
     assert the_note(plan).stages["right#2"].state == "pruned"
 
@@ -100,38 +99,38 @@ def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
     extra = replace(plan.stage("data"), name="extra")
     pipeline = replace(plan.pipeline, stages={"extra": extra.stage, **plan.pipeline.stages})
     wide = replace(plan, pipeline=pipeline, stages=[extra, *plan.stages])
-    with Journal(wide, [], Recorded(), wide.stale).open():
+    with RunRecorder(wide, [], Recorded(), wide.stale).open():
         assert the_note(plan).stages["model"].after == ["extra", "data"]
 
 
 def test_what_is_reused_is_waited_for_by_nobody(plan):
-    with Journal(plan, [], Recorded(), [plan.stage("model")]).open():
+    with RunRecorder(plan, [], Recorded(), [plan.stage("model")]).open():
         assert the_note(plan).stages["model"].after == []
 
 
 def test_a_sweep_shows_which_stages_are_shared_and_is_judged_by_no_gate(plan, monkeypatch):
     refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
-    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
-    sweep = SweepNote(folder=str(plan.pipeline.store / "sweeps" / "s"), own=["left", "right"], trials=3)
-    with Journal(plan, [], Recorded(), [*plan.stale, plan.stage("left")], sweep).open():
+    monkeypatch.setattr(observer, "judgements", lambda made: [refusal])
+    sweep = SweepRecord(folder=str(plan.pipeline.store / "sweeps" / "s"), own=["left", "right"], trials=3)
+    with RunRecorder(plan, [], Recorded(), [*plan.stale, plan.stage("left")], sweep).open():
         assert list(the_note(plan).stages) == ["data", "model"]
     assert (the_note(plan).outcome, the_note(plan).sweep) == ("done", sweep)
 
 
-def test_a_run_whose_gate_refuses_says_so(plan, journal, monkeypatch):
+def test_a_run_whose_gate_refuses_says_so(plan, record, monkeypatch):
     refusal = SimpleNamespace(refusal=lambda: "gate refuses left")
-    monkeypatch.setattr(journal_module, "judgements", lambda made: [refusal])
-    with journal.open():
+    monkeypatch.setattr(observer, "judgements", lambda made: [refusal])
+    with record.open():
         pass
     assert (the_note(plan).outcome, the_note(plan).cause) == ("refused", "gate refuses left")
 
 
-def test_a_wait_that_goes_on_is_no_change(journal):
-    with journal.open():
-        journal.waiting("left", "1 CPU")
-        before = journal._note
-        journal.waiting("left", "1 CPU")
-        assert journal._note.stages is before.stages
+def test_a_wait_that_goes_on_is_no_change(record):
+    with record.open():
+        record.waiting("left", "1 CPU")
+        before = record._note
+        record.waiting("left", "1 CPU")
+        assert record._note.stages is before.stages
 
 
 @pytest.mark.parametrize(
@@ -143,73 +142,75 @@ def test_a_wait_that_goes_on_is_no_change(journal):
         (ValueError(), "failed", "ValueError"),
     ],
 )
-def test_the_end_is_what_leaves_the_context(plan, journal, error, outcome, cause):
-    with pytest.raises(type(error)), journal.open():
+def test_the_end_is_what_leaves_the_context(plan, record, error, outcome, cause):
+    with pytest.raises(type(error)), record.open():
         raise error
     assert (the_note(plan).outcome, the_note(plan).cause) == (outcome, cause)
 
 
 def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
     tracker = Recorded()
-    with Journal(plan, [], tracker, plan.stale).open():
+    with RunRecorder(plan, [], tracker, plan.stale).open():
         assert the_note(plan).links.mlflow_run is None
         tracker.run_id = "abc"
     assert the_note(plan).links.mlflow_run == "abc"
     assert the_note(plan).links.mlflow.startswith("sqlite:///")
 
 
-def test_a_trial_of_a_sweep_goes_by_its_title(plan, journal):
-    with journal.open():
-        journal.waiting("left#4", "1 CPU")
+def test_a_trial_of_a_sweep_goes_by_its_title(plan, record):
+    with record.open():
+        record.waiting("left#4", "1 CPU")
     note = the_note(plan).stages["left#4"]
     assert (note.state, note.cpus, note.directory) == ("waiting", 1, "")
 
 
-def test_no_older_note_is_written_over_a_newer_one(plan, journal, monkeypatch):
-    writing = journal._writing
+def test_no_older_note_is_written_over_a_newer_one(plan, record, monkeypatch):
+    writing = record._writing
 
     class Overtaken:
         """The lock of the writers, before which another one was faster."""
 
         def __enter__(self):
-            monkeypatch.setattr(journal, "_writing", writing)
-            journal.reused("data")
-            journal._write()
+            monkeypatch.setattr(record, "_writing", writing)
+            record.reused("data")
+            record._write()
             writing.acquire()
 
         def __exit__(self, *_):
             writing.release()
 
-    monkeypatch.setattr(journal, "_writing", Overtaken())
-    journal._write()
+    monkeypatch.setattr(record, "_writing", Overtaken())
+    record._write()
     assert the_note(plan).stages["data"].state == "reused"
 
 
-def test_a_store_that_cannot_be_written_stops_no_run(plan, journal):
+def test_a_store_that_cannot_be_written_stops_no_run(plan, record):
     store = plan.pipeline.store
     store.mkdir()
     (store / "runs").write_text("in the way")
-    with journal.open():
-        journal.running("left", store / "metrics.jsonl", None)
+    with record.open():
+        record.running("left", store / "metrics.jsonl", None)
     assert (store / "runs").read_text() == "in the way"
 
 
 def note_of(pid=1, started=0.0, host="elsewhere", **fields):
-    driver = Holder(host=host, pid=pid, started=started, token="")
-    return RunNote(id=new_id(), pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+    driver = Owner(host=host, pid=pid, started=started, token="")
+    return RunRecord(id=new_id(), pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
 
 
 def test_a_run_of_another_host_dies_by_silence(tmp_path):
     note = note_of()
     note.write(tmp_path)
     assert note.is_live(tmp_path)
-    os.utime(note_path(tmp_path, note.id), (0, time.time() - run_notes.EXPIRY_SECONDS - run_notes.SKEW_SECONDS - 1))
+    os.utime(
+        run_record_path(tmp_path, note.id), (0, time.time() - run_record.EXPIRY_SECONDS - run_record.SKEW_SECONDS - 1)
+    )
     assert note.is_dead(tmp_path)
     assert not replace(note, outcome="done").is_live(tmp_path)
 
 
 def test_a_pid_that_another_process_has_now_is_no_driver(tmp_path):
-    here = Holder.here()
+    here = Owner.here()
     alive, other = note_of(here.pid, here.started, here.host), note_of(here.pid, here.started - 100, here.host)
     for note in (alive, other):
         note.write(tmp_path)
@@ -225,12 +226,12 @@ def test_a_broken_note_hides_no_other(tmp_path):
 
 
 def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_notes, "_LOOKED_AT", 2)
+    monkeypatch.setattr(run_record, "_CHECKED", 2)
     notes = [replace(note_of(), id=f"2026010{day}-000000-0000", outcome="done") for day in range(1, 7)]
     for index, note in enumerate(notes):
         note.write(tmp_path)
         if index != 1:
-            os.utime(note_path(tmp_path, note.id), (0, 0))
+            os.utime(run_record_path(tmp_path, note.id), (0, 0))
     assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
 
 
@@ -238,41 +239,41 @@ def test_what_is_freed_before_a_run_has_noted_it_ends_the_run_at_its_begin(plan)
     finish(plan, "data")
     again = make_plan(plan.pipeline)
     shutil.rmtree(again.entry(again.stage("data")).path)
-    with pytest.raises(ArtifactError, match="run again"), Journal(again, [], Recorded(), again.stale).open():
+    with pytest.raises(ArtifactError, match="run again"), RunRecorder(again, [], Recorded(), again.stale).open():
         pytest.fail("it began")
     assert the_note(plan).outcome == "failed" and "run again" in the_note(plan).cause
 
 
-def test_where_gc_cannot_be_kept_out_the_note_is_written_all_the_same(plan, journal, monkeypatch):
+def test_where_gc_cannot_be_kept_out_the_note_is_written_all_the_same(plan, record, monkeypatch):
     def refuse(store):
         raise OSError("no locks here")
 
     monkeypatch.setattr(reads, "guard", refuse)
-    with journal.open():
+    with record.open():
         assert the_note(plan).reads
 
 
-def test_what_a_further_plan_reads_is_noted_too(plan, journal, tmp_path):
+def test_what_a_further_plan_reads_is_noted_too(plan, record, tmp_path):
     """As that of a trial, which may read what another pipeline has made."""
     named = WrittenStore(plan.pipeline.store)
     rows = named.stage("corpus", {"rows": named.source("rows")})
     path = f"sources.rows.path={plan.pipeline.store}/corpus/{rows.fingerprint[:16]}/output/content.txt"
     words = ["pipeline=toy", "model=none", path, f"store={plan.pipeline.store}"]
     trial = make_plan(load_pipeline(words, CONF))
-    with journal.open():
+    with record.open():
         before = the_note(plan).reads
-        journal.claim([trial])
+        record.claim([trial])
         assert set(the_note(plan).reads) - set(before) >= {node(rows)}
         shutil.rmtree(plan.pipeline.store / "corpus")
         with pytest.raises(ArtifactError, match="run again"):
-            journal.claim([trial])
+            record.claim([trial])
 
 
-def test_a_run_that_begins_waits_until_gc_has_freed_what_it_is_at(plan, journal):
+def test_a_run_that_begins_waits_until_gc_has_freed_what_it_is_at(plan, record):
     begun = []
 
     def begin():
-        with journal.open():
+        with record.open():
             begun.append(run_ids(plan.pipeline.store))
 
     run = threading.Thread(target=begin)

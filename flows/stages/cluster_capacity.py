@@ -19,7 +19,7 @@ def ask_cluster(seconds: float) -> tuple[float, float]:
     Raises:
         ConfigError: there is none; why, in one line.
     """
-    command = [sys.executable, "-P", "-m", "flows.stages.cluster_room"]
+    command = [sys.executable, "-P", "-m", "flows.stages.cluster_capacity"]
     environment = {**stage_environment(), **os.environ}
     try:
         answer = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the end of a stage means, in one line: which worker, on which host, at which step, of what."""
+"""Exit reasons: why a stage ended, in one line: which worker, on which host, at which step, of what."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from flows.stages.job import CheckJob, Job
 from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Launcher
-from tasks.heartbeat import Mark, marks
+from tasks.heartbeat import Heartbeat, heartbeats
 
 _HINT = "; out of memory?"
 
@@ -118,7 +118,7 @@ def cluster_lost(job: Job, cause: str) -> LostError:
 
 
 def _who(job: Job, ranks: Sequence[int]) -> str:
-    known = _marks(job)
+    known = _heartbeats(job)
     hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
     word = "rank" if len(ranks) == 1 else "ranks"
     # One that has not begun has not said where it is; without a cluster that is here.
@@ -133,11 +133,11 @@ def _when(job: Job, rank: int) -> str:
 
 
 def _step(job: Job, rank: int) -> int | None:
-    known = _marks(job)
+    known = _heartbeats(job)
     return known[rank].step if rank in known else None
 
 
-def _marks(job: Job) -> dict[int, Mark]:
+def _heartbeats(job: Job) -> dict[int, Heartbeat]:
     with contextlib.suppress(OSError, ValueError):
-        return {mark.rank: mark for mark in marks(job.directory / "work")}
+        return {beat.rank: beat for beat in heartbeats(job.directory / "work")}
     return {}

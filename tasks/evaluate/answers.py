@@ -1,0 +1,170 @@
+"""Answers of models, greedy and sampled, in batches of prompts of similar length.
+
+Shapes: B rows in a batch, T tokens of the longest.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tasks.evaluate.scoring import batches, padded, without_router_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tasks.train.generating import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A generated answer.
+
+    Args:
+        finished: whether it ends in a stop token; if not, the limit of new tokens cut it off.
+        num_tokens: without the stop token.
+    """
+
+    text: str
+    finished: bool
+    num_tokens: int
+
+
+def greedy_answers(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    num_beams: int = 1,
+) -> list[Answer]:
+    """Greedy answers, in order of the prompts: the most likely next token until a stop token.
+
+    Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
+    generation config is used: a repetition penalty, for example, would choose a less likely token.
+
+    Args:
+        num_beams: of a beam search, which looks for the most likely answer.
+    """
+    stops = _stop_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id or 0  # masked
+
+    def generate(batch: Sequence[int]) -> list[list[int]]:
+        ids_BT, attention_BT = padded([prompts[index] for index in batch], model.device, left=True, pad=pad)
+        found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
+        return found
+
+    with _greedy(model, sorted(stops), pad, max_new_tokens, num_beams):
+        return _answers(generate, model, tokenizer, prompts, batch_size)
+
+
+def sampled_answers(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> list[Answer]:
+    """Sampled answers, in order of the prompts, with the stop tokens of greedy ones.
+
+    Args:
+        seeds: of each answer's noise, which the other rows of its batch do not change.
+    """
+    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
+    return _answers(generate, model, tokenizer, prompts, batch_size)
+
+
+def sampled_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> list[list[int]]:
+    """The tokens of sampled answers, with the stop token that ends them."""
+    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
+    found: dict[int, list[int]] = {}
+    for batch in batches([len(prompt) for prompt in prompts], batch_size):
+        found.update(zip(batch, generate(batch), strict=True))
+    return [found[index] for index in range(len(prompts))]
+
+
+def _sampler(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: "Sampling",
+    seeds: Sequence[int],
+) -> Callable[[Sequence[int]], list[list[int]]]:
+    """Samples the tokens that follow the prompts with some indices."""
+    from tasks.train.rollouts import sample
+
+    stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
+
+    def generate(batch: Sequence[int]) -> list[list[int]]:
+        return sample(
+            model, [[*prompts[index]] for index in batch], sampling, [seeds[index] for index in batch],
+            max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
+        )  # fmt: skip
+
+    return generate
+
+
+def _answers(
+    generate: Callable[[Sequence[int]], list[list[int]]],
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+) -> list[Answer]:
+    """Answers in order of the prompts.
+
+    Args:
+        generate: the tokens that follow the prompts with these indices.
+    """
+    import torch
+
+    stops = _stop_tokens(model, tokenizer)
+    found: dict[int, Answer] = {}
+    with torch.inference_mode(), without_router_loss(model):
+        for batch in batches([len(prompt) for prompt in prompts], batch_size):
+            output = generate(batch)
+            texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+            for index, text, ids in zip(batch, texts, output, strict=True):
+                length = next((at for at, token in enumerate(ids) if token in stops), None)
+                found[index] = Answer(
+                    text=text, finished=length is not None, num_tokens=len(ids) if length is None else length
+                )
+    return [found[index] for index in range(len(prompts))]
+
+
+def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    ends = model.generation_config.eos_token_id
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return {token for token in found if token is not None}
+
+
+@contextmanager
+def _greedy(
+    model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int, num_beams: int
+) -> Iterator[None]:
+    """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stops) or None,
+        pad_token_id=pad,
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,253 @@
+"""The training loop: transformers' own, with what measures, reports, checkpoints and ends it."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import PipelineError, StoppedError
+from tasks.best import HELD_OUT_LOSS
+from tasks.train.adapting import AdaptiveRate
+from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, has_diverged, summary
+from tasks.train.checkpointing import (
+    BestModel,
+    Checkpointing,
+    Divergence,
+    Saver,
+    discard_drafts,
+    held_out_loss,
+    held_out_rows,
+)
+from tasks.train.kernels import fast_products, start_scaler
+from tasks.train.own_optimizers import count_measured
+from tasks.train.quantized_base import step_in_fp32
+from tasks.train.sharding import name_accumulation
+from tasks.train.validation import VAL_LOSS, Patience
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
+
+    from tasks.context import TrainContext
+    from tasks.recipe import Inputs, TrainingRecipe
+
+    Logs = dict[str, float]
+
+logger = logging.getLogger(__name__)
+
+
+class Validating(TrainerCallback):
+    """Adds the held-out loss to the log of the steps that ``validation`` or ``best`` name, and of the last one.
+
+    It runs before the callbacks that read the loss. A resume finds the measurements in the log of the checkpoint.
+
+    Args:
+        rows: to measure on.
+        num_rows: that are trained on in a pass.
+
+    Attributes:
+        ended_at: the step after which ``patience`` ended the training, which is its last then; None: it did not.
+    """
+
+    def __init__(
+        self, trainer: Trainer, method: "TrainingRecipe", ctx: "TrainContext", rows: Dataset, num_rows: int
+    ) -> None:
+        self.trainer, self.method, self.ctx, self.rows, self.num_rows = trainer, method, ctx, rows, num_rows
+        self.patience = Patience()
+        self.ended_at: int | None = None
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        for entry in state.log_history:
+            if HELD_OUT_LOSS in entry and self._validates(entry["step"]):
+                self.patience.add(entry[HELD_OUT_LOSS])
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        step, is_last = state.global_step, state.global_step == state.max_steps
+        if "loss" not in logs or has_diverged(logs) or not (is_last or self._validates(step) or self._competes(step)):
+            return
+        # For the report of this step, and for the log that a resume loads.
+        logs[HELD_OUT_LOSS] = loss = held_out_loss(self.trainer, self.rows, self.ctx)
+        state.log_history[-1][HELD_OUT_LOSS] = loss
+        if self.method.validation is None or not (is_last or self._validates(step)):
+            return
+        logs[VAL_LOSS] = loss
+        if self.ctx.rank == 0:
+            epoch = (step * self.method.global_batch_size - 1) // self.num_rows
+            logger.info("[val] step %d | epoch %d | loss %.4f", step, epoch, loss)
+        if is_last:
+            return
+        count_measured(self.trainer, loss)
+        self.patience.add(loss)
+        if self.method.validation.patience and self.patience.waited >= self.method.validation.patience:
+            self._end(state, control)
+
+    def _end(self, state: "State", control: "Control") -> None:
+        logger.info(
+            "step=%d state=ended early: no val/loss below %g in %d measurements (validation.patience)",
+            state.global_step, self.patience.least, self.patience.waited,
+        )  # fmt: skip
+        self.ended_at = state.max_steps = state.global_step  # the last step: others compare with max_steps
+        control.should_training_stop = True
+        control.should_save = False  # as after the last step, its weights are the output
+
+    def _validates(self, step: int) -> bool:
+        validation = self.method.validation
+        return validation is not None and validation.is_due(step, self.num_rows, self.method.rows_per_step)
+
+    def _competes(self, step: int) -> bool:
+        best = self.method.best
+        return (
+            best is not None and best.metric == HELD_OUT_LOSS and best.every_steps is not None and best.competes(step)
+        )
+
+
+def validating(
+    method: "TrainingRecipe",
+    trainer: Trainer,
+    inputs: "Inputs",
+    ctx: "TrainContext",
+    num_rows: int,
+    rows: Dataset | None = None,
+) -> Validating | None:
+    """The measurement that a recipe asks for; None: it asks for none.
+
+    Args:
+        rows: the held-out rows; None: they are read.
+
+    Raises:
+        DataError: there are no held-out rows.
+    """
+    if not method.measures_held_out:
+        return None
+    rows = rows or held_out_rows(method, inputs, ctx)
+    max_rows = method.validation.max_rows if method.validation else None
+    return Validating(trainer, method, ctx, rows.select(range(min(len(rows), max_rows or len(rows)))), num_rows)
+
+
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
+_FLASH = "FLASH_ATTENTION_DETERMINISTIC"
+
+
+def fit(
+    method: "TrainingRecipe",
+    trainer: Trainer,
+    inputs: "Inputs",
+    ctx: "TrainContext",
+    num_rows: int,
+    held_out: Dataset | None = None,
+) -> dict[str, float]:
+    """Trains to the last step and reports each; a trainer that is already there takes no step.
+
+    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
+
+    Args:
+        num_rows: that are trained on in a pass.
+        held_out: the rows of ``validation``; None: they are read where it measures them.
+
+    Returns:
+        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
+        ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
+        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
+        ``validation.patience`` ended it, ``ended_early_at_step``.
+
+    Raises:
+        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
+        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
+        DataError: models are measured on held-out rows, and there are none.
+    """
+    step_in_fp32(trainer.model)
+    name_accumulation(trainer)
+    before, start = seconds_before(ctx), time.perf_counter()
+    validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
+    divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
+    if trainer.state.global_step < trainer.args.max_steps:
+        try:
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
+            with deterministic_kernels(ctx.resources.is_deterministic), fast:
+                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
+        except Exception:
+            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
+                discard_drafts(ctx.work_dir)
+            raise
+    else:
+        logger.info("steps=%d state=finished", trainer.state.global_step)
+    num_steps, notes = trainer.state.global_step, dict[str, float]()
+    if best and (method.output == "best" or divergence.step is not None):
+        notes["best_step"] = float(best.end_at_best())
+    notes |= rate.metrics if rate else {}
+    ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
+    notes |= {name: float(at) for name, at in ended.items() if at is not None}
+    seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
+    metrics = summary(trainer.state.log_history, seconds, num_steps=num_steps, output_step=step)
+    if method.validation and HELD_OUT_LOSS in metrics:
+        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
+    return {**metrics, **notes}
+
+
+def _train(
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing
+) -> None:
+    trainer.remove_callback(PrinterCallback)
+    # The order matters: measure, then report, then save.
+    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+        trainer.add_callback(callback)
+    start_scaler(trainer)
+    for callback in (*watching, Recorder(ctx), StepMarks(ctx), checkpointing):
+        trainer.add_callback(callback)
+    if ctx.resume_from:
+        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
+    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()  # the output of one that averages its steps is the average
+
+
+def seconds_before(ctx: "TrainContext") -> float:
+    """Training time of the attempts before this one."""
+    if ctx.resume_from is None:
+        return 0.0
+    return Checkpoints.at(ctx.resume_from).train_seconds
+
+
+@contextlib.contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Deterministic kernels: without them repeated runs differ in the last bits.
+
+    cuBLAS also needs ``CUBLAS_WORKSPACE_CONFIG``, which is set when a stage's process starts.
+
+    Raises:
+        PipelineError: an operation has no deterministic kernel.
+    """
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(enabled)
+    os.environ[_FLASH] = str(int(enabled))  # of flash-attn, which does not ask torch
+    # Filling takes time, and training never reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        if _NOT_DETERMINISTIC not in str(error):
+            raise
+        operation = str(error).partition(_NOT_DETERMINISTIC)[0].strip()
+        raise PipelineError(
+            f"{operation} is not deterministic, so a resumed run would not end with the weights of an uninterrupted "
+            "one; deterministic operations are accepted; set resources.deterministic=false to train with it"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        os.environ[_FLASH] = "0"
+        torch.utils.deterministic.fill_uninitialized_memory = fills
