@@ -13,7 +13,7 @@ from lineage.errors import ConfigError
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:
-    from tasks.train.rule import Refusal
+    from tasks.train.compatibility import Refusal
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
