@@ -61,7 +61,7 @@ def main() -> None:
     times.append(time.perf_counter())
     seconds = [round(after - before, 1) for before, after in pairwise(times)]
     said = dict(zip(("digest", "prepare", "tokenize"), seconds, strict=True))
-    tokens = sum(each.account.num_tokens for each in made)
+    tokens = sum(each.stats.num_tokens for each in made)
     print(json.dumps({**metrics, "tokenized_rows": sum(map(len, made)), "tokens": tokens, **said}))
 
 

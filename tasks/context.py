@@ -118,7 +118,7 @@ def _no_mark(step: int | None, phase: Phase) -> None:
     """Nobody watches a call outside a run."""
 
 
-def _nobody_else() -> None:
+def _no_lease() -> None:
     """Nobody else writes where a call outside a run does."""
 
 
@@ -152,7 +152,7 @@ class TrainContext:
     report: Report = _no_report
     cache_dir: Path | None = None
     checkpoint_dir: Path | None = None
-    require_lease: Callable[[], None] = _nobody_else
+    require_lease: Callable[[], None] = _no_lease
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = _never
     mark: Callable[[int | None, Phase], None] = _no_mark

@@ -35,6 +35,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def called(*words: str, **files: str) -> tuple[int, str, str]:
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
+        capsys.readouterr()  # what imports of libraries print
         code = main(["data", *words])
         assert not list((tmp_path / "scratch").iterdir())  # whatever came of it, nothing is left behind
         return code, *capsys.readouterr()

@@ -21,10 +21,10 @@ from flows.planning.staleness import (
     PlannedInput,
     State,
     examples_file,
-    goes_on_with,
     hyperparameters,
     judge,
     restarts,
+    resume_reason,
     resumed,
     reused,
 )
@@ -204,7 +204,7 @@ def _plan_stage(
             state, reason = reused(name, entry, reason, code, pipeline)
         if state == "resume":
             state, reason = resumed(name, entry, reason, code, pipeline)
-        reason = goes_on_with(name, stage, entry, reason) if state == "resume" else reason
+        reason = resume_reason(name, stage, entry, reason) if state == "resume" else reason
         memo.stages[name, identity] = state, reason, code
     state, reason, code = memo.stages[name, identity]
     restart = restarts(name, store.entry(name, identity), code, pipeline)

@@ -313,7 +313,7 @@ def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
     return f" ({changes})" if changes else ""
 
 
-def goes_on_with(name: str, stage: Stage, entry: Entry, reason: str) -> str:
+def resume_reason(name: str, stage: Stage, entry: Entry, reason: str) -> str:
     """Why a stage is resumed, and what other machines than those before change about what comes out.
 
     Raises:

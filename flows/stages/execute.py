@@ -84,7 +84,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         parents = inputs_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
-        start = stage_start(run, planned, entry, parents, resumes=goes_on(planned, entry))
+        start = stage_start(run, planned, entry, parents, resumes=can_resume(planned, entry))
         return _tracked(run, planned, entry, start, lock)
 
 
@@ -108,7 +108,7 @@ def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     return Result(manifest=manifest, seconds=0.0)
 
 
-def _told(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
+def _report_done(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
     seconds = manifest.provenance.end - manifest.provenance.start
     run.observer.done(run.title(planned), seconds, manifest.metrics)
     if "diverged_at_step" in manifest.metrics:
@@ -144,7 +144,7 @@ def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, l
                 tracked.failed(error)
                 raise
             tracked.finished(manifest)
-            return _told(run, planned, manifest)
+            return _report_done(run, planned, manifest)
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:
 logger = logging.getLogger(__name__)
 
 
-def goes_on(planned: PlannedStage, entry: Entry) -> bool:
+def can_resume(planned: PlannedStage, entry: Entry) -> bool:
     """Whether an attempt before was of the same code: then this one only goes on with it, also from step 0."""
     before = attempts(entry.path)
     return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart

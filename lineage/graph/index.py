@@ -101,7 +101,7 @@ def _version(database: sqlite3.Connection) -> int:
 # A directory that changed this short a time ago may change again without its time telling.
 _SETTLED_NS = 2 * 10**9
 # Up to as many, every manifest is looked at each time, so that one that was made again is seen as well.
-LOOK_AT_ALL = 10_000
+CHECK_ALL = 10_000
 
 
 @dataclass
@@ -127,16 +127,16 @@ def changes(database: sqlite3.Connection, root: Path) -> Changes:
     """What changed in the store since the index was written."""
     found = Changes()
     times: dict[str, int] = dict(database.execute("SELECT name, mtime_ns FROM stage"))
-    (count,) = database.execute("SELECT count(*) FROM (SELECT 1 FROM entry LIMIT ?)", (LOOK_AT_ALL + 1,)).fetchone()
+    (count,) = database.execute("SELECT count(*) FROM (SELECT 1 FROM entry LIMIT ?)", (CHECK_ALL + 1,)).fetchone()
     for name, mtime_ns in _stages(root):
         known = times.pop(name, None)
         settled = mtime_ns if time.time_ns() - mtime_ns > _SETTLED_NS else 0
         if settled != known:
             found.stages.append((name, settled))
-        if not settled or settled != known or count <= LOOK_AT_ALL:
-            _look_at_all(database, root, name, found)
+        if not settled or settled != known or count <= CHECK_ALL:
+            _check_all(database, root, name, found)
         else:
-            _look_at_unfinished(database, root, name, found)
+            _check_unfinished(database, root, name, found)
     for name in times:
         found.gone_stages.append(name)
         found.gone += database.execute("SELECT stage, directory FROM entry WHERE stage = ?", (name,))
@@ -151,7 +151,7 @@ def _stages(root: Path) -> Iterator[tuple[str, int]]:
                 yield each.name, each.stat().st_mtime_ns
 
 
-def _look_at_all(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
+def _check_all(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
     known: dict[str, str | None] = dict(
         database.execute("SELECT directory, stamp FROM entry WHERE stage = ?", (stage,)).fetchall()
     )
@@ -165,7 +165,7 @@ def _look_at_all(database: sqlite3.Connection, root: Path, stage: str, found: Ch
     found.gone += [(stage, directory) for directory in known]
 
 
-def _look_at_unfinished(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
+def _check_unfinished(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
     """A manifest that appears in a known directory does not change the time of the stage's."""
     rows = database.execute("SELECT directory, stamp FROM entry WHERE state != 'finished' AND stage = ?", (stage,))
     for directory, known in rows:

@@ -188,12 +188,12 @@ def with_labels(
     tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
     try:
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
-        account = tokens.account
+        stats = tokens.stats
         labels = Labels(
-            max_length=length, trained_tokens_percent=account.trained_percent if account.gets_loss else None,
-            num_tokens=account.num_tokens, rows_cut=account.cut.count, prompts_cut=account.prompts_cut.count,
-            rows_dropped=sum(named.count for named in account.dropped.values()), labels=account.labels,
-            samples=account.samples,
+            max_length=length, trained_tokens_percent=stats.trained_percent if stats.gets_loss else None,
+            num_tokens=stats.num_tokens, rows_cut=stats.cut.count, prompts_cut=stats.prompts_cut.count,
+            rows_dropped=sum(named.count for named in stats.dropped.values()), labels=stats.labels,
+            samples=stats.samples,
         )  # fmt: skip
         found = replace(found, report=replace(found.report, labels=labels))
         show(tokens, rows, length)

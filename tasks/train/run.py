@@ -150,7 +150,7 @@ class TrainingRun:
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
         if self._start.model.can_generate():
-            stop_at(self._start.model.generation_config, rows.account.stop_tokens)
+            stop_at(self._start.model.generation_config, rows.stats.stop_tokens)
         return rows
 
     @cached_property

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lineage.errors import StoppedError
 from tasks.best import Best
@@ -73,46 +72,6 @@ def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:
     plain(training.method("sft", learning_rate=RATE, num_steps=3, schedule=Schedule(name="constant", warmup=0.0)))
     assert metrics["adaptive/interventions"] == 0
     assert same(weights(ran.output), weights(plain.output))
-
-
-def test_a_plateau_cuts_the_rate(root: Path, tmp_path: Path, losses: dict[int, float]) -> None:
-    ran = StageFolder(tmp_path, root)
-    metrics = ran(stage(num_steps=6, plateau_steps=2, spike_z=None))
-    assert list(rates(ran).values()) == pytest.approx([1, 1, 1, 1, 0.5, 0.5])
-    assert metrics["adaptive/plateau/step_4"] == 0.5
-
-
-@pytest.mark.parametrize(("name", "adapter", "loss"), [("sft", None, math.nan), ("dpo", LORA, 1e9)])
-def test_a_divergence_goes_back_to_the_best_checkpoint(
-    root: Path, tmp_path: Path, losses: dict[int, float], monkeypatch: pytest.MonkeyPatch, name: str, adapter, loss
-) -> None:
-    losses[6] = loss
-    restored = []
-    restore = adapting.AdaptiveRate.on_log
-
-    def on_log(self: adapting.AdaptiveRate, args, state, control, logs, **kwargs) -> None:
-        if state.global_step == 6 and math.isnan(loss):
-            logs["loss"] = state.log_history[-1]["loss"] = loss
-        restore(self, args, state, control, logs, **kwargs)
-        if state.global_step == 6 and "train_runtime" not in logs:
-            found = {
-                key: each.detach().clone() for key, each in self.trainer.model.named_parameters() if each.requires_grad
-            }
-            steps = {float(each["step"]) for each in self.trainer.optimizer.state.values()}
-            restored.append((self.best.step, found, steps, self.trainer.model.training))
-
-    monkeypatch.setattr(adapting.AdaptiveRate, "on_log", on_log)
-    ran = StageFolder(tmp_path, root)
-    metrics = ran(stage(name, adapter=adapter, best=Best(every_steps=2), divergence_z=50.0, spike_z=None))
-    ((step, found, steps, training_mode),) = restored
-    assert step == 4 and steps == {4.0} and training_mode
-    file = "adapter_model.safetensors" if adapter else "model.safetensors"
-    saved = load_file(ran.store.path(4) / file).values()
-    assert found and all(any(torch.equal(each, value) for value in saved) for each in found.values())
-    assert metrics["adaptive/divergence/step_6"] == 0.5 and metrics["steps"] == 8
-    assert [each for each, report in ran.reports if "adaptive/divergence" in report] == [6]
-    assert all(math.isfinite(value) for _, report in ran.reports for value in report.values())
-    assert rates(ran)[7] == rates(ran)[8] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])

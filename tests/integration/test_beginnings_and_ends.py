@@ -74,16 +74,6 @@ def test_documents_begin_with_bos_where_the_tokenizer_adds_it(tmp_path: Path) ->
     assert found.count(1) in (5, 6) and 1 not in without
 
 
-def test_a_template_that_writes_bos_gives_one(tmp_path: Path) -> None:
-    directory = tiny.write_tokenizer(tmp_path / "tokenizer", chat_template="{{ bos_token }}" + OWN)
-    with_bos(directory)
-    rows = rows_input(tiny.write_rows(tmp_path / "rows", tiny.conversation_rows(2)))
-    tokens = load_or_make(Tokenization(kind=Kind.CONVERSATIONS, max_length=100), rows, directory, None, 1)
-    for ids in tokens.columns["input_ids"]:
-        assert ids[:2] == [1, 1]  # the BOS of this tokenizer is what begins a turn, too
-        assert ids[:3] != [1, 1, 1]
-
-
 def write_endless(directory: Path) -> Path:
     """A tokenizer of bytes and of the word None, without special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -107,12 +97,3 @@ def test_a_tokenizer_without_an_end_appends_nothing_to_documents(tmp_path: Path)
     )
     joined = "".join(str(row["text"]) for row in tiny.text_rows(4))
     assert text == joined[: len(joined) // 8 * 8]
-
-
-def test_a_model_whose_tokenizer_has_no_end_trains_on_text(tmp_path: Path) -> None:
-    root = training.write_inputs(tmp_path / "inputs", num_rows=8)
-    base = write_endless(tiny.write_policy(tmp_path / "base", chat_template=None))
-    done = training.train(training.method("cpt", **STEPS), root, tmp_path / "output", policy=base)
-    assert done.losses[0] > 0
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (done.output / name).read_bytes() == (base / name).read_bytes()

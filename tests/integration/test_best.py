@@ -157,15 +157,3 @@ def test_a_best_model_that_was_damaged_is_not_handed_out(root: Path, tmp_path: P
     with pytest.raises(ArtifactError, match=message):
         ran(stage, should_stop=flip)
     assert len(ran.reports) == 5
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
-def test_that_the_best_was_damaged_is_said_before_a_step_is_spent(root: Path, tmp_path: Path, file: str) -> None:
-    ran = StageFolder(tmp_path / "sft" / "f00d", root, save_steps=1)
-    stage = training.method("sft", num_steps=5, best=WORST, output="best")
-    with pytest.raises(StoppedError):
-        ran(stage, should_stop=lambda: len(ran.reports) == 3)
-    (ran.store.path(2) / file).unlink()
-    with pytest.raises(ArtifactError, match=rf"that of step 2, .*step-2/{file} is missing; .* restart=\[sft\]"):
-        ran(stage, resume=4)
-    assert len(ran.reports) == 4

@@ -1,19 +1,31 @@
-"""docs/add_a_method.md, followed to the letter: its files written where it says, its commands run as they stand."""
+"""The pages are true: what they name exists, their commands compose, and docs/add_a_method.md works to the letter."""
 
 import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from flows.__main__ import _parser
+from flows.declare.config import load_pipeline
+from flows.declare.pipeline import Pipeline
+from flows.reports import methods_page, settings_page
+from flows.reports.compat import choices, shipped, trainings
+from flows.reports.settings_page import render
+from flows.sweep.space import fixed_and_swept
+from tasks.context import Resources
+from tasks.recipe import TrainingRecipe
+from tasks.train.compatibility import RULES
 from tests import tiny, training
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "add_a_method.md"
+METHOD_PAGE = ROOT / "docs" / "add_a_method.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What makes it small: the page's own numbers are those of a real training.
@@ -21,13 +33,84 @@ SMALL = (
     "stages.alphapo.method.num_steps=12 stages.alphapo.method.global_batch_size=8 "
     "stages.alphapo.method.learning_rate=3e-3"
 )
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OVERRIDE = re.compile(r"`((?:sources|stages|resources|model|adapter|store|code_drift)[\w.]*=[^`\s]+)`")
+NAMED = re.compile(r"(?<![\w/.])(?:flows|tasks|lineage|conf|tests|bench)/[\w./-]*\w")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+MAKE = re.compile(r"(?:^ {4}|^|`)make ([a-z][\w-]*)", re.MULTILINE)
+
+
+def readme_commands() -> list[str]:
+    lines = [line for block in SHELL.findall(README.read_text()) for line in block.splitlines()]
+    return [line[line.index("posttrain ") :] for line in lines if "posttrain " in line]
+
+
+def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipeline]:
+    """The pipeline; of a sweep those of its first and last values, where they are listed."""
+    fixed, swept = fixed_and_swept(overrides)
+    listed = {field: values for field, values in swept.items() if "(" not in values}
+    ends = (
+        [f"{field}={values.split(',')[end]}" for field, values in listed.items()]
+        for end in ((0, -1) if listed else (0,))
+    )
+    return [load_pipeline([*fixed, *end], config_dir) for end in ends]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the example files of the README."""
+    for name, text in FILE.findall(README.read_text()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_composes(reader: Path, command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    options = _parser(words).parse_args(words)
+    if "config_dir" in options:
+        assert loaded(options.overrides, options.config_dir)
+
+
+# The table of settings.md shows what is refused: tests/unit/flows/declare/test_compatibility.py tries each of its rows.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "settings.md"], ids=lambda page: page.name)
+def test_every_override_of_a_page_composes(page: Path) -> None:
+    for override in OVERRIDE.findall(page.read_text()):
+        if "alphapo" not in override:  # docs/add_a_method.md adds that stage; test_docs.py runs it
+            assert loaded([override]), override
+
+
+def test_the_example_groups_of_the_readme_take_effect(reader: Path) -> None:
+    pipeline = load_pipeline(["model=ours"], Path("our_conf"))
+    assert pipeline.sources["base"].path == "/models/ours"
+    assert pipeline.sources["instructions"].path == "/data/chats.jsonl"
+    assert pipeline.stages["sft"].method.recipe()["num_steps"] == 300
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_and_target_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    named = {name for name in NAMED.findall(text) if Path(name).stem != "alphapo"}
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(MAKE.findall(text)) <= targets
+
+
+def test_the_pages_stay_short() -> None:
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert lines["README.md"] <= 150
+    assert lines["CONTRIBUTING.md"] <= 80
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a reader who did what the page says."""
     root = tmp_path_factory.mktemp("reader")
-    for name, text in FILE.findall(PAGE.read_text()):
+    for name, text in FILE.findall(METHOD_PAGE.read_text()):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     tiny.write_policy(root / "models" / "chat")
@@ -46,16 +129,16 @@ def shell(folder: Path, setup: str, command: str) -> subprocess.CompletedProcess
 
 
 def test_the_page_needs_one_python_file_and_one_yaml() -> None:
-    names = [name for name, _ in FILE.findall(PAGE.read_text())]
+    names = [name for name, _ in FILE.findall(METHOD_PAGE.read_text())]
     assert names == ["our_methods/alphapo.py", "our_conf/stage/alphapo.yaml", "our_conf/pipeline/alphapo.yaml"]
-    assert len(dict(FILE.findall(PAGE.read_text()))["our_methods/alphapo.py"].splitlines()) <= 30
+    assert len(dict(FILE.findall(METHOD_PAGE.read_text()))["our_methods/alphapo.py"].splitlines()) <= 30
 
 
 def test_a_method_added_by_the_page_plans_trains_and_is_reused(
     folder: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_url)
-    setup, add, *rest = [line for block in SHELL.findall(PAGE.read_text()) for line in block.splitlines()]
+    setup, add, *rest = [line for block in SHELL.findall(METHOD_PAGE.read_text()) for line in block.splitlines()]
     plan, run = rest
     added = shell(folder, setup, f"{add} --json")
     assert added.returncode == 0, added.stderr
@@ -75,3 +158,42 @@ def test_a_method_added_by_the_page_plans_trains_and_is_reused(
 
     again = shell(folder, setup, f"{plan} {SMALL} --json")
     assert [row["state"] for row in json.loads(again.stdout)["stages"]] == ["reuse", "reuse"]
+
+
+RENDERED = (settings_page, methods_page)
+
+
+@pytest.mark.parametrize("page", RENDERED)
+def test_a_page_is_that_of_the_code_and_its_command_writes_it(page, tmp_path, monkeypatch):
+    assert page.FILE.read_text(encoding="utf-8") == page.render(), "write it again: make settings-page"
+    monkeypatch.setattr(page, "FILE", tmp_path / "page.md")
+    assert page.main() == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page.render()
+
+
+def test_every_method_is_there_with_its_own_options_and_what_it_works_with():
+    text = methods_page.render()
+    parts = dict(part.split("`\n", 1) for part in text.split("\n### `")[1:])
+    assert parts.keys() == shipped().keys()
+    for name, (cls, _) in shipped().items():
+        shared = {each.name for each in fields(TrainingRecipe)} if name in trainings() else set()
+        own = {each.name for each in fields(cls)} - shared
+        assert not [field for field in own if f"| `{field}` |" not in parts[name]]
+    assert "| [`dpo`](#dpo) | `policy` (checkpoint), `pairs` (preferences) | checkpoint | all |" in text
+
+
+def test_it_names_every_field_every_value_and_every_rule():
+    page = render()
+    named = [each.name for cls in (TrainingRecipe, Resources) for each in fields(cls)]
+    values = [each.value for setting in ("optimizer", "schedule") for each in choices()[setting]]
+    assert not [name for name in [*named, *values] if f"`{name}`" not in page]
+    assert not [rule.id for rule in RULES if f"| {rule.id} |" not in page]
+
+
+def test_a_field_has_the_values_that_its_type_takes_its_default_and_its_comment():
+    page = render()
+    assert "| `global_batch_size` | integer > 0 | required | rows per optimizer step, over all workers |" in page
+    assert "| `launcher` | `auto`, `process`, `cluster`, `foreground` | `auto` |" in page
+    assert "| `optimizer` | fields of its own | its defaults | How gradients change the weights. |" in page
+    assert "| `eps` | number > 0 | `null` | added to the denominator; `null`: the optimizer's own" in page
+    assert "Its learning rate is 1e-06, or 10 times that under an adapter." in methods_page.render()

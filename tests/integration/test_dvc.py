@@ -114,15 +114,6 @@ def test_other_settings_that_give_the_same_bytes_are_seen_downstream(repository)
     assert repository.is_clean()
 
 
-def test_trials_leave_the_view_alone(ran):
-    before = (ran.view("left") / "manifest.json").read_text()
-    assert "1 of 4 stages run" in ran.posttrain("run", "stages.left.method.learning_rate=0.3")
-    assert (ran.view("left") / "manifest.json").read_text() == before
-    assert ran.is_clean()
-    assert NOTHING in ran.posttrain("run", "resources.micro_batch_size=4")
-    assert ran("git", "status", "--porcelain") == ""
-
-
 def test_the_commands_that_a_user_of_dvc_knows(ran):
     assert "left" in ran("dvc", "dag")
     assert "0.33333" in ran("dvc", "metrics", "show")
@@ -277,14 +268,6 @@ def test_a_gate_that_refuses_fails_its_stage_too(repository):
     output = repository.called("stage", "gate", *words, fails=True)
     assert "nothing to do: gate is finished" in output and "refuses left" in output
     repository.called("stage", "evaluate", *words)
-
-
-@pytest.mark.slow
-def test_repro_alone_makes_everything(repository):
-    assert executed(repository("dvc", "repro")) == list(STAGES)
-    assert NOTHING in repository.posttrain("run")
-    assert repository.is_clean()
-    assert executed(repository("dvc", "repro")) == []
 
 
 @pytest.mark.slow

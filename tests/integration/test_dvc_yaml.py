@@ -46,27 +46,17 @@ def stages(folder: Path, *more: str) -> dict:
     return yaml.safe_load(render(words, folder))["stages"]
 
 
-def test_the_committed_file_is_the_default_pipeline(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    assert (REPOSITORY / "dvc.yaml").read_text() == render([], REPOSITORY), "write it again: make dvc-yaml"
-
-
-def test_the_default_pipeline_depends_on_its_recipes_and_no_resources(monkeypatch):
+def test_the_committed_file_is_the_default_pipeline_by_its_recipes_and_no_resources(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     text = render([], REPOSITORY)
+    assert (REPOSITORY / "dvc.yaml").read_text() == text, "write it again: make dvc-yaml"
     dpo = yaml.safe_load(text)["stages"]["dpo"]
     assert {"conf/recipe/tiny/dpo.yaml": None} in dpo["params"]
     assert {"conf/pipeline/cpt-sft-dpo.yaml": ["stages.dpo.inputs"]} in dpo["params"]
     assert "resources" not in text and "tracking" not in text
-
-
-@pytest.mark.parametrize("words", [["optimizer=adamw_torch_fused"], ["schedule=linear"], ["adapter=qlora"]])
-def test_a_setting_of_all_stages_is_a_parameter_of_each(monkeypatch, words):
-    monkeypatch.chdir(REPOSITORY)
-    group, name = words[0].split("=")
-    found = yaml.safe_load(render(words, REPOSITORY))["stages"]
-    stated = {file for parameter in found["sft"]["params"] for file in parameter}
-    assert f"conf/{group}/{name}.yaml" in stated
+    for group, name in {"optimizer": "adamw_torch_fused", "schedule": "linear", "adapter": "qlora"}.items():
+        sft = yaml.safe_load(render([f"{group}={name}"], REPOSITORY))["stages"]["sft"]
+        assert f"conf/{group}/{name}.yaml" in {file for parameter in sft["params"] for file in parameter}
 
 
 def test_a_stage_states_what_its_identity_rests_on(folder):
@@ -100,37 +90,23 @@ def test_data_in_the_repository_is_a_dependency(folder, path, deps):
     assert stages(folder, f"sources.rows.path={path}")["data"].get("deps") == deps
 
 
-def test_stages_of_the_users_own_stay(folder):
+def test_stages_of_the_users_own_stay_under_names_of_their_own(folder):
     (folder / "dvc.yaml").write_text(
         "stages:\n  fetch: {cmd: wget x, outs: [data/rows.txt]}\n  old: {cmd: posttrain stage old}\n"
     )
     assert list(stages(folder)) == ["data", "model", "left", "fetch"]
+    (folder / "dvc.yaml").write_text("stages:\n  left: {cmd: make left}\n")
+    with pytest.raises(ConfigError, match="has a stage left of its own"):
+        stages(folder)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["store=/elsewhere", "sources.rows.path=data"], "store=/elsewhere: lies outside"),
-        (["sources.rows.path=data", "stages.a.b.method._target_=x"], "stages.a"),
-    ],
-    ids=["store", "stage"],
-)
-def test_what_dvc_cannot_keep_is_refused(folder, words, message):
-    with pytest.raises(ConfigError, match=message):
-        stages(folder, *words)
-
-
-def test_a_stage_name_that_dvc_refuses_is_refused(folder):
+def test_what_dvc_cannot_keep_is_refused(folder):
+    with pytest.raises(ConfigError, match="store=/elsewhere: lies outside"):
+        stages(folder, "store=/elsewhere", "sources.rows.path=data")
     path = folder / "groups/pipeline/mini.yaml"
     text = path.read_text().replace("  left:", "  left.a:")
     path.write_text(text.replace("defaults:\n  - /recipe@stages.left.method: slow\n", ""))
     with pytest.raises(ConfigError, match="DVC takes letters"):
-        stages(folder)
-
-
-def test_a_name_that_is_taken_is_refused(folder):
-    (folder / "dvc.yaml").write_text("stages:\n  left: {cmd: make left}\n")
-    with pytest.raises(ConfigError, match="has a stage left of its own"):
         stages(folder)
 
 

@@ -31,7 +31,6 @@ from tests.tiny import (
     write_rows,
     write_tokenizer,
 )
-from tests.tiny_models import tiny_config
 from tests.written_store import WrittenStore
 
 SIDES = ("chosen", "rejected")
@@ -137,12 +136,6 @@ def test_single_answers_are_told_apart_as_computed_by_hand(tmp_path: Path, input
     assert "single answers acc." in (tmp_path / "out" / "table.md").read_text()
     answered = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
     assert len(answered) == SMALL.num_prompts  # to the prompts of the single answers
-
-
-def test_the_reference_prefers_nothing_over_itself(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    assert evaluate(tmp_path, inputs)["sft/preference_accuracy"] == 0.5
-    apart = {**inputs, "reference": replace(inputs["reference"], fingerprint="other")}  # loaded by itself
-    assert evaluate(tmp_path, apart)["sft/preference_accuracy"] == 0.5
 
 
 def test_text_perplexity_is_that_of_each_document_with_its_end(tmp_path: Path, inputs: dict[str, Input]) -> None:
@@ -477,19 +470,6 @@ def test_lost_rows_are_metrics_and_stand_in_the_table(tmp_path: Path, inputs: di
     assert "held-out rows" not in (tmp_path / "whole" / "table.md").read_text()
 
 
-def test_a_reward_model_of_a_composite_gemma_3_is_read(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(tiny_config("gemma3", num_labels=1))
-    assert not hasattr(model.config, "pad_token_id")
-    model.save_pretrained(tmp_path / "reward")
-    write_tokenizer(tmp_path / "reward")
-    given = {**inputs, "reward_model": replace(inputs["reward_model"], path=tmp_path / "reward")}
-    assert 0 <= evaluate(tmp_path / "out", given)["reward_model/accuracy"] <= 1
-
-
 def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:
     method = replace(SMALL, num_questions=4)
     whole = evaluate(tmp_path / "whole", inputs, method)
@@ -541,19 +521,6 @@ def test_nothing_to_measure_is_refused(
 )
 def test_what_one_sentence_is(text: str, expected: bool) -> None:
     assert is_one_sentence(text) is expected
-
-
-def test_rows_longer_than_a_table_of_positions_are_refused_before_anything_is_measured(
-    tmp_path: Path, inputs: dict[str, Input]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=64)).save_pretrained(tmp_path / "dpo")
-    write_tokenizer(tmp_path / "dpo")
-    given = {**inputs, "dpo": replace(inputs["dpo"], path=tmp_path / "dpo")}
-    with pytest.raises(ConfigError, match=r"max_length=128: the model \(gpt2\) has a table of 64 positions"):
-        evaluate(tmp_path / "out", given)
-    assert "dpo/exact_match" in evaluate(tmp_path / "out", given, replace(SMALL, max_length=64))
 
 
 def test_models_that_are_held_in_bf16_measure_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:

@@ -203,22 +203,3 @@ def test_every_field_changes_the_run(
     length = {"num_steps": None} if field == "num_epochs" else {}
     run = training.train(training.method(name, **length, **{field: value}), root, tmp_path / "output")
     assert not same(weights(run.output), baseline(name, None))
-
-
-@pytest.mark.parametrize("name", training.NAMES)
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        Adapter(rank=2, alpha=8),
-        Adapter(rank=4, alpha=32),
-        Adapter(rank=4, alpha=8, dropout=0.5),
-        Adapter(rank=4, alpha=8, target_modules="q_proj, v_proj"),
-        Adapter(rank=4, alpha=8, quantization="nf4"),
-    ],
-    ids=["rank", "alpha", "dropout", "target_modules", "quantization"],
-)
-def test_every_field_of_an_adapter_changes_the_run(
-    root: Path, tmp_path: Path, baseline: Callable[[str, Adapter | None], Weights], name: str, adapter: Adapter
-) -> None:
-    run = training.train(training.method(name, adapter=adapter), root, tmp_path / "output")
-    assert not same(weights(run.output), baseline(name, LORA))

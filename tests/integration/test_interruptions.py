@@ -15,8 +15,7 @@ from flows.stages.run import Run
 from lineage.errors import LostError, StageError
 from lineage.tracker import Tracker
 from tests.command import CONF
-from tests.memory_group import memory_group
-from tests.toy_interrupted import GROUP_FILE, TROUBLE_FILE
+from tests.toy_interrupted import TROUBLE_FILE
 
 HERE = socket.gethostname()
 
@@ -102,17 +101,6 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, troub
     steps = [json.loads(line)["step"] for line in (toy.directory / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
     assert not (toy.directory / "work").exists() and not (toy.directory / "checkpoints").exists()
-
-
-def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_replaced(toy, unbroken):
-    with memory_group() as group:
-        (toy.folder / "store").mkdir()
-        (toy.folder / "store" / GROUP_FILE).write_text(str(group.path))
-        assert toy("memory:6:0").manifest.output_digest == unbroken
-        assert group.kills() == 1
-    [lost] = toy.heard.announced
-    assert f"rank 0 on {HERE} was killed by SIGKILL at step 5" in lost and "out of memory?" in lost
-    assert "it goes on from its checkpoint of step 4" in lost
 
 
 @pytest.mark.parametrize(

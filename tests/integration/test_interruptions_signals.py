@@ -126,16 +126,15 @@ def kill_head(run: Started) -> None:
         each.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interrupt", "by", "command"),
     [
-        (to_group(signal.SIGINT), "SIGINT", ["run"]),
-        (to_driver(signal.SIGHUP), "SIGHUP", ["run"]),
-        (to_all, "SIGTERM", ["run"]),
-        (to_driver(signal.SIGTERM), "SIGTERM", ["stage", "train"]),
+        pytest.param(to_group(signal.SIGINT), "SIGINT", ["run"], id="ctrl-c"),
+        pytest.param(to_driver(signal.SIGTERM), "SIGTERM", ["run"], id="term"),
+        pytest.param(to_driver(signal.SIGHUP), "SIGHUP", ["run"], id="hang-up", marks=SLOW),
+        pytest.param(to_all, "SIGTERM", ["run"], id="term-all", marks=SLOW),
+        pytest.param(to_driver(signal.SIGTERM), "SIGTERM", ["stage", "train"], id="one stage", marks=SLOW),
     ],
-    ids=["ctrl-c", "hang-up", "term-all", "one stage"],
 )
 def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt, by, command):
     run = Started(toy, *UNSAVED, command=command)
@@ -217,15 +216,6 @@ def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
     [line] = [line for line in run.said.read_text().splitlines() if "it goes on from its checkpoint of step" in line]
     assert line.startswith("stage train failed: ") and cause in line
     assert len(run.resumed_at()) == 1
-
-
-@SLOW
-def test_on_a_cluster_a_signal_to_every_process_saves_too(toy):
-    run = Started(toy, *TWO, *UNSAVED)
-    to_all(run)
-    assert run.wait() == 130
-    assert toy.states(*TWO, *UNSAVED)["train"] == "resume"
-    assert len(list((run.directory / "checkpoints").iterdir())) == 1
 
 
 @SLOW

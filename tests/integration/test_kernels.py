@@ -39,14 +39,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_auto_without_a_gpu_is_fp32_to_the_bit(root: Path, tmp_path: Path) -> None:
-    found = [
-        training.train(training.method("sft", precision=each), root, tmp_path / each / "output")
-        for each in ("fp32", "auto")
-    ]
-    assert same(*(weights(each.output) for each in found))
-
-
 def test_a_precision_that_the_environment_sets_changes_no_training(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,14 +394,6 @@ def test_a_reward_model_is_read_into_bf16_with_its_head_in_fp32(root: Path) -> N
     cast, read = models_of_both
     assert read.score.weight.dtype == torch.float32 and read.model.embed_tokens.weight.dtype == torch.bfloat16
     assert same(read.state_dict(), kernels.hold_in(cast, "bf16").state_dict())
-
-
-def test_a_base_in_4_bits_has_the_rest_of_its_weights_in_bf16(root: Path, tmp_path: Path) -> None:
-    stage = training.method("sft", adapter=replace(LORA, quantization="nf4"), precision="bf16")
-    expected = training.train(stage, root, tmp_path / "fp32" / "output")
-    found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
-    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
-    assert {each.dtype for each in weights(found.output).values()} == {torch.bfloat16}
 
 
 @pytest.mark.slow

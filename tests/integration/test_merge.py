@@ -73,14 +73,6 @@ def test_an_adapter_is_merged_into_weights_that_load_alone(made: Made, tmp_path:
         assert (tmp_path / "merged" / name).read_bytes() == (adapter.path / name).read_bytes()
 
 
-def test_the_adapter_is_in_the_log_probabilities_before_the_merge(made: Made, tmp_path: Path) -> None:
-    base = made.base()
-    adapter = made.trained("sft", base, save="adapter", **STEP)
-    metrics = merge(tmp_path / "merged", Merge(), policy=adapter)
-    of_base = merge(tmp_path / "base", Merge(dtype="fp32"), policy=base)
-    assert abs(metrics["merge/logps_before"] - of_base["merge/golden"]) > 1e-3
-
-
 def test_sixteen_bits_are_measured_and_refused_above_the_threshold(made: Made, tmp_path: Path) -> None:
     adapter = made.trained("sft", made.base(), save="adapter", **STEP)
     metrics = merge(tmp_path / "bf16", Merge(dtype="bf16"), policy=adapter)
@@ -147,15 +139,6 @@ def test_a_tied_head_that_one_model_saved_twice_is_one_matrix(tmp_path: Path, po
     start = weights(one.path)["model.embed_tokens.weight"]
     expected = (start.double() + twice["model.embed_tokens.weight"].double()) / 2
     assert torch.equal(head, expected.float())
-
-
-def test_adapters_are_models_among_models(made: Made, tmp_path: Path) -> None:
-    base = made.base()
-    adapter = made.trained("sft", base, save="adapter", **STEP)
-    merge(tmp_path / "out", Merge(combination="linear"), policy=base, tuned=adapter)
-    tuned, start = load_model(adapter).state_dict(), load_model(base).state_dict()
-    for name, tensor in weights(tmp_path / "out").items():
-        assert torch.equal(tensor, ((start[name].double() + tuned[name].double()) / 2).float()), name
 
 
 ZERO = torch.zeros(4)
@@ -246,16 +229,6 @@ def test_adapters_of_unequal_ranks_add_up(made: Made, tmp_path: Path, combinatio
     for name, tensor in weights(tmp_path / "out").items():
         expected = start[name] + 0.5 * (first[name] - start[name]) + 2 * (second[name] - start[name])
         torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-6)
-
-
-def test_whole_outputs_keep_their_adapters_beside_them(made: Made, tmp_path: Path) -> None:
-    base = made.base()
-    outputs = [
-        [made.trained("sft", base, save=save, seed=seed, **STEP) for seed in (0, 1)] for save in (None, "adapter")
-    ]
-    for number, (one, other) in enumerate(outputs):
-        merge(tmp_path / str(number), Merge(combination="cat", space="adapters"), policy=one, other=other)
-    assert same(weights(tmp_path / "0"), weights(tmp_path / "1"))
 
 
 def test_each_option_of_adapters_changes_the_output(made: Made, tmp_path: Path) -> None:

@@ -292,23 +292,6 @@ def test_an_mlflow_that_cannot_be_written_is_reported_once_and_filled_in_later(t
     }  # fmt: skip
 
 
-def test_an_mlflow_that_answers_again_gets_all_of_the_run(uri, client, store, monkeypatch, capsys):
-    away, original = [True], Executions.open
-    monkeypatch.setattr(Executions, "open", lambda *args: 1 / 0 if away[0] else original(*args))
-    manifest = store.stage("base", {})
-    start, tracker = start_of(store, manifest), MlflowTracker(uri)
-    with tracker.execution(execution(store)):
-        stage = tracker.stage(start)
-        report(start, 1)
-        assert stage.run_ids().stage is None
-        away[0] = False
-        stage.finished(commit(start, manifest))
-    assert "ZeroDivisionError" in capsys.readouterr().err
-    [run] = runs(client, "base")
-    assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", tracker.execution_id())
-    assert not list(store.root.glob("logs/mlflow-open/*"))  # nothing is left to complete
-
-
 def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monkeypatch, capsys):
     monkeypatch.setattr("lineage.mlflow.tracker._CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(MlflowTracker, "_open", lambda self: time.sleep(2))

@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from flows.declare.config import load_pipeline
 from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.plan import make_plan
 from flows.stages.inputs import job_inputs
-from flows.watch.digests import SourceDigests
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
@@ -57,24 +56,6 @@ def checkpoint(path: Path | str, **fields: object) -> Source:
     return replace(Source(path=str(path), kind=Kind.CHECKPOINT), **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
-def test_a_stage_trains_on_the_merged_base_of_a_peft_directory(root, tmp_path, architecture, method):
-    base = write_model(tmp_path / "base", architecture)
-    directory = fetch_model(checkpoint(write_adapter(tmp_path / "lora", base)), tmp_path / "cache")
-    merged = tmp_path / "merged"
-    whole_model(Kind.CHECKPOINT, directory).save_pretrained(merged)
-    tiny.write_tokenizer(merged)
-    stage = training.method(method, num_steps=2)
-    found = training.train(stage, root, tmp_path / "a" / "output", policy=directory)
-    expected = training.train(stage, root, tmp_path / "b" / "output", policy=merged)
-    assert found.losses == expected.losses
-    assert same(weights(found.output), weights(expected.output))
-    unadapted = training.train(stage, root, tmp_path / "c" / "output", policy=base)
-    assert not same(weights(found.output), weights(unadapted.output))
-
-
 @pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4), Adapter(rank=2, alpha=4, quantization="nf4")])
 def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
     source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
@@ -110,46 +91,9 @@ def test_a_stage_installs_the_template_of_a_family(root, tmp_path):
     assert "chat_template_text" not in stages[1].recipe()
 
 
-@pytest.mark.parametrize("name", ["chatm", "own.jinja", "llama3_training"])
-def test_a_stage_takes_the_name_of_a_template_alone(name):
-    with pytest.raises(ConfigError, match=rf"chat_template={name}: no such template; accepted: chatml.*qwen3.*sources"):
-        training.method("sft", chat_template=name)
-
-
 def test_a_family_whose_tokens_the_model_lacks_is_refused(root, tmp_path):
     with pytest.raises(ConfigError, match=r"chat_template=llama3 needs the tokens .*<\|eot_id\|>.* vocabulary lacks"):
         training.train(training.method("sft", chat_template="llama3"), root, tmp_path / "output")
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes"),
-    [
-        ({"model_kwargs": ROPE}, True),
-        ({"chat_template": "qwen3"}, True),
-        ({"tokenizer": "other"}, True),
-        ({"pad_token": "\u0100"}, False),  # padding is never trained: the output's files change
-    ],
-)
-def test_each_option_changes_the_run_and_travels_with_its_output(root, tmp_path, fields, changes):
-    fields = {name: str(tmp_path / value) if value == "other" else value for name, value in fields.items()}
-    tiny.write_tokenizer(tmp_path / "other", vocab_size=290)
-    stage = training.method("sft", num_steps=2)
-    source = checkpoint(root / "policy", **fields)
-    directory = fetch_model(source, tmp_path / "cache")
-    found = training.train(stage, root, tmp_path / "a" / "output", policy=directory)
-    plain = training.train(stage, root, tmp_path / "b" / "output")
-    assert (found.losses != plain.losses) == changes
-    assert not same(weights(found.output), weights(plain.output)) or not changes
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (found.output / name).read_bytes() == (directory / name).read_bytes()
-    config = json.loads((found.output / "config.json").read_text())
-    if "model_kwargs" in fields:
-        assert config["rope_parameters"]["factor"] == 4.0
-    if "pad_token" in fields:
-        assert AutoTokenizer.from_pretrained(found.output).pad_token == fields["pad_token"]
-        assert config["pad_token_id"] == AutoTokenizer.from_pretrained(found.output).pad_token_id
-    if "chat_template" in fields:
-        assert (found.output / "chat_template.jinja").read_text() == template_families()["qwen3"].read_text()
 
 
 @pytest.fixture(scope="module")
@@ -186,25 +130,6 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
     moved = own.states("sources.base.base_model=moved")
     assert moved["sft"] == "reuse", "the place of the base is not identity"
     (own.folder / "moved").rename(own.folder / "base")
-
-
-def test_a_change_of_any_part_is_seen_by_who_watches_the_source(tmp_path):
-    base = write_model(tmp_path / "base", "llama")
-    lora = write_adapter(tmp_path / "lora", base)
-    template, other = tmp_path / "own.jinja", tiny.write_tokenizer(tmp_path / "other")
-    template.write_text("<|im_start|>{{ messages }}<|im_end|>")
-    words = [f"store={tmp_path / 'store'}", f"model={lora}", f"sources.base.chat_template={template}"]
-    watched = SourceDigests(load_pipeline([*words, f"sources.base.tokenizer={other}"]))
-    found = [watched.fingerprint("base")]
-    for change in (
-        lambda: template.write_text("<|im_start|>{{ messages }}<|im_end|>."),
-        lambda: edit(other / "tokenizer_config.json", model_max_length=9),
-        lambda: edit(base / "generation_config.json", temperature=0.5),
-        lambda: edit(lora / "adapter_config.json", lora_alpha=16),
-    ):
-        change()
-        found.append(watched.fingerprint("base"))
-    assert len(set(found)) == 5
 
 
 def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):
@@ -251,12 +176,6 @@ def test_a_model_that_was_quantized_before_is_recognised_by_the_plan(tmp_path, c
         return
     with pytest.raises(ConfigError, match=refusal):
         make_plan(pipeline)
-
-
-def test_the_plan_refuses_what_a_model_would_ignore(tmp_path):
-    model = write_model(tmp_path / "model", "gpt2")
-    with pytest.raises(ConfigError, match=r"sources\.base\.model_kwargs\.rope_theta: a model of type gpt2 has no such"):
-        make_plan(load_pipeline([f"model={model}", "sources.base.model_kwargs.rope_theta=5e5"]))
 
 
 def test_the_plan_judges_rows_and_templates_by_what_the_source_sets(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.best import Best
-from tasks.method import Adapter, Optimizer, Schedule, Training
+from tasks.method import Optimizer, Schedule, Training
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.validation import Validation
 from tests import stage_folder, tiny, training
@@ -19,7 +18,6 @@ from tests.training import same, weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN_HERE = [name for name, entry in OPTIMIZERS.items() if not entry.needs_gpu]
-LORA = Adapter(rank=4, alpha=8)
 CONSTANT = Schedule(name="constant", warmup=0.0)
 
 
@@ -72,30 +70,6 @@ def test_a_training_resumes_to_the_bit_and_is_that_of_its_optimizer(
         assert name == "adamw_torch" or not same(unbroken, baselines["sft"])
 
 
-@pytest.mark.parametrize("name", ["cpt", "reward", "dpo"])
-def test_every_method_trains_with_an_optimizer_that_its_trainer_has_no_argument_for(
-    root: Path, tmp_path: Path, baselines: dict[str, dict[str, torch.Tensor]], name: str
-) -> None:
-    run = training.train(stage(name, setting("muon")), root, tmp_path / "output")
-    assert not same(weights(run.output), baselines[name])
-    assert len(run.losses) == 4
-
-
-def test_lora_plus_trains_b_with_its_own_rate(root: Path, tmp_path: Path) -> None:
-    def trained(ratio: float | None) -> dict[str, torch.Tensor]:
-        method = stage("sft", Optimizer(lora_plus_ratio=ratio), num_steps=1, adapter=LORA, schedule=CONSTANT)
-        output = training.train(method, root, tmp_path / str(ratio)).output
-        return load_file(output / "adapter" / "adapter_model.safetensors")
-
-    plain, one, four = trained(None), trained(1.0), trained(4.0)
-    assert same(one, plain)
-    for name, weight in four.items():
-        if "lora_B" in name:  # it starts at 0, so it is one step of AdamW, whose size is the learning rate
-            torch.testing.assert_close(weight, 4 * plain[name])
-        else:
-            assert torch.equal(weight, plain[name])
-
-
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd"])
 def test_checkpoints_and_the_output_of_a_schedule_free_optimizer_hold_its_average(
     root: Path, tmp_path: Path, name: str
@@ -107,15 +81,6 @@ def test_checkpoints_and_the_output_of_a_schedule_free_optimizer_hold_its_averag
     assert same(load_file(whole.store.path(2) / "model.safetensors"), weights(short.output))
     state = torch.load(whole.store.path(2) / "optimizer.pt", weights_only=True)["state"]
     assert all({"z", "trained"} <= each.keys() for each in state.values())
-
-
-def test_measuring_a_schedule_free_model_changes_no_bit_of_its_training(root: Path, tmp_path: Path) -> None:
-    method = stage("sft", setting("schedule_free_adamw"))
-    measured, plain = StageFolder(tmp_path / "measured", root), StageFolder(tmp_path / "plain", root)
-    measured(replace(method, best=Best(every_steps=1)))
-    plain(method)
-    assert list(measured.held_out()) == [1, 2, 3, 4]
-    assert same(weights(measured.output), weights(plain.output))
 
 
 @pytest.mark.parametrize(

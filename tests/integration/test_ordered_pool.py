@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -32,16 +31,6 @@ def test_results_come_in_the_order_of_the_items_from_other_processes() -> None:
     assert os.getpid() not in {process for _, process in results}
 
 
-def test_few_items_start_no_process() -> None:
-    assert {process for _, process in ordered_map(slow_first, [3, 4], 2, inline_below=3)} == {os.getpid()}
-    assert {process for _, process in ordered_map(slow_first, [3, 4], 1, inline_below=1)} == {os.getpid()}
-
-
-def test_there_are_no_more_processes_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert {process for _, process in ordered_map(slow_first, [3, 4], 64, inline_below=1)} == {os.getpid()}
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) -> None:
     results = ordered_map(refuse_three, range(9), workers, inline_below=1)
@@ -53,17 +42,3 @@ def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) 
 def test_a_process_that_dies_is_an_error_that_says_so() -> None:
     with pytest.raises(PipelineError, match=r"a process that works on rows died.*out of memory"):
         list(ordered_map(die, range(1, 5), 2, inline_below=1))
-
-
-def test_items_are_read_as_results_are_taken() -> None:
-    taken = []
-
-    def items() -> Iterator[int]:
-        for item in range(1000):
-            taken.append(item)
-            yield item
-
-    results = ordered_map(refuse_three, (item + 10 for item in items()), 2, inline_below=1)
-    next(results)
-    assert len(taken) < 20
-    results.close()

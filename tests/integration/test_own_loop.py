@@ -191,21 +191,6 @@ def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, mon
     assert found[0] == found[1] > 0
 
 
-def test_a_step_may_have_several_updates_under_one_schedule(root: Path, tmp_path: Path) -> None:
-    from tasks.train.own_loop import Optimization
-
-    fields = {**training.FIELDS, "num_steps": 2, "lr_schedule": "linear", "warmup_ratio": 0.0}
-    stated = OptimizedLoop(**fields)  # type: ignore[arg-type]
-    run = TrainingRun(stated, training.inputs(root, stated), context(tmp_path))
-    optimization = Optimization(run, run.policy.model, updates_per_step=2)
-    rates = []
-    for _ in range(4):
-        rates.append(optimization.learning_rate / stated.learning_rate)
-        run.policy.model(**next(run.micro_batches(0))).loss.backward()
-        optimization.step()
-    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
 def test_asked_to_stop_it_saves_and_ends(root: Path, tmp_path: Path) -> None:
     ctx = context(tmp_path, should_stop=lambda: True)
     with pytest.raises(StoppedError, match="stopped at step 1 of 5"):
@@ -236,15 +221,6 @@ def test_an_adapter_is_trained_alone_and_resumed_to_the_bit(root: Path, tmp_path
     whole, parts = (load_file(tmp_path / each / "output" / "adapter_model.safetensors") for each in ("whole", "parts"))
     assert training.same(whole, parts)
     assert any(bool(tensor.any()) for name, tensor in whole.items() if "lora_B" in name), "it was trained"
-
-
-def test_an_adapter_of_a_whole_output_is_merged_and_kept(root: Path, tmp_path: Path) -> None:
-    adapted = method(adapter=Adapter(rank=2, alpha=4, target_modules="q_proj"))
-    adapted.run(training.inputs(root, adapted), context(tmp_path))
-    before, after = training.weights(root / "policy"), training.weights(tmp_path / "output")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all("q_proj" in name for name in changed)
-    assert (tmp_path / "output" / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -292,8 +268,3 @@ def test_zero_is_refused_with_the_plan() -> None:
         ConfigError, match=r"zero_stage=2, method=PlainLoop: ZeRO needs.*set stages.plain.resources.zero_stage=0"
     ):
         check_compatible("stages.plain", method(), resources)
-
-
-def test_its_fields_are_its_identity_and_its_slots_those_of_its_rows() -> None:
-    assert set(PlainLoop.consumes) == {"policy", "rows"}
-    assert "PlainLoop" in str(method().recipe()["method"])

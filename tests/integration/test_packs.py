@@ -104,28 +104,6 @@ def test_a_row_in_a_pack_has_the_loss_and_the_gradients_that_it_has_alone(archit
             torch.testing.assert_close(right.grad, left.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_what_a_row_says_changes_no_loss_of_the_other_rows() -> None:
-    model, examples = packed(model_of("gemma2")), packs([[9, 14, 6]])
-    before = losses_packed(model, examples)
-    ids = examples[0]["input_ids"]
-    changed = [*ids[:9], *(3 + (token + 7) % 50 for token in ids[9:23]), *ids[23:]]
-    after = losses_packed(model, [{**examples[0], "input_ids": changed}])
-    is_second = torch.zeros(len(before), dtype=torch.bool)
-    is_second[6 : 6 + 10] = True
-    torch.testing.assert_close(before[~is_second], after[~is_second], atol=1e-6, rtol=0)
-    assert not torch.isclose(before[is_second], after[is_second], atol=1e-2).all()
-
-
-def test_a_pack_has_one_slot_per_token() -> None:
-    """Two short rows beside a long one: padded to the longest, they took 4 slots per token, and up to 14."""
-    examples = packs([[3, 2, 60], [30, 4, 28]])
-    batch = collator_for(model_of("mistral"), lambda _: {}, packs=True)(examples)
-    tokens = sum(length for example in examples for length in example["seq_lengths"])
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, tokens)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 65, 95, 99, 127]
-    assert batch["position_ids"][0, :6].tolist() == [0, 1, 2, 0, 1, 0]
-
-
 def test_no_layer_of_a_pack_works_on_more_than_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention included: no kernel gets a mask of all tokens, and the scores are those of the rows."""
     scores, sdpa = [], F.scaled_dot_product_attention
@@ -166,11 +144,6 @@ def test_bf16_packs_train(checkpointing: bool) -> None:
 def test_a_model_that_would_mix_rows_is_refused(config: dict[str, object], said: str) -> None:
     reason = why_not_packable(config)
     assert reason is not None and said in reason and str(config["model_type"]) in reason
-
-
-def test_a_window_that_is_switched_off_refuses_nothing() -> None:
-    """As the configs of Qwen's mixtures on the hub have it."""
-    assert why_not_packable({"model_type": "qwen2_moe", "sliding_window": 32768, "use_sliding_window": False}) is None
 
 
 def test_a_model_from_the_hub_is_refused_before_the_first_step() -> None:

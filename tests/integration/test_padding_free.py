@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from tasks.train import padding_free
@@ -20,7 +20,6 @@ from tasks.train.padding_free import (
     pack,
     takes_few_heads,
 )
-from tasks.train.rewards import install_scores
 from tests import tiny
 
 LENGTHS = [5, 9, 3, 7]
@@ -38,24 +37,6 @@ def batch(*, same_start: int = 0) -> dict[str, torch.Tensor]:
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)).long()
     ids[2:, :same_start] = ids[:2, :same_start]
     return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def test_a_layout_keeps_each_real_token_once() -> None:
-    inputs = batch()
-    layout = pack(inputs["attention_mask"])
-    assert len(layout["token_index"]) == sum(LENGTHS)
-    tokens = inputs["input_ids"].reshape(-1)[layout["token_index"]]
-    assert (tokens[layout["row_index"]] * inputs["attention_mask"] == inputs["input_ids"]).all()
-
-
-def test_a_pair_shares_the_tokens_that_it_begins_with() -> None:
-    inputs = batch(same_start=3)
-    shared = common_tokens(inputs["input_ids"], inputs["attention_mask"])
-    assert shared.tolist() == [0, 0, 3, 3]
-    layout = pack(inputs["attention_mask"], shared)
-    assert len(layout["token_index"]) == sum(LENGTHS) - 6
-    tokens = inputs["input_ids"].reshape(-1)[layout["token_index"]]
-    assert (tokens[layout["row_index"]] * inputs["attention_mask"] == inputs["input_ids"]).all()
 
 
 @pytest.mark.parametrize("same_start", [0, 3])
@@ -106,19 +87,6 @@ def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     found.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-def test_rewards_equal_transformers(policy: Path) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1))
-    inputs = batch(same_start=3)
-    expected = models[0](**inputs).logits
-    install(models[1])
-    install_scores(models[1])
-    layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
-    torch.testing.assert_close(models[1](**inputs, **layout).logits, expected, atol=1e-5, rtol=0)
 
 
 def test_an_unknown_architecture_keeps_trls_forward(policy: Path) -> None:

@@ -64,13 +64,6 @@ def test_dpo_as_a_pair_loss_is_trls(root: Path, tmp_path: Path, policy: str, ada
     assert training.same(*(training.weights(run.output) for run in runs))
 
 
-def test_thinking_is_trained_or_left_out_as_in_dpo() -> None:
-    for thinking in ("keep", "drop", None):
-        tokenizations = [stage(cls, thinking=thinking).tokenization() for cls in (DPO, OwnDPO)]
-        assert tokenizations[0] == tokenizations[1] and tokenizations[1]
-        assert tokenizations[1].thinking == thinking
-
-
 def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks.train import models
 
@@ -89,8 +82,3 @@ def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: p
 def test_a_reference_that_is_not_stated_is_an_error(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'set models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'):
         training.train(stage(AsksForAReference), root, tmp_path / "output")
-
-
-def test_it_states_its_slots_by_what_it_reads() -> None:
-    assert set(OwnDPO.consumes) == {"policy", "pairs"}
-    assert OwnDPO.chat_slot == "policy"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, family, wait_until, wait_until_gone
+from tests.command import Command
 from tests.miniature import MODEL, STEPS, write_own_rows
 
 PIPELINE = "cpt-sft-dpo"
@@ -235,21 +235,6 @@ def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
 
 
 @pytest.mark.slow
-def test_a_killed_command_takes_its_ray_cluster_with_it(own):
-    process = own.start(
-        "run", "store=here", *ONLY_SFT, "stages.sft.method.num_steps=20000", "stages.sft.resources.launcher=cluster"
-    )
-    sft = own.folder / "here" / "sft"
-    before = set(sft.glob("*/metrics.jsonl"))
-    wait_until(lambda: any(path.stat().st_size for path in set(sft.glob("*/metrics.jsonl")) - before), "sft steps")
-    started = family(process)
-    assert any("raylet" in each.name() for each in started)
-    process.kill()
-    process.communicate(timeout=60)
-    wait_until_gone(started)
-
-
-@pytest.mark.slow
 def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(own):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -268,21 +253,6 @@ def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(ow
         assert losses(alone[name]) == losses(rows[name])  # each on the base that it found, merged
     assert alone["evaluate"]["metrics"] == rows["evaluate"]["metrics"]
     assert own("verify", "store=lora").returncode == 0
-
-
-@pytest.mark.slow
-def test_ones_own_model_goes_in_by_its_directory(own):
-    base = output(own.run("store=here", *ONLY_SFT)["base"])
-    model = Command(own.folder, *STEPS, *own_sources(own), f"model={base}", "store=model")
-    model_steps = [f"stages.{stage}.method.global_batch_size=8" for stage in ("cpt", "sft")]
-    rows = model.run(*ONLY_SFT, *model_steps, *(f"stages.{stage}.method.max_length=32" for stage in ("cpt", "sft")))
-    assert sorted(rows) == ["corpus", "cpt", "instructions", "sft"]
-    manifest = json.loads((output(rows["cpt"]).parent / "manifest.json").read_text())
-    assert manifest["inputs"]["policy"]["artifact"] == "source:base"
-
-
-def own_sources(own: Command) -> list[str]:
-    return [f"sources.{name}.path={own.folder / name}.jsonl" for name in ("corpus", "instructions", "preferences")]
 
 
 def test_a_bad_row_is_named_before_anything_trains(own):

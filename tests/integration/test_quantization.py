@@ -301,11 +301,6 @@ def test_golden_prompts_meet_a_head_in_fp32_on_a_base_in_bf16(
     assert run.metrics["merge/scores_difference"] < 1
 
 
-def test_no_prompt_is_asked_where_nothing_was_rounded(root: Path, tmp_path: Path, policies: dict[str, Path]) -> None:
-    run = training.train(sft(), root, tmp_path / "output", policy=policies["llama"])
-    assert not [name for name in run.metrics if name.startswith("merge/")]
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_an_adapter_alone_is_merged_by_its_reader_as_it_says(
     root: Path, tmp_path: Path, policies: dict[str, Path], architecture: str, monkeypatch: pytest.MonkeyPatch

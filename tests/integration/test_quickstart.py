@@ -1,4 +1,4 @@
-"""The quickstart's rows: the same everywhere, in equal parts, and with nothing held out that is in training."""
+"""The quickstart's rows: right, in equal parts, and through the data stages with nothing held out that is trained."""
 
 import inspect
 import pydoc
@@ -8,12 +8,16 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-from lineage.artifact import Source
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
+from tasks.context import TrainContext
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
+from tasks.method import Input, Method
+from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
 from tasks.quickstart import ROWS, QuickstartRow, quickstart_rows
 from tasks.quickstart.documentation import documents
 from tasks.quickstart.instructions import prompts
@@ -43,13 +47,6 @@ def test_there_are_thousands_of_rows_and_no_text_twice() -> None:
     assert len({document.text for document in documents()}) == len(documents())
 
 
-def test_a_function_is_owned_by_one_module_whatever_it_is_imported_from() -> None:
-    found = {document.name: document.group for document in documents()}
-    assert found["os.path.join"] == found["os.listdir"] == "os"
-    assert found["str.join"] == found["len"] == "builtins"
-    assert not any(name.startswith(("posixpath.", "posix.", "ntpath.", "_")) for name in found)
-
-
 def test_no_function_is_asked_about_in_the_rows_of_another_module() -> None:
     owner = {usage.name: usage.group for usage in usages()}
     for name, column in (("instructions", "messages"), ("preferences", "prompt")):
@@ -63,45 +60,20 @@ def asked_about(question: str) -> str:
     return str(name)
 
 
-def test_no_question_of_the_instructions_is_asked_in_the_preferences() -> None:
+def test_prompts_are_the_questions_that_the_instructions_do_not_answer() -> None:
     instructions = [row["messages"][0]["content"] for row in rows_of("instructions")]  # type: ignore[index]
     preferences = [row["prompt"] for row in rows_of("preferences")]
     assert len({*instructions, *preferences}) == len(instructions) + len(preferences)
-
-
-def test_prompts_are_the_questions_that_the_instructions_do_not_answer() -> None:
-    instructions = {row["messages"][0]["content"] for row in rows_of("instructions")}  # type: ignore[index]
     groups = {str(row["prompt"]): row["group"] for row in prompts()}
-    assert not instructions & groups.keys()
+    assert not {*instructions} & groups.keys()
     assert all(groups[str(row["prompt"])] == row["group"] for row in rows_of("preferences"))
-
-
-def test_no_topic_is_most_of_the_rows_and_no_answer_most_of_a_topic_but_yes_and_no() -> None:
-    for half in (0, 1):
-        rows = [question for _, question in asked(half)]
-        topics = Counter(question.topic for question in rows)
-        assert set(topics) == set(TOPICS)
-        assert max(topics.values()) <= 0.2 * len(rows)
-        for topic, count in topics.items():
-            answers = Counter(question.answer for question in rows if question.topic == topic)
-            assert answers.most_common(1)[0][1] <= 0.65 * count, topic
 
 
 # The standard library's own words for the objects of some modules: nothing of what makes the questions is asked.
 # Without os: this process may have patched it.
 LIVE = (
-    "argparse",
-    "bisect",
-    "csv",
-    "fractions",
-    "heapq",
-    "json",
-    "logging",
-    "random",
-    "shutil",
-    "textwrap",
-    "zipfile",
-)
+    "argparse", "bisect", "csv", "fractions", "heapq", "json", "logging", "random", "shutil", "textwrap", "zipfile",
+)  # fmt: skip
 
 
 def test_the_answers_are_those_that_the_interpreter_gives() -> None:
@@ -174,32 +146,14 @@ def test_the_corpus_states_what_the_questions_ask() -> None:
                 assert question.answer in stated
 
 
-def test_the_kinds_of_preference_are_in_equal_parts() -> None:
-    counts = Counter(str(row["kind"]) for row in rows_of("preferences"))
-    assert set(counts) == set(FAULTS)
-    assert max(counts.values()) - min(counts.values()) <= 1
-
-
-def test_preferences_are_of_topics_with_few_answers() -> None:
-    topics = {question.text: question.topic for usage in usages() for question in questions(usage)}
-    found = {topics[str(row["prompt"])] for row in quickstart_rows("preferences")}
-    assert found == set(TOPICS) - {"last", "required"}
-
-
-def test_near_misses_prefer_no_over_one_as_often_as_one_over_no_where_both_are_as_often_right() -> None:
-    no_or_one = re.compile("It takes (no parameters|1 parameter)\\.|(No|1) parameter has a default\\.")
-    for question in (question for usage in usages() for question in questions(usage)):
-        if no_or_one.fullmatch(question.answer):
-            others = list(filter(no_or_one.fullmatch, question.wrong))
-            assert (len(others), len(question.wrong)) == (1, 2), question.text
-
-
 def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:
     known = {question.text: question for half in (0, 1) for _, question in asked(half)}
     rights: dict[str, set[str]] = {topic: set() for topic in TOPICS}
     for usage in usages():
         for question in questions(usage):
             rights[question.topic].add(question.answer)
+    counts = Counter(str(row["kind"]) for row in rows_of("preferences"))
+    assert set(counts) == set(FAULTS) and max(counts.values()) - min(counts.values()) <= 1
     for row in rows_of("preferences"):
         chosen, rejected = str(row["chosen"]), str(row["rejected"])
         question = known[str(row["prompt"])]
@@ -218,3 +172,55 @@ def test_an_unknown_quickstart_source_is_refused() -> None:
 def test_rows_that_ship_with_python_are_named_by_their_number() -> None:
     first = next(iter(next(read_chunks(Source(path="quickstart:corpus"))).rows()))
     assert isinstance(first, Row) and first.where == "quickstart:corpus[0]" and first.fields["text"]
+
+
+STAGES: dict[str, Method] = {
+    "corpus": PrepareText(held_out=0.1),
+    "instructions": PrepareConversations(held_out=0.1),
+    "preferences": PreparePreferences(held_out=0.1),
+}
+Rows = list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rows, Rows]]:
+    root = tmp_path_factory.mktemp("quickstart")
+    found = {}
+    for name, method in STAGES.items():
+        source = Source(path=f"quickstart:{name}")
+        rows = Input(name=name, kind=Kind.ROWS, fingerprint="", path=root, source=source)
+        method.run({"rows": rows}, TrainContext(output_dir=root / name, work_dir=root))
+        found[name] = tuple(
+            pq.read_table(root / name / f"{side}.parquet").to_pylist() for side in ("train", "held_out")
+        )
+    return found  # type: ignore[return-value]
+
+
+def functions(name: str, rows: Rows) -> set[str]:
+    """The functions that rows are about: a document's title, or the name before the bracket of a question."""
+    known = {usage.name for usage in usages()}
+    if name == "corpus":
+        return {str(row["text"]).split("(")[0] for row in rows} & known
+    column = {"instructions": "messages", "preferences": "prompt"}[name]
+    return {re.findall(r"`([\w.]+)\(", str(row[column]))[0] for row in rows} & known
+
+
+def test_no_held_out_function_is_in_the_training_rows_of_any_stage(sides: dict[str, tuple[Rows, Rows]]) -> None:
+    trained = set().union(*(functions(name, train) for name, (train, _) in sides.items()))
+    for name, (train, held_out) in sides.items():
+        assert len(train) >= 3000 and 0.04 <= len(held_out) / (len(train) + len(held_out)) <= 0.2
+        assert functions(name, held_out)
+        assert not functions(name, held_out) & trained
+    counts = Counter(str(row["kind"]) for row in sides["preferences"][1])
+    assert len(counts) == 2 and max(counts.values()) <= 1.2 * min(counts.values())
+
+
+def test_no_held_out_question_is_answered_in_training_by_instructions_or_preferences(
+    sides: dict[str, tuple[Rows, Rows]],
+) -> None:
+    prompts = {
+        "instructions": [{str(row["messages"][0]["content"]) for row in side} for side in sides["instructions"]],  # type: ignore[index]
+        "preferences": [{str(row["prompt"][0]["content"]) for row in side} for side in sides["preferences"]],  # type: ignore[index]
+    }
+    trained = prompts["instructions"][0] | prompts["preferences"][0]
+    assert not trained & (prompts["instructions"][1] | prompts["preferences"][1])

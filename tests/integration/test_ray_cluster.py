@@ -77,17 +77,6 @@ def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
-def test_doctor_joins_a_cluster_and_says_what_it_holds(toy):
-    held = f"RAY_ADDRESS={toy.environment['RAY_ADDRESS']}"
-    assert f"{held} answers: 3 CPUs, 0 GPUs" in toy("doctor", "tracking=none").stdout
-    toy.environment["RAY_AUTH_TOKEN"] = "cd" * 32
-    refused = toy("doctor", "tracking=none")
-    assert refused.returncode == 1
-    assert f"{held}: the cluster wants a token and was given none, or another\n" in refused.stdout
-    assert "-> set RAY_AUTH_MODE=token and put the token" in refused.stdout
-
-
 def test_a_worker_that_dies_is_replaced_and_the_training_ends_with_the_same_bits(toy):
     words = ("pipeline=toy-interrupted", "stages.train.resources.launcher=cluster",
              "stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")  # fmt: skip

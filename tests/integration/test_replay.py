@@ -35,19 +35,19 @@ def numbered(start: int, end: int) -> list[dict[str, str]]:
     return [{"text": f"row {index}"} for index in range(start, end)]
 
 
-def ids(directory: Path, name: str, *sides: str) -> set[str]:
+def column(directory: Path, name: str, sides: Sequence[str], column: str = "row_id") -> set[str]:
     tables = [pq.read_table(directory / name / f"{side}.parquet") for side in sides]
-    found = [row_id for table in tables for row_id in table["row_id"].to_pylist()]
-    assert len(found) == len(set(found))
-    return set(found)
+    return {str(value) for table in tables for value in table[column].to_pylist()}
 
 
-def test_a_data_stage_without_replay_is_what_it_was() -> None:
-    assert "replay_share" not in PrepareText().recipe()
-    assert "replay_share" in REPLAY.recipe()
+def ids(directory: Path, name: str, *sides: str) -> set[str]:
+    found = column(directory, name, sides)
+    assert len(found) == sum(pq.read_table(directory / name / f"{side}.parquet").num_rows for side in sides)
+    return found
 
 
 def test_new_rows_and_a_share_of_old_ones_are_trained_on(tmp_path: Path) -> None:
+    assert "replay_share" not in PrepareText().recipe() and "replay_share" in REPLAY.recipe()
     first = generation(tmp_path, "a", numbered(0, 300))
     assert (first["new_rows"], first["replayed_rows"]) == (300, 0)
     second = generation(tmp_path, "b", numbered(0, 500), old="a")
@@ -60,14 +60,7 @@ def test_new_rows_and_a_share_of_old_ones_are_trained_on(tmp_path: Path) -> None
     assert {name: report[name] for name in second} == second
 
 
-def test_what_was_held_out_stays_so_and_is_measured_again(tmp_path: Path) -> None:
-    generation(tmp_path, "a", numbered(0, 300))
-    generation(tmp_path, "b", numbered(200, 500), old="a")
-    assert ids(tmp_path, "a", "held_out") < ids(tmp_path, "b", "held_out")
-    assert not ids(tmp_path, "b", "held_out") & ids(tmp_path, "b", "train", "resting")
-
-
-def test_a_row_that_rested_is_old_in_every_later_generation(tmp_path: Path) -> None:
+def test_a_row_that_rested_is_old_in_every_later_generation_and_what_was_held_out_stays_so(tmp_path: Path) -> None:
     """Also where the source holds it no longer, and each generation draws anew."""
     generation(tmp_path, "a", numbered(0, 300))
     generation(tmp_path, "b", numbered(300, 500), old="a")
@@ -78,21 +71,19 @@ def test_a_row_that_rested_is_old_in_every_later_generation(tmp_path: Path) -> N
     assert len(ids(tmp_path, "c", *sides)) == 600
     again = {name: ids(tmp_path, name, "train") & ids(tmp_path, "a", "train") for name in ("b", "c")}
     assert again["c"] and not again["c"] <= again["b"]
+    assert ids(tmp_path, "a", "held_out") < ids(tmp_path, "b", "held_out")
+    assert not ids(tmp_path, "b", "held_out") & ids(tmp_path, "b", "train", "resting")
 
 
-def test_few_old_rows_are_all_replayed_and_counted(tmp_path: Path) -> None:
-    old = generation(tmp_path, "a", numbered(0, 20))
-    made = generation(tmp_path, "b", numbered(0, 500), old="a")
+def test_few_old_rows_or_those_of_a_set_without_new_ones_are_all_replayed(tmp_path: Path) -> None:
+    old = generation(tmp_path, "few", numbered(0, 20))
+    made = generation(tmp_path, "many", numbered(0, 500), old="few")
     assert made["replayed_rows"] == old["train_rows"]
-    assert ids(tmp_path, "b", "resting") == set()
-
-
-def test_where_nothing_is_new_all_old_rows_are_replayed(tmp_path: Path) -> None:
-    old = generation(tmp_path, "a", numbered(0, 300))
-    made = generation(tmp_path, "b", numbered(0, 300), old="a")
-    assert (made["new_rows"], made["replayed_rows"]) == (0, old["train_rows"])
+    assert ids(tmp_path, "many", "resting") == set()
+    same = generation(tmp_path, "same", numbered(0, 20), old="few")
+    assert (same["new_rows"], same["replayed_rows"]) == (0, old["train_rows"])
     for side in ("train", "held_out"):
-        assert ids(tmp_path, "a", side) == ids(tmp_path, "b", side)
+        assert ids(tmp_path, "few", side) == ids(tmp_path, "same", side)
 
 
 def test_a_copy_of_an_old_row_goes_where_that_one_is(tmp_path: Path) -> None:
@@ -105,28 +96,23 @@ def test_a_copy_of_an_old_row_goes_where_that_one_is(tmp_path: Path) -> None:
     assert not contents["train"] & contents["held_out"]
 
 
-def test_a_group_keeps_its_side_after_a_generation_that_replayed_nothing(tmp_path: Path) -> None:
+def test_groups_and_the_pairs_of_a_prompt_keep_their_side(tmp_path: Path) -> None:
+    """Also after a generation that replayed nothing."""
     grouped = [{**row, "group": str(index % 40)} for index, row in enumerate(numbered(0, 400))]
     generation(tmp_path, "a", grouped[:200], method=replace(REPLAY, replay_share=None))
     generation(tmp_path, "b", grouped, old="a")
     group = {row["text"]: row["group"] for row in grouped}
-    sides = [
-        {group[text] for text in pq.read_table(tmp_path / "b" / f"{side}.parquet")["text"].to_pylist()}
-        for side in ("train", "held_out")
-    ]
-    assert sides[1] and not sides[0] & sides[1]
+    train, held_out = (
+        {group[text] for text in column(tmp_path, "b", [side], "text")} for side in ("train", "held_out")
+    )
+    assert held_out and not train & held_out
 
-
-def test_the_pairs_of_an_old_prompt_keep_their_side(tmp_path: Path) -> None:
     method = PreparePreferences(held_out=0.3, replay_share=0.5)
     pairs = [{"prompt": f"q{index % 30}", "chosen": f"good {index}", "rejected": "bad"} for index in range(120)]
-    generation(tmp_path, "a", pairs[:60], method=method)
-    generation(tmp_path, "b", pairs, old="a", method=method)
-    prompts = {
-        side: {str(row["prompt"]) for row in pq.read_table(tmp_path / "b" / f"{side}.parquet").to_pylist()}
-        for side in ("train", "held_out", "resting")
-    }
-    assert prompts["held_out"] and not prompts["held_out"] & (prompts["train"] | prompts["resting"])
+    generation(tmp_path, "c", pairs[:60], method=method)
+    generation(tmp_path, "d", pairs, old="c", method=method)
+    held_out = column(tmp_path, "d", ["held_out"], "prompt")
+    assert held_out and not held_out & column(tmp_path, "d", ["train", "resting"], "prompt")
 
 
 def test_old_rows_of_an_earlier_version_come_out_in_the_columns_of_now(tmp_path: Path) -> None:

@@ -93,22 +93,6 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
     generations.say("failed", "stage data failed", "not JSON", f"Alias champion stays with learner@{two}.")
 
 
-@pytest.mark.slow
-def test_a_file_that_shrank_renews_nothing(tmp_path, prefect_url):
-    toy = Command(tmp_path, *TOY_RETRAIN, environment={"PREFECT_API_URL": prefect_url})
-    made = Generations(toy=toy, heard=[])
-    made.grow("good", 60)
-    made.run()
-    one = champion(tmp_path)
-    del made.rows[40:]
-    made.write()
-    for _ in range(2):  # the second finds its data finished
-        refused = toy("run")
-        assert refused.returncode == 2 and "nothing is new: data found no row" in refused.stderr
-    assert toy("run", "retrain=null").returncode == 0
-    assert champion(tmp_path) == one
-
-
 def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, prefect_url):
     toy = Command(tmp_path, *TOY_RETRAIN, environment={"PREFECT_API_URL": prefect_url})
     Generations(toy=toy, heard=[]).grow("good", 60)

@@ -9,8 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lineage.store import Entry
 from tests.command import TOY, Command, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
+from tests.toy_methods import ToyTraining
+from tests.unbroken import unbroken
 
 HERE = socket.gethostname()
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
@@ -42,24 +45,6 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
     assert set(toy.states("resources.micro_batch_size=4").values()) == {"reuse"}
 
 
-COLLECTS = """
-import gc
-from tests.toy_methods import ToyTraining
-
-class Collects(ToyTraining):
-    def run(self, inputs, ctx):
-        super().run(inputs, ctx)
-        return {"loss": 1.0, "enabled": float(gc.isenabled()), "frozen": float(gc.get_freeze_count())}
-"""
-
-
-def test_a_stage_collects_its_own_garbage_and_looks_at_nothing_that_the_fork_server_imported(toy):
-    (toy.folder / "own.py").write_text(COLLECTS)
-    left = toy.run("stages.left.method._target_=own.Collects", "~stages.right")["left"]["metrics"]
-    assert left["enabled"] == 1
-    assert left["frozen"] > 100_000
-
-
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
     assert result.returncode == 1
@@ -77,57 +62,6 @@ def test_a_config_error_is_one_message_and_exit_code_2(toy):
     assert result.stderr.startswith("posttrain: stages.left.method.betta: unknown key")
     assert "Traceback" not in result.stderr
     assert toy("plan", "--nonsense").returncode == 2
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 130), (signal.SIGINT, 130)], ids=["kill", "term", "int"]
-)
-def test_a_stop_leaves_no_process_and_keeps_what_was_finished(toy, number, code):
-    process = toy.start("run", *SLOW_LEFT)
-    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
-    wait_until(lambda: list((toy.folder / "artifacts/right").glob("*/manifest.json")), "right finishes")
-    started = family(process)
-    assert len(started) >= 3
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    wait_until_gone(started)
-    assert "Traceback" not in errors
-    left = "run" if number == signal.SIGKILL else "resume"  # who is asked to end saves first
-    assert toy.states(*SLOW_LEFT) == {"data": "reuse", "model": "reuse", "left": left, "right": "reuse"}
-    again = toy.run(SLOW_LEFT[1], "stages.left.method.num_steps=3")
-    assert {name for name, row in again.items() if row["seconds"]} == {"left"}
-
-
-def test_a_killed_stage_process_is_a_failed_stage(toy):
-    process = toy.start("run", *SLOW_LEFT, "resources.max_failures=0")
-    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
-    stages = [each for each in family(process) if "left" in _stage(each)]
-    assert len(stages) == 1
-    stages[0].kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"stage left failed: rank 0 on {HERE} was killed by SIGKILL at step " in errors
-    assert "; out of memory? (log: " in errors
-
-
-def test_a_killed_stage_process_is_started_again_from_its_checkpoint(toy):
-    saving = ("stages.left.method.num_steps=40", "stages.left.method.step_seconds=0.1", "resources.save_steps=5")
-    process = toy.start("run", *saving)
-    wait_until(lambda: list((toy.folder / "artifacts/left").glob("*/checkpoints/step-10")), "left saves")
-    [stage] = [each for each in family(process) if "left" in _stage(each)]
-    stage.kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "killed by SIGKILL" in errors
-    assert "it goes on from its checkpoint of step 10" in errors or "of step 15" in errors
-    [directory] = (toy.folder / "artifacts/left").iterdir()
-    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 41))
-    resumed_at = json.loads((directory / "manifest.json").read_text())["provenance"]["resumed_at"]
-    assert len(resumed_at) == 1
-    assert resumed_at[0] in (10, 15)
-    assert not (directory / "checkpoints").exists()
 
 
 def _stage(process: psutil.Process) -> str:
@@ -148,21 +82,6 @@ def test_two_runs_at_once_train_a_shared_stage_once(toy):
         rows.append({row["stage"]: row for row in json.loads(out)["stages"]})
     for stage in rows[0]:
         assert sorted(bool(each[stage]["seconds"]) for each in rows) == [False, True], stage
-
-
-@pytest.mark.slow
-def test_a_run_that_waits_for_another_can_be_stopped(toy):
-    first = toy.start("run", *SLOW_LEFT)
-    wait_until(lambda: step_of(toy.folder, "left") > 2, "left steps")
-    assert "is making it now" in toy("plan", *SLOW_LEFT).stdout
-    second = toy.start("run", *SLOW_LEFT)
-    assert any("waits for another run" in line for line in second.stderr)  # reads up to that line
-    second.send_signal(signal.SIGTERM)
-    _, errors = second.communicate(timeout=10)
-    assert second.returncode == 130
-    assert "FAILED" not in errors
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=30)
 
 
 def test_a_prefect_server_that_does_not_answer_is_a_wrong_setting(tmp_path):
@@ -199,3 +118,58 @@ def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert toy.states(*SLOW_LEFT)["left"] == "resume"
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_committed_under_its_old_name(toy, tmp_path):
+    process = toy.start("run", "stages.data.method.seconds=3", "resources.launcher=foreground")
+    wait_until(lambda: list(tmp_path.glob("artifacts/data/*/output/rows.txt")), "the rows are read")
+    (tmp_path / "rows.txt").write_text("other rows")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rows.txt has changed since the plan was made" in err
+    assert not list(tmp_path.glob("artifacts/data/*/manifest.json"))
+
+
+def test_code_that_changes_between_plan_and_stage_is_not_recorded_as_the_old_one(toy, tmp_path):
+    own = tmp_path / "own.py"
+    text = "from tests.toy_methods import ToyModel\n\nclass Own(ToyModel):\n    pass\n"
+    own.write_text(text)
+    words = ("stages.model.method._target_=own.Own", "stages.data.method.seconds=4")
+    running = toy.start("run", *words)
+    wait_until(lambda: list(tmp_path.glob("artifacts/data/*/output/rows.txt")), "data is being made")
+    own.write_text(text.replace("pass", "size: int = 1"))
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert "the code of own has changed since the plan was made" in err
+    again = toy.run(*words)
+    assert [name for name, row in again.items() if row["state"] == "run"] == ["model", "left", "right"]
+
+
+SLEPT_STEPS = 20
+
+
+def test_a_suspended_driver_keeps_its_lock_and_who_waits_says_whose(toy):
+    words = (f"stages.left.method.num_steps={SLEPT_STEPS}", "stages.left.method.step_seconds=0.1")
+    toy.run("stages.left.method.num_steps=1")  # data and model
+    [row] = [row for row in json.loads(toy("plan", "--json", *words).stdout)["stages"] if row["stage"] == "left"]
+    directory = toy.folder / "artifacts" / "left" / row["fingerprint"][:16]
+    sleeper = toy.start("run", *words)
+    wait_until(lambda: (directory / "metrics.jsonl").exists(), "the first step")
+    sleeper.send_signal(signal.SIGSTOP)
+    waiter = toy.start("run", *words)
+    whose = f"waits for another run that makes it (process {sleeper.pid} on {socket.gethostname()})"
+    read = [waiter.stderr.readline()]
+    while whose not in read[-1]:
+        read.append(waiter.stderr.readline())
+        assert read[-1], read
+    sleeper.send_signal(signal.SIGCONT)
+    for process in (sleeper, waiter):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert "reused: another run made it" in errors
+    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, SLEPT_STEPS + 1))
+    manifest = Entry(directory).manifest()
+    assert manifest and manifest.output_digest == unbroken(ToyTraining(num_steps=SLEPT_STEPS))
+    assert toy.states(*words)["left"] == "reuse"
+    assert {"lock", "work", "checkpoints"}.isdisjoint(path.name for path in directory.iterdir())

@@ -48,14 +48,6 @@ def read(path: str, **fields) -> list[Row]:
     return [row for chunk in read_chunks(source(path, **fields)) for row in chunk.rows()]
 
 
-def test_a_file_a_directory_and_a_glob_are_read_with_the_place_of_each_row(rows):
-    assert [row.fields["text"] for row in read("s3://rows/set")] == ["one", "two", "three"]
-    assert [row.where for row in read("s3://rows/set/*.jsonl.gz")] == [
-        "s3://rows/set/a.jsonl.gz:1", "s3://rows/set/a.jsonl.gz:2",
-    ]  # fmt: skip
-    assert [row.fields["text"] for row in read("s3://rows/set/b.jsonl")] == ["three"]
-
-
 def test_a_plan_sees_each_change_of_an_object(rows, tmp_path):
     before = fingerprint("s3://rows/set/*.jsonl*", tmp_path)
     assert fingerprint("s3://rows/set/*.jsonl*", tmp_path) == before
@@ -81,18 +73,6 @@ def test_an_object_that_goes_away_while_it_is_read_is_named(rows):
     rows.delete("set/b.jsonl")
     with pytest.raises(DataError, match=r"s3://rows/set/b.jsonl: cannot be copied here \(FileNotFoundError: "):
         list(chunks)
-
-
-def test_a_bucket_that_is_not_there_is_one_line(rows, tmp_path):
-    with pytest.raises(ConfigError, match=r"s3://none/a.jsonl: cannot be listed \(.*bucket does not exist\)") as error:
-        fingerprint("s3://none/a.jsonl", tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_an_option_that_the_file_system_lacks_is_named(rows, tmp_path):
-    misspelt = Source(path="s3://rows/set", credentials={"secrte": "ROWS_SECRET"})
-    with pytest.raises(ConfigError, match=r"rows.credentials.secrte: S3FileSystem has no such option; .*secret"):
-        pin("rows", misspelt, DigestCache(tmp_path / "digests.json"))
 
 
 def test_wrong_credentials_are_one_line_without_them(rows, monkeypatch, tmp_path):

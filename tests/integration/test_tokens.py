@@ -24,7 +24,7 @@ def test_processes_give_the_tokens_that_one_gives(root: Path, monkeypatch: pytes
     rows = training.inputs(root, training.method("sft"))["rows"]
     options = Tokenization(kind=Kind.CONVERSATIONS, max_length=64)
     one, two = (load_or_make(options, rows, root / "policy", None, count) for count in (1, 2))
-    assert one.columns == two.columns and one.account == two.account
+    assert one.columns == two.columns and one.stats == two.stats
 
 
 def test_a_stage_with_another_learning_rate_tokenizes_nothing(
@@ -51,7 +51,7 @@ def test_packed_rows_have_the_loss_that_they_have_alone(root: Path, tmp_path: Pa
     options = Tokenization(kind=Kind.CONVERSATIONS, max_length=128, packing="best_fit")
     stage = training.method("sft")
     packs = load_or_make(options, training.inputs(root, stage)["rows"], root / "policy", None, 1)
-    assert 1 < len(packs) < packs.account.num_rows == 40
+    assert 1 < len(packs) < packs.stats.num_rows == 40
     alone, packed = (
         training.train(
             training.method("sft", num_steps=1, global_batch_size=count, packing=packing), root,

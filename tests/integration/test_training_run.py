@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
-from trl import GRPOConfig, SFTConfig
+from trl import SFTConfig
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -132,16 +132,6 @@ def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_pat
     assert "forward" in vars(derived.model), "the padding-free forward"
 
 
-def test_shared_arguments_are_those_that_a_config_has() -> None:
-    from dataclasses import fields
-
-    from tasks.train.trainers import trainer_args
-
-    ctx = TrainContext(output_dir=Path(), work_dir=Path())
-    shared = trainer_args(stage(Plain), ctx, 3)
-    assert "max_length" in shared and "max_length" not in {each.name for each in fields(GRPOConfig)}
-
-
 def test_models_are_loaded_by_role(root: Path, tmp_path: Path) -> None:
     reward = training.train(training.method("reward", num_steps=1), root, tmp_path / "reward").output
     method = stage(Roles)
@@ -207,12 +197,6 @@ def test_other_architectures_train(root: Path, tmp_path: Path, architecture: str
     policy = write_model(tmp_path / architecture, architecture)
     run = training.train(training.method(name, num_steps=1), root, tmp_path / "output", policy=policy)
     assert run.losses[0] > 0
-
-
-def test_a_row_longer_than_a_table_of_positions_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
-    policy = write_model(tmp_path / "gpt2", "gpt2", n_positions=64)
-    with pytest.raises(ConfigError, match=r"max_length=128: .*gpt2.* 64 positions.*set max_length=64 or less"):
-        training.train(training.method("sft"), root, tmp_path / "output", policy=policy)
 
 
 def test_a_generation_config_that_could_not_be_saved_is_repaired(root: Path, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lineage.errors import DataError, StoppedError
-from tasks.best import Best
-from tasks.method import Adapter, Schedule, Validation
+from tasks.method import Adapter, Validation
 from tasks.train import fit as training_loop
 from tests import training
 from tests.stage_folder import StageFolder, write_inputs
@@ -108,20 +107,6 @@ def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(r
     assert same(load_file(ran.store.path(2) / "model.safetensors"), weights(ran.output))
 
 
-def test_best_and_validation_share_a_measurement(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, measure = [], training_loop.held_out_loss
-
-    def counting(trainer, rows, ctx) -> float:
-        steps.append(trainer.state.global_step)
-        return measure(trainer, rows, ctx)
-
-    monkeypatch.setattr(training_loop, "held_out_loss", counting)
-    ran = StageFolder(tmp_path, root)
-    ran(training.method("sft", num_steps=7, validation=Validation(every_steps=3), best=Best(every_steps=2)))
-    assert steps == list(ran.held_out()) == [2, 3, 4, 6, 7]
-    assert list(measured(ran)) == [3, 6, 7]
-
-
 def test_checkpoints_by_epochs(root: Path, tmp_path: Path) -> None:
     ran, plain = StageFolder(tmp_path / "ran", root, save_epochs=0.5), StageFolder(tmp_path / "plain", root)
     stage = training.method("sft", num_steps=9)
@@ -136,12 +121,3 @@ def test_without_held_out_rows_it_is_refused_before_the_first_step(root: Path, t
     with pytest.raises(DataError, match=r"^validation: 'conversations' has no held-out row .*set validation=null"):
         ran(training.method("sft", validation=Validation(every_steps=2)))
     assert not ran.reports
-
-
-@pytest.mark.usefixtures("rising")
-def test_a_plateau_of_the_loss_cuts_the_learning_rate(root: Path, tmp_path: Path) -> None:
-    schedule = Schedule(name="reduce_lr_on_plateau", warmup=0.0, factor=0.25, patience=0)
-    ran = StageFolder(tmp_path, root)
-    ran(training.method("sft", num_steps=6, schedule=schedule, validation=Validation(every_steps=2)))
-    rates = [metrics["learning_rate"] for _, metrics in ran.reports]
-    assert rates == [0.003, 0.003, 0.003, 0.003, 0.00075, 0.00075]

@@ -55,7 +55,7 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     ctx.output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
         staging = stage(sources, convert, workers, Path(scratch), opened)
-        report = _account_of_bad_rows(staging, options, ctx.output_dir)
+        report = _report_of_bad_rows(staging, options, ctx.output_dir)
         with open_database(Path(scratch), workers) as connection:
             read_old(connection, inputs.get(REPLAY))
             decided = decide(connection, staging, options)
@@ -64,12 +64,12 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
             count_dropped(report, decided, arranged)
             check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
     write_reports(report, ctx.output_dir)
-    log_account(report)
+    log_report(report)
     _require_both(options, report, decided.lowest)
     return {name: float(count) for name, count in report.counts.items()}
 
 
-def _account_of_bad_rows(staging: Staging, options: Prepare, directory: Path) -> DataReport:
+def _report_of_bad_rows(staging: Staging, options: Prepare, directory: Path) -> DataReport:
     """The report of what was read.
 
     Raises:
@@ -81,7 +81,7 @@ def _account_of_bad_rows(staging: Staging, options: Prepare, directory: Path) ->
         num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
         report.counts |= {"rows": num_rows - rejects.count, "dropped": rejects.count}
         write_reports(report, directory)
-        log_account(report)
+        log_report(report)
         raise rejects.refusal(num_rows)
     return report
 
@@ -163,7 +163,7 @@ def count_dropped(report: DataReport, decided: Decided, arranged: Arranged) -> N
     report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
 
 
-def log_account(report: DataReport) -> None:
+def log_report(report: DataReport) -> None:
     """One line for each source, and for each thing about it that a user may want to know."""
     for slot, source in report.sources.items():
         read = ", ".join(f"{column} -> {meaning}" for column, meaning in source.mapping.items())

@@ -154,7 +154,7 @@ def _keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -> pa.Re
 
 
 def _note(bad: TextIO, staged: StagedSource, converted: Converted) -> None:
-    """What a chunk adds to the account of its source."""
+    """What a chunk adds to the stats of its source."""
     for reject in converted.rejects:
         fields = {**asdict(reject), "place": staged.rows_read + reject.place, "slot": staged.number}
         bad.write(json.dumps(fields) + "\n")

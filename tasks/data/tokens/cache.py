@@ -23,7 +23,7 @@ from tasks.data.ordered_pool import ordered_map
 from tasks.data.preparing.row_split import TRAIN
 from tasks.data.tokens.packing import pack
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import MAX_NAMED, REFUSED, Account, RowTokenizer, TokenPart
+from tasks.data.tokens.tokenize_rows import MAX_NAMED, REFUSED, RowTokenizer, TokenPart, TokenStats
 from tasks.tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ class TokenizedRows:
     """
 
     kind: RowKind
-    account: Account
+    stats: TokenStats
     examples: "Dataset"
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.account.metrics
+        return self.stats.metrics
 
     @property
     def columns(self) -> dict[str, list[list[int]]]:
@@ -154,7 +154,7 @@ class TokenizedRows:
         return self.kind.examples(self.examples.select(order))
 
     def __len__(self) -> int:
-        return self.account.num_examples
+        return self.stats.num_examples
 
     def require_like(self, previous_percent: float | None, stage: str = "STAGE") -> None:
         """That the share of trained tokens is like that of the last run: where it halves, a mask or a template broke.
@@ -166,8 +166,8 @@ class TokenizedRows:
         Raises:
             DataError: it is less than half of what it was.
         """
-        percent = self.account.trained_percent
-        if not self.account.gets_loss:
+        percent = self.stats.trained_percent
+        if not self.stats.gets_loss:
             return
         if previous_percent is not None and percent < previous_percent / 2:
             raise DataError(
@@ -183,37 +183,37 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
     Raises:
         DataError: nothing would be trained.
     """
-    account = result.account
+    stats = result.stats
     if not len(result):
-        raise _nothing_to_train(account, rows.name, max_length)
-    shares = " ".join(f"{name}={value:g}" for name, value in account.metrics.items())
-    lengths = " ".join(f"length_{name}={value}" for name, value in account.quantiles.items())
+        raise _nothing_to_train(stats, rows.name, max_length)
+    shares = " ".join(f"{name}={value:g}" for name, value in stats.metrics.items())
+    lengths = " ".join(f"length_{name}={value}" for name, value in stats.quantiles.items())
     logger.info("rows_of=%s max_length=%d %s %s", rows.name, max_length, shares, lengths)
-    if account.cut.count:
-        logger.warning("rows_cut=%d max_length=%d row_ids=%s", account.cut.count, max_length, account.cut)
-    if account.prompts_cut.count:
-        logger.warning("prompts_cut=%d row_ids=%s", account.prompts_cut.count, account.prompts_cut)
-    for reason, named in account.dropped.items():
+    if stats.cut.count:
+        logger.warning("rows_cut=%d max_length=%d row_ids=%s", stats.cut.count, max_length, stats.cut)
+    if stats.prompts_cut.count:
+        logger.warning("prompts_cut=%d row_ids=%s", stats.prompts_cut.count, stats.prompts_cut)
+    for reason, named in stats.dropped.items():
         logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
-    if account.labels and len(account.labels) < len(LABEL_NAMES):
-        logger.warning("rows_of=%s labels=%s: every answer is %s", rows.name, account.labels, *account.labels)
-    for sample in account.samples:
+    if stats.labels and len(stats.labels) < len(LABEL_NAMES):
+        logger.warning("rows_of=%s labels=%s: every answer is %s", rows.name, stats.labels, *stats.labels)
+    for sample in stats.samples:
         logger.info("sample (trained tokens in ⟦ ⟧): %s", sample)
 
 
-def _nothing_to_train(account: Account, name: str, max_length: int) -> DataError:
-    if FILLS_NO_CHUNK in account.dropped:
+def _nothing_to_train(stats: TokenStats, name: str, max_length: int) -> DataError:
+    if FILLS_NO_CHUNK in stats.dropped:
         return DataError(
-            f"all texts of {name!r} together are {account.length} tokens, less than one chunk of "
+            f"all texts of {name!r} together are {stats.length} tokens, less than one chunk of "
             f"max_length={max_length}; lower max_length, or give more text"
         )
-    if not account.gets_loss:
+    if not stats.gets_loss:
         return DataError(
-            f"no prompt of {name!r} fits max_length={max_length}: all {account.num_rows} were left out; raise "
+            f"no prompt of {name!r} fits max_length={max_length}: all {stats.num_rows} were left out; raise "
             "max_length or max_prompt_length, or set too_long=cut_prompt"
         )
     return DataError(
-        f"no row of {name!r} has a trained token within max_length={max_length}: all {account.num_rows} rows "
+        f"no row of {name!r} has a trained token within max_length={max_length}: all {stats.num_rows} rows "
         "were left out; raise max_length, or check that the rows have answers that fit it"
     )
 
@@ -246,7 +246,7 @@ class PartTokenizer:
         return TokenPart(outcomes=[row.outcome for row in found], columns=batch)
 
 
-def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> Account:
+def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> TokenStats:
     """Writes the tokens of a Parquet file of rows, and the outcome of each row.
 
     Raises:
@@ -255,7 +255,7 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
     import pyarrow as pa
 
     kind = ROW_KINDS[tokenizer.tokenization.kind]
-    account, too_long = Account(gets_loss=kind.trained), list[RowOutcome]()
+    stats, too_long = TokenStats(gets_loss=kind.trained), list[RowOutcome]()
     columns = arrow_schema(kind.tokens)
     outcomes = pa.schema([(name, getattr(pa, of)()) for name, of in _OUTCOME.items()])
     with (
@@ -269,14 +269,14 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
                     [{name: getattr(outcome, name) for name in _OUTCOME} for outcome in part.outcomes], outcomes
                 )
             )
-            account.num_examples += len(part.columns)
+            stats.num_examples += len(part.columns)
             for outcome in part.outcomes:
-                account.add(outcome)
+                stats.add(outcome)
                 if outcome.dropped == REFUSED and len(too_long) < MAX_NAMED:
                     too_long.append(outcome)
     if too_long:
-        raise _refusal(account, too_long, tokenizer.tokenization.max_length)
-    return account
+        raise _refusal(stats, too_long, tokenizer.tokenization.max_length)
+    return stats
 
 
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
@@ -286,17 +286,17 @@ def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenP
     return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
 
 
-def _refusal(account: Account, too_long: Sequence[RowOutcome], max_length: int) -> DataError:
-    count = account.dropped[REFUSED].count
+def _refusal(stats: TokenStats, too_long: Sequence[RowOutcome], max_length: int) -> DataError:
+    count = stats.dropped[REFUSED].count
     more = f" and {count - len(too_long)} more" if count > len(too_long) else ""
     named = ", ".join(f"{outcome.row_id} ({outcome.length} tokens)" for outcome in too_long)
     return DataError(
-        f"{count} of {account.num_rows} rows are longer than max_length={max_length}: {named}{more}; raise max_length, "
+        f"{count} of {stats.num_rows} rows are longer than max_length={max_length}: {named}{more}; raise max_length, "
         "shorten the rows, or set too_long to cut_answer, cut_prompt or drop"
     )
 
 
-_ACCOUNT = "account.json"
+_STATS = "account.json"
 _NUM_SAMPLES = 3
 
 
@@ -334,24 +334,24 @@ def load_or_make(
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
-    """Fills a directory with tokens, the outcomes of rows, and last the account."""
+    """Fills a directory with tokens, the outcomes of rows, and last the stats."""
     from datasets import Dataset
 
     tokenizer = tokenizer_of(tokenizer_dir)
     kind = ROW_KINDS[tokenization.kind]
     if tokenization.chat_template and kind.chat:
         install_chat_template(tokenizer, tokenization.chat_template)
-    account = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer), workers, directory)
+    stats = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer), workers, directory)
     examples = Dataset.from_file(str(directory / TOKENS))
-    account.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
-    if tokenization.packing and account.num_examples:
-        account.packed, account.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
-    (directory / _ACCOUNT).write_text(account.to_json())
+    stats.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
+    if tokenization.packing and stats.num_examples:
+        stats.packed, stats.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
+    (directory / _STATS).write_text(stats.to_json())
 
 
 def _read(entry: Path, tokenization: Tokenization) -> TokenizedRows:
     from datasets import Dataset
 
-    account = Account.from_json((entry / _ACCOUNT).read_text())
+    stats = TokenStats.from_json((entry / _STATS).read_text())
     kind = ROW_KINDS[tokenization.kind]
-    return TokenizedRows(kind=kind, account=account, examples=Dataset.from_file(str(entry / TOKENS)))
+    return TokenizedRows(kind=kind, stats=stats, examples=Dataset.from_file(str(entry / TOKENS)))

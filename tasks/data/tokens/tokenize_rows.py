@@ -337,7 +337,7 @@ class Named:
 
 
 @dataclass(kw_only=True)
-class Account:
+class TokenStats:
     """Of the rows that were made into tokens.
 
     Args:
@@ -434,9 +434,9 @@ class Account:
         return json.dumps(shown, indent=1, ensure_ascii=False) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> "Account":
+    def from_json(text: str) -> "TokenStats":
         fields = json.loads(text)
-        return Account(
+        return TokenStats(
             **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
             cut=Named(**fields["cut"]),
             prompts_cut=Named(**fields["prompts_cut"]),

@@ -45,7 +45,7 @@ def settle(root: Path) -> None:
 
 @pytest.mark.parametrize("look_at_all", [10_000, 0], ids=["small", "large"])
 def test_an_index_kept_up_to_date_equals_one_made_from_scratch(store, look_at_all, monkeypatch):
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", look_at_all)
+    monkeypatch.setattr(index_scan, "CHECK_ALL", look_at_all)
     first = store.chain()
     content(store.root)
     store.chain(content="b")
@@ -68,7 +68,7 @@ def test_an_index_kept_up_to_date_equals_one_made_from_scratch(store, look_at_al
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_made_and_deleted_the_index_kept_equals_one_made_from_scratch(store, seed, monkeypatch):
     draw = random.Random(seed)
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", draw.choice([0, 10_000]))
+    monkeypatch.setattr(index_scan, "CHECK_ALL", draw.choice([0, 10_000]))
     there = []
     for _ in range(12):
         if there and draw.random() < 0.4:
@@ -85,7 +85,7 @@ def test_whatever_is_made_and_deleted_the_index_kept_equals_one_made_from_scratc
 
 
 def test_a_new_and_a_deleted_artifact_are_seen_in_a_large_store(store, monkeypatch):
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", 0)
+    monkeypatch.setattr(index_scan, "CHECK_ALL", 0)
     made = store.chain()
     settle(store.root)
     Index(store.root)
@@ -100,7 +100,7 @@ def test_a_new_and_a_deleted_artifact_are_seen_in_a_large_store(store, monkeypat
 
 
 def test_a_manifest_that_appears_in_a_directory_known_as_unfinished_is_seen(store, monkeypatch):
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", 0)
+    monkeypatch.setattr(index_scan, "CHECK_ALL", 0)
     made = store.stage("dpo", {})
     manifest = store.root / "dpo" / short(made.fingerprint) / "manifest.json"
     text = manifest.read_text()
@@ -117,11 +117,11 @@ def test_a_manifest_that_appears_in_a_directory_known_as_unfinished_is_seen(stor
 
 
 def test_a_settled_directory_of_a_large_store_is_not_looked_into(store, monkeypatch):
-    monkeypatch.setattr(index_scan, "LOOK_AT_ALL", 0)
+    monkeypatch.setattr(index_scan, "CHECK_ALL", 0)
     store.chain()
     settle(store.root)
     Index(store.root)
-    monkeypatch.setattr(index_scan, "_look_at_all", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(index_scan, "_check_all", lambda *_: pytest.fail("looked"))
     with Index(store.root) as index:
         assert index.places()
 

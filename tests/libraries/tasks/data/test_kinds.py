@@ -55,7 +55,7 @@ def test_rows_become_the_columns_that_are_named_and_a_collator_takes_them(
 ) -> None:
     result = tokenized(ROWS[kind.kind], directory, tmp_path, 32)
     assert result.examples.column_names == list(kind.tokens)
-    assert len(result.account.samples) == 3 and all(("⟦" in text) == kind.trained for text in result.account.samples)
+    assert len(result.stats.samples) == 3 and all(("⟦" in text) == kind.trained for text in result.stats.samples)
     batch = kind.collator(tokenizer.pad_token_id)(list(result.dataset([0, 1])))
     assert len(batch) == 2 if kind is PROMPTS else len(batch["input_ids"]) == (4 if kind is PREFERENCES else 2)
 
@@ -96,10 +96,10 @@ def test_desirable_and_undesirable_answers_are_counted_and_one_alone_is_warned_o
 ) -> None:
     rows = tiny.unpaired_rows(12)
     result = tokenized(rows, directory, tmp_path, 64)
-    assert result.account.labels == {"desirable": 8, "undesirable": 4}
+    assert result.stats.labels == {"desirable": 8, "undesirable": 4}
     assert result.metrics["desirable_rows"] == 8 and result.metrics["undesirable_rows"] == 4
     assert 0 < result.metrics["trained_tokens_percent"] < 100
-    assert result.account.samples[0].endswith("⟧ (undesirable)")
+    assert result.stats.samples[0].endswith("⟧ (undesirable)")
     show(result, rows_input(tmp_path), 64)
     assert "every answer" not in caplog.text
     only = tokenized([row for row in rows if row["label"]], directory, tmp_path / "only", 64)

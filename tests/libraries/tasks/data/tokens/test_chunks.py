@@ -25,11 +25,11 @@ def test_documents_are_joined_and_cut_in_chunks_and_the_rest_is_reported(directo
     length = ids.index(tokenizer.convert_tokens_to_ids(END)) + 2  # one token of the second document
     result = tokenized(rows[:2], directory, tmp_path, length)
     assert result.columns == {"input_ids": [ids[:length]], "labels": [ids[:length]]}
-    assert (result.account.cut.row_ids, result.account.dropped) == (["1"], {})
-    assert result.account.samples == [f"⟦{tokenizer.decode(ids[:length])}⟧"]
+    assert (result.stats.cut.row_ids, result.stats.dropped) == (["1"], {})
+    assert result.stats.samples == [f"⟦{tokenizer.decode(ids[:length])}⟧"]
     result = tokenized(rows, directory, tmp_path, len(ids) - 4)
     assert result.columns["labels"] == [ids[: len(ids) - 4]]
-    assert result.account.dropped["fills_no_chunk"].row_ids[-1] == "3"
+    assert result.stats.dropped["fills_no_chunk"].row_ids[-1] == "3"
     assert result.metrics["trained_tokens_percent"] == 100
 
 
@@ -52,7 +52,7 @@ def test_chunks_are_the_stream_and_every_document_is_counted_once(
         elif place + len(ids) > kept:
             cut.append(row["row_id"])
         place += len(ids)
-    account = result.account
-    assert account.cut.row_ids == cut
-    assert [row_id for named in account.dropped.values() for row_id in named.row_ids] == dropped
-    assert (account.num_rows, account.num_tokens, account.num_trained) == (len(rows), kept, kept)
+    stats = result.stats
+    assert stats.cut.row_ids == cut
+    assert [row_id for named in stats.dropped.values() for row_id in named.row_ids] == dropped
+    assert (stats.num_rows, stats.num_tokens, stats.num_trained) == (len(rows), kept, kept)

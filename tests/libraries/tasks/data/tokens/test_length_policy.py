@@ -90,15 +90,13 @@ def test_each_way_is_counted_and_named(directory: Path, tokenizer: PreTrainedTok
     ways: tuple[TooLong | None, ...] = (None, "cut_answer", "cut_prompt", "drop")
     found = {way: tokenized(rows, directory, tmp_path, length - 9, too_long=way) for way in ways}
     assert found[None].columns == found["cut_answer"].columns != found["cut_prompt"].columns
-    assert found["cut_answer"].account.cut.row_ids == ["long"]
-    assert found["cut_prompt"].account.prompts_cut.row_ids == ["long"]
+    assert found["cut_answer"].stats.cut.row_ids == ["long"]
+    assert found["cut_prompt"].stats.prompts_cut.row_ids == ["long"]
     assert found["cut_prompt"].metrics["prompts_cut"] == 1
-    assert found["drop"].account.dropped["too_long"].row_ids == ["long"]
+    assert found["drop"].stats.dropped["too_long"].row_ids == ["long"]
     assert [len(each) for each in found.values()] == [4, 4, 4, 3]
-    longest = found["drop"].account.quantiles["max"]
-    assert longest == length and {each.account.quantiles["max"] for each in found.values()} == {
-        longest
-    }  # before the cut
+    longest = found["drop"].stats.quantiles["max"]
+    assert longest == length and {each.stats.quantiles["max"] for each in found.values()} == {longest}  # before the cut
 
 
 def test_refused_rows_are_named_with_their_lengths_and_leave_nothing_in_the_cache(

