@@ -141,7 +141,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         sub = commands.add_parser(name, help=help_text, description=help_text)
-        if name in arguments:
+        if name in arguments[:1]:
             module = importlib.import_module(f"flows.commands.{_MODULES.get(name, name)}")
             getattr(module, f"add_{name}")(sub)
             sub.set_defaults(command=getattr(module, f"run_{name}"))

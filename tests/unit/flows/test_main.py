@@ -35,11 +35,11 @@ def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_fr
 def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
     class Imported:
         @staticmethod
-        def add_arguments(parser):
+        def add_status(parser):
             os.kill(os.getpid(), signal.SIGHUP)
 
         @staticmethod
-        def run(options):
+        def run_status(options):
             return 0
 
     monkeypatch.setattr(importlib, "import_module", lambda name: Imported)
