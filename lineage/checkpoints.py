@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lineage.digest import digest_files
 from lineage.errors import ArtifactError
+from lineage.files import flush, flush_tree
 from lineage.fingerprint import canonical_json, short
-from lineage.flush import flush, flush_tree
 from lineage.source_checks import readable_as
 
 RECORD = "checkpoint.json"

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError
-from lineage.files import atomic_write
+from lineage.files import atomic_write, flush, flush_tree
 from lineage.fingerprint import short
-from lineage.flush import flush, flush_tree
 from lineage.manifest import Manifest
 from lineage.metrics_file import cut_reports, read_reports
 from lineage.source_checks import readable_as

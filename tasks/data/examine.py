@@ -15,7 +15,7 @@ from lineage.model_files import TOKENIZER_FILES, require_own_files, require_soun
 from lineage.model_source import has_tokenizer
 from lineage.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
-from tasks.data.batches import row_batches
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.report import (
     LEAKAGE,

@@ -1,17 +1,21 @@
-"""Runs one function over many items in processes: results in the order of the items, few of them in memory."""
+"""Batches of rows, and a pool of processes that works on them and keeps their order."""
 
 import multiprocessing
 import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lineage.errors import PipelineError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -88,3 +92,36 @@ _work_on: Callable[..., object]
 
 def _work(item: object) -> object:
     return _work_on(item)
+
+
+MAX_BYTES = 2**22  # what is computed of a text takes ten times its memory, and more
+
+
+def row_batches(file: Path, max_rows: int, columns: Sequence[str] | None = None) -> Iterator["pa.RecordBatch"]:
+    """The rows of a Parquet file in order, at most so many at a time, and at most ``MAX_BYTES`` of them or one row.
+
+    Args:
+        columns: those to read that the file has; None: all.
+    """
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as rows:
+        names = [name for name in rows.schema_arrow.names if columns is None or name in columns]
+        for number in range(rows.num_row_groups):
+            group = rows.metadata.row_group(number)
+            fitting = group.num_rows * MAX_BYTES // max(group.total_byte_size, 1)
+            count = min(max(fitting, 1), max_rows)
+            for batch in rows.iter_batches(count, row_groups=[number], columns=names):
+                yield from _small(batch)
+
+
+def _small(rows: "pa.RecordBatch") -> Iterator["pa.RecordBatch"]:
+    """The same in parts; each a copy, since a slice keeps all of the rows, and takes them along to another process."""
+    import pyarrow as pa
+
+    if rows.nbytes <= MAX_BYTES or len(rows) == 1:
+        yield rows
+        return
+    half = len(rows) // 2
+    for part in (rows.slice(0, half), rows.slice(half)):
+        yield from _small(pa.concat_batches([part]))

@@ -141,6 +141,15 @@ def test_a_tied_head_that_one_model_saved_twice_is_one_matrix(tmp_path: Path, po
     assert torch.equal(head, expected.float())
 
 
+def test_adapters_are_models_among_models(made: Made, tmp_path: Path) -> None:
+    base = made.base()
+    adapter = made.trained("sft", base, save="adapter", **STEP)
+    merge(tmp_path / "out", Merge(combination="linear"), policy=base, tuned=adapter)
+    tuned, start = load_model(adapter).state_dict(), load_model(base).state_dict()
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, ((start[name].double() + tuned[name].double()) / 2).float()), name
+
+
 ZERO = torch.zeros(4)
 LEFT, RIGHT = torch.tensor([1.0, -2.0, 0.5, 4.0]), torch.tensor([3.0, 1.0, -0.1, -5.0])
 

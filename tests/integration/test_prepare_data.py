@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from tasks.context import TrainContext
-from tasks.data.schema import messages_of
+from tasks.data.kinds import messages_of
 from tasks.method import Input, Method
 from tasks.prepare_data import PrepareConversations, PreparePreferences, PreparePrompts, PrepareText, PrepareUnpaired
 from tests import tiny

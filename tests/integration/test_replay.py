@@ -11,8 +11,7 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from tasks.context import TrainContext
-from tasks.data.kinds import ROW_KINDS
-from tasks.data.schema import messages_of
+from tasks.data.kinds import ROW_KINDS, messages_of
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
 from tests import tiny

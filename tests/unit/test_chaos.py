@@ -39,18 +39,6 @@ def test_one_flaw_spoils_it(flaw: dict) -> None:
     assert not replace(GOOD, **flaw).is_good
 
 
-def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path) -> None:
-    note_attempt(entry, 0, "code")
-    report(entry, 1, 2, 3, 4, 5)
-    assert reached(tmp_path, ["cpt"]) == []
-    [hit] = reached(tmp_path, ["sft"])
-    assert hit == Reached(directory=entry, attempt=1, step=5)
-    assert (hit.lost(), hit.went_on_from()) == (0, 0)  # nobody went on yet
-    note_attempt(entry, 3, "code")
-    note_attempt(entry, 5, "code")
-    assert (hit.lost(), hit.went_on_from()) == (2, 3)
-
-
 def test_a_step_that_is_told_twice_or_out_of_order_is_found(tmp_path: Path, entry: Path) -> None:
     report(entry, 1, 2, 3)
     assert doubled(tmp_path) == []
@@ -76,3 +64,15 @@ def test_a_finished_stage_that_is_made_again_or_is_gone_is_found(tmp_path: Path)
     written.stage("left", {})  # meanwhile
     assert made_again(before, tmp_path) == ["model: was finished, and was made again"]
     assert made_again({"gone": 1.0}, tmp_path) == ["gone: was finished, and was made again"]
+
+
+def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path) -> None:
+    note_attempt(entry, 0, "code")
+    report(entry, 1, 2, 3, 4, 5)
+    assert reached(tmp_path, ["cpt"]) == []
+    [hit] = reached(tmp_path, ["sft"])
+    assert hit == Reached(directory=entry, attempt=1, step=5)
+    assert (hit.lost(), hit.went_on_from()) == (0, 0)  # nobody went on yet
+    note_attempt(entry, 3, "code")
+    note_attempt(entry, 5, "code")
+    assert (hit.lost(), hit.went_on_from()) == (2, 3)

@@ -17,7 +17,6 @@ from tasks.data.formats.pairs import (
     sharegpt_ranking,
     transcript_preference,
 )
-from tasks.data.formats.tools import add_tools, calls_json
 from tasks.data.formats.turns import (
     Message,
     answer,
@@ -32,7 +31,9 @@ from tasks.data.formats.values import (
     BadRowError,
     CanonicalRow,
     Fields,
+    add_tools,
     as_json,
+    calls_json,
     is_nothing,
     named,
     one_of,

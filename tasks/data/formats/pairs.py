@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from tasks.data.formats.tools import add_tools
 from tasks.data.formats.turns import Message, answer, listed, prompt, prompt_turns, sharegpt_turns, spelling_of
 from tasks.data.formats.values import (
     BadRowError,
     CanonicalRow,
     Fields,
+    add_tools,
     named,
     optional_name,
     require_nothing_else,

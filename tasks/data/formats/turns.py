@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from tasks.data.formats.tools import calls_json
 from tasks.data.formats.values import (
     BadRowError,
     Fields,
+    calls_json,
     is_blank,
     is_nothing,
     named,

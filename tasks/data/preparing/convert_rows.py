@@ -17,14 +17,13 @@ from lineage.errors import DataError
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.prompting import with_prompt, with_system
 from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
-from tasks.data.kinds import ROW_KINDS
+from tasks.data.kinds import ROW_KINDS, texts_of
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
 from tasks.data.reading.lines import TextChunk
 from tasks.data.reading.read import read_chunks
-from tasks.data.schema import texts_of
 
 GROUP = "group"
 _MAX_RAW = 2000  # characters of a bad row in the file of rejects

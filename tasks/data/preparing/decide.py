@@ -16,7 +16,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Source
 from lineage.errors import DataError
-from tasks.data.batches import row_batches
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.convert_rows import MAX_PLACES
 from tasks.data.preparing.database import lot, number
 from tasks.data.preparing.options import Prepare

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tasks.data.batches import row_batches
-from tasks.data.kinds import kind_of_columns
+from tasks.data.kinds import kind_of_columns, texts_of
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.database import number
 from tasks.data.preparing.report import LEAKAGE, NUM_LISTED, Overlap
 from tasks.data.preparing.shingles import shingles, whole_hashes
-from tasks.data.schema import texts_of
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

@@ -16,8 +16,8 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.batches import row_batches
-from tasks.data.kinds import LABEL_NAMES, kind_of_columns
+from tasks.data.kinds import LABEL_NAMES, kind_of_columns, messages_of, texts_of, tools_of
+from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing import leakage, near_duplicates
 from tasks.data.preparing.convert_rows import ConvertRows, Opened
 from tasks.data.preparing.database import open_database
@@ -29,7 +29,6 @@ from tasks.data.preparing.report import DataReport, Lengths, SourceReport, write
 from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
 from tasks.data.preparing.staging import Rejects, StagedSource, Staging, settle_rejects, stage
 from tasks.data.preparing.write import SideFiles, placed_rows
-from tasks.data.schema import messages_of, texts_of, tools_of
 from tasks.data.tokens.template import Template
 from tasks.recipe import Input, Inputs
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lineage.errors import DataError
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES
-from tasks.data.reading.opened import no_rows, opened
+from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, no_rows, opened
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk

@@ -15,8 +15,7 @@ import orjson
 
 from lineage.errors import DataError
 from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, line_chunks, not_utf8, shown
-from tasks.data.reading.opened import no_rows, opened
+from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, line_chunks, no_rows, not_utf8, opened, shown
 
 _BOM = b"\xef\xbb\xbf"
 _DIGITS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else 0 for byte in range(256))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES
-from tasks.data.reading.opened import no_rows, on_disk, require_some, said_of
+from tasks.data.reading.lines import BLOCK_BYTES, no_rows, on_disk, require_some, said_of
 from tasks.data.reading.slices import Slice, no_split
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.data.schema import Message
+from tasks.data.kinds import Message
 from tasks.data.tokens import render_limits
 from tasks.data.tokens.render_limits import Limited, OverTimeError
 

@@ -6,11 +6,19 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED, LABEL_NAMES, ROW_KINDS, Row, RowOutcome, TokenRow
-from tasks.data.schema import columns_of, messages_of, tools_of
+from tasks.data.kinds import (
+    IGNORED,
+    LABEL_NAMES,
+    ROW_KINDS,
+    Row,
+    RowOutcome,
+    TokenRow,
+    columns_of,
+    messages_of,
+    tools_of,
+)
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.rendering import Renderer, Turns
-from tasks.data.tokens.template_cache import Span
+from tasks.data.tokens.rendering import Renderer, Span, Turns
 from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:

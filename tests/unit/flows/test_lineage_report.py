@@ -51,13 +51,13 @@ def test_the_dvc_hash_and_the_revision_of_a_source_are_told(store):
     assert "DVC 0a1b.dir" in shown and f"revision {'1' * 40}" in shown
 
 
+def test_control_characters_are_escaped(store):
+    lines = tree(store, store.stage("dpo", {"rows": store.source("rows", labels=["n\x1b[31mc\n"])}))
+    assert any("labels: n\\x1b[31mc\\n" in line for line in lines)
+
+
 def test_a_source_alone_has_no_environment(store):
     store.chain()
     with Index(store.root) as index:
         lines = ancestry_tree(ancestry(index, index.sources("corpus")[-1])).splitlines()
     assert lines[0].startswith("source:corpus") and lines[-1]
-
-
-def test_control_characters_are_escaped(store):
-    lines = tree(store, store.stage("dpo", {"rows": store.source("rows", labels=["n\x1b[31mc\n"])}))
-    assert any("labels: n\\x1b[31mc\\n" in line for line in lines)

@@ -1,7 +1,9 @@
-"""Who records a run, as the configuration says."""
+"""Which MLflow is meant, who records a run there, and who completes what was left open."""
 
+import json
 import os
-from dataclasses import replace
+import socket
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,10 +12,71 @@ from flows.declare.operation import Tracking
 from flows.progress.run_record import RunRecord, run_record_path
 from flows.tracking import make_tracker
 from lineage.errors import ConfigError
+from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.owner import Owner
-from lineage.run_file import OpenRecord, open_records
+from lineage.run_file import OpenRecord, is_left, open_records
 from lineage.tracker import Tracker
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def test_a_database_in_the_working_directory_is_the_default(here):
+    assert sqlite_file(tracking_uri(None)) == here / "mlflow.db"
+
+
+@pytest.mark.parametrize("uri", ["localhost:5000", "mlruns", "file:///tmp/mlruns", "htp://host"])
+def test_what_is_neither_database_nor_server_is_refused(uri):
+    with pytest.raises(ConfigError, match=r"tracking\.uri=.*is no address of an MLflow database or server"):
+        tracking_uri(uri)
+
+
+def test_a_server_that_nobody_runs_is_refused_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI=.*no MLflow server answers there"):
+            require_reachable(uri, None)
+
+
+def test_no_password_is_shown_or_written_down():
+    assert shown("postgresql://me:secret@db:5432/mlflow?sslkey=secret") == "postgresql://db:5432/mlflow"
+    assert shown("sqlite:////here/mlflow.db") == "sqlite:////here/mlflow.db"
+    with pytest.raises(ConfigError) as refusal:
+        require_reachable("http://me:secret@127.0.0.1:1", None)
+    assert "secret" not in str(refusal.value)
+
+
+HERE = Owner.here()
+DEAD = replace(HERE, started=0.0)
+ELSEWHERE = replace(HERE, host="elsewhere")
+LATER = replace(ELSEWHERE, started=ELSEWHERE.started + 60)  # its pid was given again
+SAID = replace(ELSEWHERE, token="another")  # as the note of its run has it
+
+
+@pytest.fixture
+def noted(tmp_path):
+    def note(holder: Owner):
+        OpenRecord(tmp_path, HERE).write()
+        [path] = open_records(tmp_path)
+        path.write_text(json.dumps(asdict(holder)))
+        return path
+
+    return note
+
+
+@pytest.mark.parametrize(
+    ("writer", "silent", "left"),
+    [(HERE, [], False), (DEAD, [], True), (ELSEWHERE, [], False), (ELSEWHERE, [SAID], True), (LATER, [SAID], False)],
+    ids=["lives", "died", "elsewhere", "elsewhere and silent", "another process elsewhere"],
+)
+def test_a_record_is_left_by_who_is_gone(noted, writer, silent, left):
+    assert is_left(noted(writer), silent) is left
 
 
 def test_mlflow_records_unless_it_is_off():
@@ -43,3 +106,9 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     os.utime(run_record_path(tmp_path, run.id), (0, 0))
     module.complete_record(pipeline)
     assert told == [[elsewhere]] and not path.exists()
+
+
+def test_the_variable_wins_over_the_default_and_the_configuration_over_the_variable(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
+    assert tracking_uri(None) == "http://mlflow.example:5000"
+    assert tracking_uri("sqlite:///other.db") == "sqlite:///other.db"

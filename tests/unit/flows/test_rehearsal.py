@@ -39,12 +39,6 @@ def test_all_is_made_in_short_in_another_store(toy: Toy, tmp_path: Path) -> None
     assert not left.restart
 
 
-def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> None:
-    best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
-    method = short(toy(*best), tmp_path).stage("left").stage.method
-    assert method.best.every_steps == 2  # type: ignore[attr-defined]
-
-
 def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> None:
     plan = toy()
     method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
@@ -131,7 +125,22 @@ def test_where_other_workers_say_nothing_it_says_why(
     assert isinstance(other, str) and why in other
 
 
+def test_the_pace_is_that_of_the_fastest_step_by_its_own_tokens() -> None:
+    slow, fast = {"num_tokens": 100.0, "tokens_per_second": 1.0}, {"num_tokens": 150.0, "tokens_per_second": 25.0}
+    assert step_seconds([slow, fast]) == 2.0
+    assert step_seconds([{**slow, "tokens_per_second": 100.0}, {**fast, "tokens_per_second": 10.0}]) == 1.0
+    assert step_seconds([{"loss": 1.0}, fast]) == 6.0
+    assert step_seconds([{"loss": 1.0}]) is None
+    assert step_seconds([]) is None
+
+
 ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def test_the_best_model_is_looked_for_in_short_too(toy: Toy, tmp_path: Path) -> None:
+    best = ("stages.left.method.best.every_steps=100", "stages.left.method.best.metric=loss")
+    method = short(toy(*best), tmp_path).stage("left").stage.method
+    assert method.best.every_steps == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +165,3 @@ def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple
     (entry.path / "manifest.json").write_text(written.to_json())
     row = row_of(plan, left, seconds=1.0, num_steps=40, checkpoint_bytes=None)
     assert ("merge" in row.exercised) is merged
-
-
-def test_the_pace_is_that_of_the_fastest_step_by_its_own_tokens() -> None:
-    slow, fast = {"num_tokens": 100.0, "tokens_per_second": 1.0}, {"num_tokens": 150.0, "tokens_per_second": 25.0}
-    assert step_seconds([slow, fast]) == 2.0
-    assert step_seconds([{**slow, "tokens_per_second": 100.0}, {**fast, "tokens_per_second": 10.0}]) == 1.0
-    assert step_seconds([{"loss": 1.0}, fast]) == 6.0
-    assert step_seconds([{"loss": 1.0}]) is None
-    assert step_seconds([]) is None

@@ -68,20 +68,10 @@ def test_a_store_without_a_run_says_how_to_start_one(tmp_path):
     assert text(tmp_path).endswith("start one with: posttrain run")
 
 
-def test_a_stage_that_was_tried_again_says_from_where_and_why(store, live):
-    directory = store / "dpo" / "0123456789abcdef"
-    note_attempt(directory, 0, "code")
-    assert "attempt" not in text(store)
-    note_attempt(directory, 2, "code", "its process was killed by SIGKILL")
-    assert "1 GPU  attempt 2, from step 2: its process was killed by SIGKILL" in text(store)
-    stage = next(each for each in status_dict(store, *views(store))["running"][0]["stages"] if each["stage"] == "dpo")
-    assert (stage["attempts"], stage["resumed_from"]) == (2, 2)
-    assert stage["restart_cause"] == "its process was killed by SIGKILL"
-
-
-def test_a_stage_shows_how_far_it_is_and_what_it_takes(store, live):
+def test_a_stage_shows_how_far_it_is_and_what_it_takes_as_text_and_as_json(store, live):
     lines = {line.split()[0]: line for line in text(store).splitlines()[1:] if line.strip()}
     assert "3/13  loss 3.410  9,800 tok/s  ETA 0:10  2 workers  4 CPUs  1 GPU" in lines["dpo"]
+    assert "attempt" not in lines["dpo"]
     assert lines["corpus"].endswith("done in 1.2 s")
     assert lines["sft"].endswith("reused: another run made it")
     assert lines["reward"].endswith("waits for 2 CPUs")
@@ -89,17 +79,20 @@ def test_a_stage_shows_how_far_it_is_and_what_it_takes(store, live):
     assert lines["extra"].endswith("FAILED: no memory")
     assert f"{live.id}  cpt-sft-dpo  runs since " in text(store)
     assert f"(1:05)  on {live.driver.host}:{os.getpid()}" in text(store)
-
-
-def test_the_same_as_json(store, live):
+    directory = store / "dpo" / "0123456789abcdef"
+    note_attempt(directory, 0, "code")
+    note_attempt(directory, 2, "code", "its process was killed by SIGKILL")
+    assert "1 GPU  attempt 2, from step 2: its process was killed by SIGKILL" in text(store)
     document = json.loads(json.dumps(status_dict(store, *views(store))))
     [run] = document["running"]
-    assert (run["id"], run["state"], run["last"] if "last" in run else document["last"]) == (live.id, "running", [])
+    assert (run["id"], run["state"], document["last"]) == (live.id, "running", [])
     assert run["command"] == """posttrain run stages.dpo.method.beta=0.2 'x='"'"'a b'"'"''"""
     stages = {stage["stage"]: stage for stage in run["stages"]}
-    assert {key: stages["dpo"][key] for key in ("step", "total", "loss", "tokens_per_second", "workers", "gpus")} == {
-        "step": 3, "total": 13, "loss": 3.41, "tokens_per_second": 9800.0, "workers": 2, "gpus": 1,
+    expected = {
+        "step": 3, "total": 13, "loss": 3.41, "tokens_per_second": 9800.0, "workers": 2, "gpus": 1, "attempts": 2,
+        "resumed_from": 2, "restart_cause": "its process was killed by SIGKILL",
     }  # fmt: skip
+    assert {key: stages["dpo"][key] for key in expected} == expected
     assert stages["dpo"]["eta_seconds"] == pytest.approx(10.0)
     assert (stages["reward"]["waits_for"], stages["extra"]["cause"]) == ("2 CPUs", "no memory\nat all")
 
@@ -141,11 +134,9 @@ def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
     assert "died after 1:05" in shown
     assert f"its driver on {host()} was killed at step 3 of dpo; run the same command again to go on:" in shown
     assert "posttrain run stages.dpo.method.beta=0.2" in shown
-
-
-def test_steps_of_a_later_run_are_not_those_of_the_one_that_died(store, live):
-    died(live).write(store)
-    os.utime(run_record_path(store, live.id), (0, time.time() - 1000))
+    [run] = status_dict(store, *views(store))["last"]
+    assert {stage["stage"]: stage["waits_for"] for stage in run["stages"]}["evaluate"] == ""
+    os.utime(run_record_path(store, live.id), (0, time.time() - 1000))  # the steps are of a later run
     assert f"its driver on {host()} was killed in dpo; run" in text(store)
 
 
@@ -202,17 +193,6 @@ def test_the_last_runs_say_how_they_ended(store, live):
     assert any(line.startswith("      at step 3 of dpo; go on with: posttrain run") for line in lines)
 
 
-def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
-    replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
-    assert f"      go on with: posttrain run {live.words[0]}" in text(store)
-
-
-def test_what_has_not_begun_waits_for_nothing_once_its_run_is_over(store, live):
-    died(live).write(store)
-    [run] = status_dict(store, *views(store))["last"]
-    assert {stage["stage"]: stage["waits_for"] for stage in run["stages"]}["evaluate"] == ""
-
-
 def test_a_pruned_stage_is_no_failure(store, live):
     pruned = StageRecord(state="pruned", since=live.started, directory="", reason="pruned at step 3 of dpo#1")
     replace(live, stages={"dpo#1": pruned}).write(store)
@@ -237,6 +217,11 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
     }  # fmt: skip
     replace(live, sweep=replace(sweep, trials=None)).write(store)
     assert "  trials    3 ended (2 complete, 1 failed); each" in text(store)
+
+
+def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
+    replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
+    assert f"      go on with: posttrain run {live.words[0]}" in text(store)
 
 
 def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):

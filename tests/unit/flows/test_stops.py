@@ -9,9 +9,35 @@ from collections.abc import Callable
 
 import pytest
 
+from flows import __main__ as module
 from flows import stops
 from flows.stops import hearing_sigterm, stoppable
 from lineage.owner import host
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_asked_to_end_while_it_imports_ends_with_130(number, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_end_soon", lambda: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: os.kill(os.getpid(), number))
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, handler)  # a job in the background is started deaf to Ctrl-C
+    try:
+        assert module.main(["status"]) == module.STOPPED
+        assert signal.getsignal(number) == handler
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err == "posttrain: stopped; run the same command again to go on\n"
+
+
+def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_from_where(monkeypatch, capsys):
+    def stopped(arguments):
+        raise KeyboardInterrupt("by SIGTERM on here: sft saved at step 9")
+
+    monkeypatch.setattr(module, "_end_soon", lambda: None)
+    monkeypatch.setattr(module, "_run", stopped)
+    assert module.main(["run"]) == module.STOPPED
+    said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to go on\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -61,6 +87,16 @@ def test_an_import_is_finished_first_as_it_would_keep_its_lock(tmp_path, monkeyp
     assert sys.modules.pop("asked_in_here").whole
 
 
+def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("flows.stops._PATIENCE_SECONDS", 0.2)
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        importlib.import_module("endless")
+
+
 def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, monkeypatch):
     def prefects(number, frame):
         raise RuntimeError
@@ -84,50 +120,19 @@ def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, 
     assert sys.modules.pop("asked_by_sigterm").whole
 
 
-def test_a_repeated_wish_that_a_library_ignores_for_a_moment_comes_again(tmp_path, monkeypatch):
-    (tmp_path / "ignores_it.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\n"
-        "ours = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGURG)}\n"
-        "time.sleep(0.2)\n"
-        "for number, handler in ours.items():\n    signal.signal(number, handler)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        then_wait(lambda: importlib.import_module("ignores_it"))
-    del sys.modules["ignores_it"]
+def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
+    class Imported:
+        @staticmethod
+        def add_status(parser):
+            os.kill(os.getpid(), signal.SIGHUP)
 
+        @staticmethod
+        def run_status(options):
+            return 0
 
-def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.01)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("flows.stops._PATIENCE_SECONDS", 0.2)
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        importlib.import_module("endless")
-
-
-class Finalized:
-    """Is asked to end where Python swallows every exception."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0)
-
-
-def test_a_wish_that_a_finalizer_swallowed_comes_again():
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        then_wait(Finalized)
-
-
-def test_an_error_that_is_raised_to_nobody_is_still_shown_to_who_showed_it_before(monkeypatch):
-    shown = []
-    monkeypatch.setattr(sys, "unraisablehook", shown.append)
-
-    class Faulty:
-        def __del__(self) -> None:
-            raise ValueError("faulty")
-
-    with stoppable():
-        Faulty()
-    assert [str(each.exc_value) for each in shown] == ["faulty"]
+    monkeypatch.setattr(importlib, "import_module", lambda name: Imported)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert module.main(["status"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -49,15 +49,6 @@ def test_status_before_the_first_run_is_no_error(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
-    (tmp_path / "foreign").mkdir()
-    with (tmp_path / "rows.txt").open("a") as rows:
-        rows.write("x" * 2_000_000)  # its digest would be kept
-    os.utime(tmp_path / "rows.txt", (0, 0))
-    assert toy("plan", f"store={tmp_path / 'foreign'}").returncode == 0
-    assert list((tmp_path / "foreign").iterdir()) == []
-
-
 def test_an_older_store_without_the_marker_is_one(tmp_path, capsys):
     store = tmp_path / "store"
     WrittenStore(store).chain()
@@ -111,11 +102,6 @@ def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
     assert planned.returncode == 0 and warning in planned.stderr
     assert "/two" in planned.stdout and "/one" not in planned.stdout
     assert verified.returncode == 2 and warning in verified.stderr
-
-
-def test_of_data_too(toy):
-    result = toy("data", "rows.txt", "split=train", "split=train[:1]")
-    assert result.returncode == 2 and "split: is given twice" in result.stderr
 
 
 # --- addresses
@@ -245,11 +231,6 @@ def test_no_escape_of_a_file_name_reaches_the_terminal(tmp_path, capfd):
     assert r"\x1b]0;owned" in said.err
 
 
-def test_no_escape_of_a_store_is_in_the_end_of_a_run():
-    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
-    assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
-
-
 def test_no_escape_of_a_log_reaches_the_terminal(tmp_path, capsys):
     made = WrittenStore(tmp_path).chain()["dpo"]
     log = tmp_path / "dpo" / made.fingerprint[:16] / "logs" / "stage.log"
@@ -270,6 +251,25 @@ def _cells(path):
     path.write_text("a,b\n" + "," * 1_000_001 + "\n")
 
 
+def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    with (tmp_path / "rows.txt").open("a") as rows:
+        rows.write("x" * 2_000_000)  # its digest would be kept
+    os.utime(tmp_path / "rows.txt", (0, 0))
+    assert toy("plan", f"store={tmp_path / 'foreign'}").returncode == 0
+    assert list((tmp_path / "foreign").iterdir()) == []
+
+
+def test_no_escape_of_a_store_is_in_the_end_of_a_run():
+    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
+    assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
+
+
+def test_of_data_too(toy):
+    result = toy("data", "rows.txt", "split=train", "split=train[:1]")
+    assert result.returncode == 2 and "split: is given twice" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("write", "found"),
     [
@@ -282,6 +282,22 @@ def test_a_table_that_no_person_wrote_is_refused_by_name(write, found, tmp_path,
     assert main(["data", str(tmp_path / "rows.csv")]) == 2
     said = capsys.readouterr().err
     assert f"{tmp_path / 'rows.csv'}:" in said and found in said
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "remedy"),
+    [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
+)
+def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
+    from lineage import sources
+
+    def refused(directory):
+        raise OSError(code, text, f"{directory}/proc/1/net")
+
+    (tmp_path / "rows").mkdir()
+    monkeypatch.setattr(sources, "file_names", refused)
+    assert main(["data", str(tmp_path / "rows")]) == 2
+    assert f"{tmp_path}/rows/proc/1/net: {text}; {remedy}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
@@ -334,19 +350,3 @@ def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path, toy):
     assert result.returncode == 2
     assert f"{tmp_path / 'model' / name}: cannot be read as a part of a model" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("code", "text", "remedy"),
-    [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
-)
-def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
-    from lineage import sources
-
-    def refused(directory):
-        raise OSError(code, text, f"{directory}/proc/1/net")
-
-    (tmp_path / "rows").mkdir()
-    monkeypatch.setattr(sources, "file_names", refused)
-    assert main(["data", str(tmp_path / "rows")]) == 2
-    assert f"{tmp_path}/rows/proc/1/net: {text}; {remedy}" in capsys.readouterr().err

@@ -80,12 +80,6 @@ def test_inside_dvc_the_command_is_the_declaration(ran, monkeypatch):
     assert ran("stages.left.method.learning_rate=0.3", stages=["left"]) == {"left"}
 
 
-def test_without_a_dvc_repository_nothing_is_said(ran, tmp_path, capsys):
-    declare(tmp_path)
-    assert ran() == ALL
-    assert capsys.readouterr().err == ""
-
-
 def default_pipeline(capsys, *overrides: str) -> str:
     plan = make_plan(load_pipeline(list(overrides)))
     if plan.stage("corpus").state != "reuse":
@@ -112,11 +106,6 @@ def test_a_run_of_the_default_pipeline_says_that_dvc_yaml_does_not_keep_it(repos
     assert said.startswith("dvc: off: ") and "python -m flows.dvc_yaml" in said
 
 
-@pytest.mark.parametrize("word", ["tracking.dvc=false", "stages.corpus.method.held_out=0.2"])
-def test_who_wants_no_dvc_hears_nothing_of_it(repository, capsys, word):
-    assert default_pipeline(capsys, word) == ""
-
-
 def test_a_stage_that_is_new_since_dvc_yaml_was_written_is_named(ran, tmp_path, capsys):
     (tmp_path / ".dvc").mkdir()
     declare(tmp_path)
@@ -126,8 +115,19 @@ def test_a_stage_that_is_new_since_dvc_yaml_was_written_is_named(ran, tmp_path, 
     assert "does not keep" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["tracking.dvc=false", "stages.corpus.method.held_out=0.2"])
+def test_who_wants_no_dvc_hears_nothing_of_it(repository, capsys, word):
+    assert default_pipeline(capsys, word) == ""
+
+
 def test_a_pipeline_that_dvc_yaml_never_had_is_no_news(ran, tmp_path, capsys):
     (tmp_path / ".dvc").mkdir()
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     ran()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_dvc_repository_nothing_is_said(ran, tmp_path, capsys):
+    declare(tmp_path)
+    assert ran() == ALL
     assert capsys.readouterr().err == ""

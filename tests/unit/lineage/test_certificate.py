@@ -17,7 +17,7 @@ from lineage.certificate import (
     write_certificate,
 )
 from lineage.errors import ArtifactError
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord, hardware
+from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.store import Store
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}
@@ -82,31 +82,6 @@ def test_it_holds_for_nothing_else() -> None:
     assert len({key(TRAINED), *others}) == 7
 
 
-@pytest.mark.parametrize("source", [True, False], ids=["source", "stage"])
-def test_of_an_adapter_its_own_shape_and_that_of_its_base_count(tmp_path: Path, source: bool) -> None:
-    def trained_on(base: str, rank: str, weights: str, beside: str = "") -> str:
-        """The key of a training whose policy is an adapter on a base of some architecture, looked for beside too."""
-        record = given("base", (base if source else weights) * 64)
-        full = manifest(files={"config.json": base, "model.safetensors": weights}, fingerprint=record.fingerprint)
-        if source:
-            record = replace(record, source=SourceRecord(
-                path="base", kind="checkpoint", revision=None, split="train", labels=[], files={}, dvc=None
-            ))  # fmt: skip
-        else:
-            entry = Store(tmp_path / base / rank / weights).entry("base", record.fingerprint)
-            entry.path.mkdir(parents=True)
-            (entry.path / "manifest.json").write_text(full.to_json())
-        adapter = manifest(
-            files={"adapter_config.json": base + weights}, recipe={**RECIPE, "adapter": {"rank": rank}},
-            inputs={"policy": record, "rows": given("data", "2")},
-        )  # fmt: skip
-        stores = tmp_path / beside, tmp_path / base / rank / weights
-        return key_of(basis(TRAINED, {**PARENTS, "base": adapter}, *stores))
-
-    assert trained_on("a", "4", "1") == trained_on("a", "4", "2") == trained_on("a", "4", "5", beside="other")
-    assert len({trained_on("b", "4", "3"), trained_on("a", "4", "3"), trained_on("a", "8", "3")}) == 3
-
-
 def certificate(end: float = 2.0, verdict: str = "bit-identical") -> Certificate:
     comparison = Comparison(verdict=verdict, num_workers=(1, 1), resumed_at=(2,))  # type: ignore[arg-type]
     kind = basis(TRAINED, PARENTS, NOWHERE)
@@ -158,11 +133,32 @@ def test_of_machines_that_nobody_knows_nothing_is_certified(tmp_path: Path) -> N
     assert certified(unknown, PARENTS, tmp_path).certificate is None
 
 
-def test_this_machine_has_a_processor() -> None:
-    assert hardware()["cpu"]
-
-
 def test_a_manifest_from_before_certificates_is_read() -> None:
     fields = json.loads(TRAINED.to_json())
     del fields["certificate"]
     assert Manifest.from_json(json.dumps(fields)) == TRAINED
+
+
+@pytest.mark.parametrize("source", [True, False], ids=["source", "stage"])
+def test_of_an_adapter_its_own_shape_and_that_of_its_base_count(tmp_path: Path, source: bool) -> None:
+    def trained_on(base: str, rank: str, weights: str, beside: str = "") -> str:
+        """The key of a training whose policy is an adapter on a base of some architecture, looked for beside too."""
+        record = given("base", (base if source else weights) * 64)
+        full = manifest(files={"config.json": base, "model.safetensors": weights}, fingerprint=record.fingerprint)
+        if source:
+            record = replace(record, source=SourceRecord(
+                path="base", kind="checkpoint", revision=None, split="train", labels=[], files={}, dvc=None
+            ))  # fmt: skip
+        else:
+            entry = Store(tmp_path / base / rank / weights).entry("base", record.fingerprint)
+            entry.path.mkdir(parents=True)
+            (entry.path / "manifest.json").write_text(full.to_json())
+        adapter = manifest(
+            files={"adapter_config.json": base + weights}, recipe={**RECIPE, "adapter": {"rank": rank}},
+            inputs={"policy": record, "rows": given("data", "2")},
+        )  # fmt: skip
+        stores = tmp_path / beside, tmp_path / base / rank / weights
+        return key_of(basis(TRAINED, {**PARENTS, "base": adapter}, *stores))
+
+    assert trained_on("a", "4", "1") == trained_on("a", "4", "2") == trained_on("a", "4", "5", beside="other")
+    assert len({trained_on("b", "4", "3"), trained_on("a", "4", "3"), trained_on("a", "8", "3")}) == 3

@@ -9,7 +9,6 @@ import pytest
 
 from lineage.checkpoints import RECORD, Checkpoints
 from lineage.errors import ArtifactError
-from lineage.store import Entry
 from tests import saved
 
 
@@ -29,7 +28,7 @@ def store(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints")
 
 
-def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store: Checkpoints) -> None:
+def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store, tmp_path):
     path = commit(store, 5)
     assert path == store.directory / "step-5"
     assert not (store.directory.parent / "draft").exists()
@@ -37,14 +36,22 @@ def test_a_committed_checkpoint_is_read_back_with_the_digests_of_its_files(store
     assert (found.step, found.train_seconds, found.metrics) == (5, 2.0, {"loss": 3.0})
     assert sorted(found.files) == ["model.safetensors", "part/rank-0"]
     assert Checkpoints.at(path) == found
+    with pytest.raises(ArtifactError, match="its name is not step-N"):
+        Checkpoints.at(tmp_path)
+    commit(store, 6, metrics={"loss": 1.0, "reward": math.nan, "pace": math.inf})  # which JSON cannot hold
+    assert store.damage(6) == []
+    assert store.read(6).metrics == {"loss": 1.0}
 
 
-def test_the_newest_is_by_number_not_by_name(store: Checkpoints) -> None:
+def test_the_newest_is_by_number_not_by_name_and_what_was_never_committed_is_not_seen(store):
+    draft = store.directory / "draft-700"
+    draft.mkdir(parents=True)
+    (draft / "model.safetensors").write_text("half")
+    assert (store.steps(), store.newest(), store.newest_intact()) == ([], None, (None, []))
     for step in (9, 10, 100, 20):
         commit(store, step)
     assert store.steps() == [9, 10, 20, 100]
-    newest = store.newest()
-    assert newest and newest.step == 100
+    assert store.newest().step == 100
 
 
 @pytest.mark.parametrize(
@@ -83,26 +90,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(store: Checkpoin
     assert newest and newest.step == 5
 
 
-def test_a_metric_that_is_no_number_keeps_nothing_from_being_saved(store: Checkpoints) -> None:
-    commit(store, 5, metrics={"loss": 1.0, "reward": math.nan, "pace": math.inf})
-    assert store.damage(5) == []
-    assert store.read(5).metrics == {"loss": 1.0}
-
-
-def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:
-    def require() -> None:
-        raise ArtifactError("the lock was lost")
-
-    theirs = (commit(store, 5) / RECORD).read_bytes()
-    mine = Checkpoints(store.directory, require)
-    with pytest.raises(ArtifactError, match="was lost"):
-        commit(mine, 5, metrics={"loss": 9.0})
-    with pytest.raises(ArtifactError, match="was lost"):
-        mine.keep([])
-    assert (store.path(5) / RECORD).read_bytes() == theirs
-    assert store.damage(5) == []
-
-
 def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
     for step in (2, 4):
         commit(store, step)
@@ -114,50 +101,6 @@ def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monke
 
 def killed(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_what_was_never_committed_is_not_seen(store: Checkpoints) -> None:
-    draft = store.directory / "draft-7"
-    draft.mkdir(parents=True)
-    (draft / "model.safetensors").write_text("half")
-    assert store.steps() == []
-    assert store.newest() is None
-    assert store.newest_intact() == (None, [])
-
-
-class Asleep:
-    """Lets an heir take over while its holder sleeps, once it has looked at its lease for the last time."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-
-    def __call__(self) -> None:
-        self.entry.fence()
-        self.entry.begin()
-        commit(self.entry.checkpoints, 5, metrics={"loss": 1.0})
-        commit(self.entry.checkpoints, 6)
-
-
-def commits_again(mine: Checkpoints) -> None:
-    with pytest.raises(FileNotFoundError):
-        commit(mine, 5)
-
-
-@pytest.mark.parametrize("writes", [commits_again, lambda mine: mine.keep([])], ids=["commit", "keep"])
-def test_who_sleeps_through_a_takeover_harms_no_checkpoint_of_its_heir(tmp_path: Path, writes) -> None:
-    entry = Entry(tmp_path)
-    commit(entry.checkpoints, 4)
-    writes(Checkpoints(entry.checkpoints.directory, Asleep(entry)))
-    assert entry.checkpoints.steps() == [5, 6]
-    assert entry.checkpoints.read(5).metrics == {"loss": 1.0}
-    assert entry.checkpoints.damage(5) == entry.checkpoints.damage(6) == []
-
-
-def test_none_is_put_where_another_is(store: Checkpoints) -> None:
-    commit(store, 5)
-    with pytest.raises(OSError, match="not empty"):
-        commit(store, 5, metrics={"loss": 9.0})
-    assert store.read(5).metrics == {"loss": 3.0}
 
 
 def test_what_is_discarded_is_found_whole_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
@@ -178,6 +121,22 @@ def test_only_what_is_kept_stays(store: Checkpoints) -> None:
     assert not store.directory.exists()
 
 
-def test_a_directory_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="its name is not step-N"):
-        Checkpoints.at(tmp_path)
+def test_who_lost_the_lease_replaces_and_removes_nothing(store: Checkpoints) -> None:
+    def require() -> None:
+        raise ArtifactError("the lock was lost")
+
+    theirs = (commit(store, 5) / RECORD).read_bytes()
+    mine = Checkpoints(store.directory, require)
+    with pytest.raises(ArtifactError, match="was lost"):
+        commit(mine, 5, metrics={"loss": 9.0})
+    with pytest.raises(ArtifactError, match="was lost"):
+        mine.keep([])
+    assert (store.path(5) / RECORD).read_bytes() == theirs
+    assert store.damage(5) == []
+
+
+def test_none_is_put_where_another_is(store: Checkpoints) -> None:
+    commit(store, 5)
+    with pytest.raises(OSError, match="not empty"):
+        commit(store, 5, metrics={"loss": 9.0})
+    assert store.read(5).metrics == {"loss": 3.0}

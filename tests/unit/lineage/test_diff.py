@@ -38,14 +38,6 @@ def test_its_own_recipe_comes_first_then_data_then_the_environment(store):
     assert found(store, first["dpo"], second["dpo"])[0] == ("recipe", "dpo: beta: 0.1 -> 0.2")
 
 
-def test_a_parents_recipe_comes_after_data_and_before_code(store):
-    first = store.chain()
-    base = store.stage("base", {"rows": first["corpus"]}, recipe={"size": 2})
-    other = store.stage("dpo", {"policy": base, "pairs": first["pairs"]}, provenance={"code_digest": "e" * 64})
-    plain = store.stage("dpo", {"policy": first["base"], "pairs": first["pairs"]}, recipe={"seed": 1})
-    assert [what for what, _ in found(store, plain, other)] == ["recipe of a parent", "seed", "code"]
-
-
 def test_a_changed_file_is_named_and_a_moved_one_is_not(store):
     rows = {"/d/a": "1", "/d/b": "2", "/d/c": "3"}
     first = store.stage("corpus", {"rows": store.source("corpus", "a", path="/d", files=rows)})
@@ -105,17 +97,15 @@ def test_metrics_are_the_consequence(store):
     assert text(store, first["dpo"], second["dpo"]).splitlines()[-1] == "  dpo: loss: 0.5 -> 0.25"
 
 
-def test_equal_outputs_are_said_first(store):
+def test_equal_outputs_equal_fingerprints_and_one_artifact_are_named_as_such(store):
     first = store.stage("dpo", {}, recipe={"beta": 1}, output="same")
     second = store.stage("dpo", {}, recipe={"beta": 2}, output="same")
     assert "the outputs are equal, byte for byte, though the fingerprints differ" in text(store, first, second)
     assert answer(store, first, second)["same_output"]
-
-
-def test_equal_fingerprints_with_other_bytes_are_named_as_such(store):
-    first = store.stage("left", {}, recipe={"method": "Same"}, output="one")
-    second = store.stage("right", {}, recipe={"method": "Same"}, output="two")
-    assert "the same work gave other bytes; code, libraries and hardware are the suspects" in text(store, first, second)
+    left, right = (store.stage(name, {}, recipe={"method": "Same"}, output=name) for name in ("left", "right"))
+    assert "the same work gave other bytes; code, libraries and hardware are the suspects" in text(store, left, right)
+    assert found(store, left, left) == []
+    assert "A and B are one artifact" in text(store, left, left)
 
 
 def test_a_parent_made_again_between_the_two_is_named(store):
@@ -128,7 +118,9 @@ def test_a_parent_made_again_between_the_two_is_named(store):
     assert whats == ["bytes of an input", "seed"]
 
 
-def test_an_artifact_does_not_differ_from_itself(store):
-    made = store.chain()
-    assert found(store, made["dpo"], made["dpo"]) == []
-    assert "A and B are one artifact" in text(store, made["dpo"], made["dpo"])
+def test_a_parents_recipe_comes_after_data_and_before_code(store):
+    first = store.chain()
+    base = store.stage("base", {"rows": first["corpus"]}, recipe={"size": 2})
+    other = store.stage("dpo", {"policy": base, "pairs": first["pairs"]}, provenance={"code_digest": "e" * 64})
+    plain = store.stage("dpo", {"policy": first["base"], "pairs": first["pairs"]}, recipe={"seed": 1})
+    assert [what for what, _ in found(store, plain, other)] == ["recipe of a parent", "seed", "code"]

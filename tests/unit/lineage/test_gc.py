@@ -165,18 +165,6 @@ def test_what_a_kill_left_beside_a_finished_output_goes_alone(written, made):
     assert digest_files(entry.path) == before and found(written, made) == ([], [])
 
 
-def test_the_checkpoints_that_keep_best_keeps_stay(written):
-    best = {"resources": {"keep_best": {"metric": "loss", "n": 1}}}
-    made = written.stage("sft", {"rows": written.source("rows")}, provenance=best)
-    checkpoints = entry_of(written, made).checkpoints
-    commit(checkpoints, 3)
-    assert found(written, made) == ([], [])
-    (checkpoints.directory / ".step-5.gone").mkdir()
-    [garbage], _ = found(written, made)
-    assert delete(written.root, garbage, nothing)
-    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-3"]
-
-
 def test_while_the_roots_are_unknown_nothing_is_deleted(written, made):
     def roots():
         raise ArtifactError("cannot be read")
@@ -205,6 +193,18 @@ def test_no_run_records_what_it_reads_between_the_last_check_and_the_deletion(wr
     assert delete(written.root, garbage, roots)
     runs[0].join()
     assert order == [("the last check", True), ("the run checks", False)]
+
+
+def test_the_checkpoints_that_keep_best_keeps_stay(written):
+    best = {"resources": {"keep_best": {"metric": "loss", "n": 1}}}
+    made = written.stage("sft", {"rows": written.source("rows")}, provenance=best)
+    checkpoints = entry_of(written, made).checkpoints
+    commit(checkpoints, 3)
+    assert found(written, made) == ([], [])
+    (checkpoints.directory / ".step-5.gone").mkdir()
+    [garbage], _ = found(written, made)
+    assert delete(written.root, garbage, nothing)
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-3"]
 
 
 @pytest.mark.parametrize("is_last", [True, False])

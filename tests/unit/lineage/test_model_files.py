@@ -31,6 +31,7 @@ def model(tmp_path):
     [
         ("vocab.txt", "../secret"),
         ("additional_chat_templates", ".."),
+        ("templates/tool_use.jinja", "../../secret"),
         ("additional_chat_templates", "."),  # endless
         ("merges.txt", "/etc/passwd"),
         ("README.md", "../gone"),
@@ -38,19 +39,13 @@ def model(tmp_path):
     ],
 )
 def test_a_link_that_leaves_the_directory_is_refused_by_plan_and_run(model, tmp_path, name, target):
+    (model / name).parent.mkdir(exist_ok=True)
     (model / name).symlink_to(target)
     source = Source(path=str(model), kind=Kind.CHECKPOINT)
     with pytest.raises(ConfigError, match=rf"{name} is (a link to|no file).*; replace it by a copy"):
         pin("base", source, DigestCache(None))
     with pytest.raises(ConfigError, match=f"{name} is (a link to|no file)"):
         fetch_model(source, tmp_path / "cache")
-
-
-def test_a_link_in_a_folder_of_it_is_found(model):
-    (model / "additional_chat_templates").mkdir()
-    (model / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../secret")
-    with pytest.raises(ConfigError, match=r"tool_use\.jinja is a link"):
-        require_own_files(model)
 
 
 def test_links_within_the_directory_and_to_it_are_accepted(model, tmp_path):
@@ -101,26 +96,11 @@ def test_a_pipe_is_refused_and_not_waited_for(model, name):
 
 
 def test_a_plan_reads_the_files_of_a_model(model):
-    (model / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
-        pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))
-
-
-def test_json_without_end_is_named(model):
     (model / "config.json").write_text("[" * 100_000)
     assert read_json(model, "config.json") is None  # for who can do without it
     with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
         require_sound(model)
-
-
-def test_a_plan_reads_no_large_file_that_has_passed_before(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineage.digest._CACHED_BYTES", 1)
-    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", -(10**18))
-    source, cache = Source(path=str(model), kind=Kind.CHECKPOINT), tmp_path / "digests.json"
-    first = pin("base", source, DigestCache(cache))
-    with monkeypatch.context() as patch:
-        patch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("it was read again"))
-        assert pin("base", source, DigestCache(cache)).digest == first.digest
-    (model / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
-        pin("base", source, DigestCache(cache))
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
+        pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))

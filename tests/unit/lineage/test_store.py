@@ -1,8 +1,12 @@
+"""An output is committed whole, on the disk and readable, or it is unfinished."""
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError, PipelineError, StageError
 from lineage.lock import Lock
 from lineage.manifest import Manifest, Provenance
@@ -30,24 +34,14 @@ def entry(tmp_path):
     return entry
 
 
-def test_directory_is_named_by_the_first_16_digits(tmp_path):
-    assert Store(tmp_path).entry("dpo", "0123456789abcdef" + "0" * 48).path == tmp_path / "dpo" / "0123456789abcdef"
-
-
-def test_manifest_survives_the_round_trip():
-    assert Manifest.from_json(manifest().to_json()) == manifest()
-
-
-def test_without_a_manifest_an_output_is_unfinished(entry):
+def test_an_output_is_unfinished_until_it_is_committed(tmp_path, entry):
+    assert entry.path == tmp_path / "dpo" / ("f" * 16)
     assert not entry.is_finished()
-
-
-def test_commit_finishes(entry):
     lock = Lock(entry.path)
     assert lock.try_acquire()
     entry.commit(manifest(), lock)
-    assert entry.is_finished()
-    assert not entry.work.exists()
+    assert entry.is_finished() and not entry.work.exists()
+    assert Manifest.from_json(manifest().to_json()) == manifest()
 
 
 def test_a_kill_between_output_and_manifest_leaves_it_unfinished(entry, monkeypatch):
@@ -100,16 +94,6 @@ def test_a_manifest_that_cannot_be_read_says_what_to_do(entry):
         entry.manifest()
 
 
-def test_who_lost_the_lease_does_not_commit(entry):
-    lost, winner = Lock(entry.path), Lock(entry.path)
-    lost.try_acquire()
-    (entry.path / "lock").unlink()
-    winner.try_acquire()
-    with pytest.raises(ArtifactError, match="was lost"):
-        entry.commit(manifest(), lost)
-    assert not entry.is_finished()
-
-
 def test_errors_cross_process_borders():
     import pickle
 
@@ -123,27 +107,14 @@ def test_a_damaged_manifest_of_another_artifact_is_passed_over(entry):
     assert list(Store(entry.path.parents[1]).finished("dpo")) == []
 
 
-def test_who_lost_the_lease_after_its_last_look_does_not_commit(entry, monkeypatch):
-    """A holder that is suspended in the moment of its commit: who took over has made it impossible before it looks."""
+def test_who_lost_the_lock_does_not_commit(entry):
     lost, winner = Lock(entry.path), Lock(entry.path)
     lost.try_acquire()
-    looks = iter([None, None])
-
-    def require():
-        if next(looks, "after the look") is not None:
-            Lock.require(lost)
-        elif not hasattr(lost, "seen"):
-            lost.seen = True
-        else:
-            (entry.path / "lock").unlink()
-            assert winner.try_acquire()
-            entry.fence()
-
-    monkeypatch.setattr(lost, "require", require)
+    (entry.path / "lock").unlink()
+    winner.try_acquire()
     with pytest.raises(ArtifactError, match="was lost"):
         entry.commit(manifest(), lost)
     assert not entry.is_finished()
-    assert not list(entry.path.glob("work*"))
 
 
 def test_a_new_attempt_leaves_nothing_after_the_step_that_it_goes_on_from(entry):
@@ -153,6 +124,61 @@ def test_a_new_attempt_leaves_nothing_after_the_step_that_it_goes_on_from(entry)
     assert entry.checkpoints.steps() == [2, 4]
     entry.begin()
     assert entry.checkpoints.steps() == []
+
+
+WRITTEN = {0o022: 0o644, 0o027: 0o640, 0o077: 0o600}
+
+
+@pytest.fixture(params=WRITTEN)
+def mode(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What the umask makes of a file that was mode 600."""
+    before = os.umask(request.param)
+    yield WRITTEN[request.param]
+    os.umask(before)
+
+
+def write_for_the_writer_alone(directory: Path) -> Path:
+    path = directory / "adapter" / "adapter_model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_text("weights")
+    path.chmod(0o600)
+    return path
+
+
+def modes(directory: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in directory.rglob("*") if path.is_file()}
+
+
+def test_every_file_of_an_output_is_as_readable_as_its_manifest(tmp_path: Path, mode: int) -> None:
+    entry = Store(tmp_path).entry("dpo", "f" * 64)
+    entry.begin()
+    write_for_the_writer_alone(entry.output)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
+    assert modes(entry.output) == {mode}
+
+
+def test_every_file_of_a_checkpoint_is(tmp_path: Path, mode: int) -> None:
+    entry = Store(tmp_path).entry("dpo", "f" * 64)
+    write_for_the_writer_alone(tmp_path / "draft")
+    record = Checkpoint(step=5, time=1.0, train_seconds=1.0, num_workers=1, zero_stage=0, metrics={})
+    assert modes(entry.checkpoints.commit(tmp_path / "draft", record)) == {mode}
+
+
+def test_what_lies_elsewhere_and_what_may_be_read_by_more_stays_as_it_is(tmp_path: Path) -> None:
+    entry = Store(tmp_path).entry("dpo", "f" * 64)
+    entry.begin()
+    elsewhere = write_for_the_writer_alone(tmp_path / "hub")
+    (entry.output / "link").symlink_to(elsewhere)
+    (entry.output / "gone").symlink_to(tmp_path / "gone")
+    (entry.output / "script").write_text("")
+    (entry.output / "script").chmod(0o755)
+    lock = Lock(entry.path)
+    assert lock.try_acquire()
+    entry.commit(manifest(), lock)
+    assert elsewhere.stat().st_mode & 0o777 == 0o600
+    assert (entry.output / "script").stat().st_mode & 0o777 == 0o755
 
 
 def test_who_comes_next_removes_what_a_kill_left(entry):

@@ -69,10 +69,23 @@ def node(root, stage):
     return f"{stage}@{place(root, stage).name}"
 
 
-def edit(root, stage, old, new):
-    path = place(root, stage) / "manifest.json"
+@pytest.mark.parametrize(
+    ("file", "old", "new", "fault", "why"),
+    [
+        ("output/model.txt", "weights", "weightz", Fault.CHANGED, "model.txt has SHA-256"),
+        ("output/model.txt", "weights", None, Fault.MISSING, "model.txt"),
+        ("manifest.json", '"stage": "a"\n  }', '"stage": "z"\n  }', Fault.CHANGED, "manifest.json: its"),
+        ("manifest.json", '"output_digest": "', '"output_digest": "0', Fault.CHANGED, "manifest.json: its"),
+    ],
+    ids=["flipped byte", "missing file", "edited recipe", "edited digest"],
+)
+def test_a_changed_or_missing_file_is_named(store, file, old, new, fault, why):
+    path = place(store, "a") / file
     assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+    path.unlink() if new is None else path.write_text(path.read_text().replace(old, new))
+    found = findings(store)[0]
+    assert (found.fault, found.what) == (fault, node(store, "a"))
+    assert why in found.why
 
 
 def findings(root):
@@ -89,45 +102,25 @@ def one(root):
     return finding.fault, finding.what, finding.why
 
 
+def test_an_added_file_and_a_manifest_that_cannot_be_read_are_named(store):
+    (place(store, "a") / "output" / "more.txt").write_text("")
+    (place(store, "b") / "manifest.json").write_text("{}")
+    assert [(each.fault, each.what) for each in findings(store)] == [
+        (Fault.CHANGED, node(store, "b")), (Fault.CHANGED, node(store, "a")),
+    ]  # fmt: skip
+
+
 def test_an_intact_store_has_no_finding(store):
     assert findings(store) == []
 
 
-def test_a_flipped_byte_is_named(store):
-    (place(store, "a") / "output" / "model.txt").write_text("weightz")
-    fault, what, why = one(store)
-    assert (fault, what) == (Fault.CHANGED, node(store, "a"))
-    assert "model.txt has SHA-256" in why
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [('"stage": "a"\n  }', '"stage": "z"\n  }'), ('"output_digest": "', '"output_digest": "0')]
-)
-def test_an_edited_manifest_is_named(store, old, new):
-    edit(store, "a", old, new)
-    found = findings(store)
-    assert found[0].fault == Fault.CHANGED
-    assert found[0].what == node(store, "a")
-    assert "manifest.json: its" in found[0].why
-
-
-def test_an_alias_whose_bytes_were_made_again_is_named(store):
-    manifest = Store(store).entry("b", place(store, "b").name).manifest()
-    event = Event(
-        action="promote", alias="champion", stage="b", fingerprint=manifest.fingerprint, digest="0", who="me", why=""
-    )
-    append(store, event)
-    assert one(store)[:2] == (Fault.CHANGED, "alias champion")
-
-
-def test_a_missing_file_is_named(store):
-    (place(store, "a") / "output" / "model.txt").unlink()
-    assert one(store)[0] == Fault.MISSING
-
-
-def test_an_added_file_is_named(store):
-    (place(store, "a") / "output" / "more.txt").write_text("")
-    assert one(store)[0] == Fault.CHANGED
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_alias_whose_bytes_were_made_again_or_are_not_there_is_named(store, is_there):
+    fingerprint = Store(store).entry("b", place(store, "b").name).manifest().fingerprint if is_there else "c" * 64
+    promoted = {"alias": "champion", "stage": "b", "fingerprint": fingerprint, "digest": "0", "who": "me", "why": ""}
+    append(store, Event(action="promote", **promoted))
+    expected = (Fault.CHANGED, "alias champion") if is_there else (Fault.MISSING, "promote of champion")
+    assert one(store)[:2] == expected
 
 
 def test_a_parent_that_is_gone_is_named(store):
@@ -145,11 +138,6 @@ def test_a_parent_that_was_made_again_with_other_bytes_is_named(store):
     assert "which now has" in why
 
 
-def test_a_manifest_that_cannot_be_read_is_named(store):
-    (place(store, "b") / "manifest.json").write_text("{}")
-    assert one(store)[:2] == (Fault.CHANGED, node(store, "b"))
-
-
 def test_data_that_moved_on_is_a_note(store):
     (store.parent / "rows.txt").write_text("more rows")
     assert one(store)[0] == Fault.NOTE
@@ -157,25 +145,13 @@ def test_data_that_moved_on_is_a_note(store):
     assert one(store)[0] == Fault.NOTE
 
 
-def test_a_promotion_of_what_is_not_there_is_named(store):
-    append(store, Event(action="promote", alias="champion", fingerprint="c" * 64, who="me", why=""))
-    assert one(store)[:2] == (Fault.MISSING, "promote of champion")
-
-
-def test_a_view_of_what_is_not_there_is_orphaned(store, tmp_path):
+def test_a_view_of_what_is_not_there_is_orphaned_and_one_with_other_bytes_is_changed(store, tmp_path):
     view = store / "pipelines" / "p" / "b"
     _, manifest = commit(tmp_path / "elsewhere", "b", beta=0.2)
-    view.mkdir(parents=True)
-    (view / "manifest.json").write_text(manifest.to_json())
-    fault, what, _ = one(store)
-    assert (fault, what) == (Fault.ORPHANED, "p/b")
-
-
-def test_a_view_with_other_bytes_is_changed(store):
-    manifest = Store(store).entry("b", place(store, "b").name).manifest()
-    view = store / "pipelines" / "p" / "b"
     (view / "output").mkdir(parents=True)
     (view / "manifest.json").write_text(manifest.to_json())
+    assert one(store)[:2] == (Fault.ORPHANED, "p/b")
+    (view / "manifest.json").write_text(Store(store).entry("b", place(store, "b").name).manifest().to_json())
     (view / "output" / "model.txt").write_text("weightz")
     assert one(store)[:2] == (Fault.CHANGED, "p/b")
 

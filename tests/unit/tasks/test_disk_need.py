@@ -53,10 +53,6 @@ def test_ppo_saves_its_value_model_too_and_the_base_under_an_adapter() -> None:
     assert adapted.checkpoint == 4 * WEIGHTS + 12 * WEIGHTS + 12 * (20 + 30)
 
 
-def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
-    assert need(save_steps=10, zero_stage=2, num_workers=2).checkpoint == 20 * WEIGHTS
-
-
 @pytest.mark.parametrize(
     ("target_modules", "save", "adapter", "output"),
     [
@@ -104,6 +100,10 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda count: monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: count)
 
 
+def require(resources: Resources, model: Path | None, entry: Entry, **before: int) -> int:
+    return require_disk("sft", SFT(num_steps=100), resources, model, entry, **before)
+
+
 def written(entry: Entry, count: int) -> None:
     """A checkpoint of so many bytes."""
     (entry.checkpoints.directory / "step-10").mkdir(parents=True)
@@ -138,69 +138,71 @@ def test_a_stage_without_room_is_refused_with_what_to_do(model: Path, entry: Ent
     resources = Resources(save_steps=10, save_minutes=None)
     least = 3 * 12 * WEIGHTS
     free(least)
-    assert require_disk("sft", SFT(num_steps=100), resources, model, entry) == 4 * WEIGHTS
+    assert require(resources, model, entry) == 4 * WEIGHTS
     with pytest.raises(ConfigError) as caught:
-        require_disk("sft", SFT(num_steps=100), resources, model, entry, before=1000)
+        require(resources, model, entry, before=1000)
     assert str(caught.value) == (
         f"store {entry.path.parents[1]} has 83.2 kB free (less 1.0 kB for the stages before it); sft needs about "
         "83.2 kB: at one time 3 checkpoints of 27.7 kB; set stages.sft.resources.keep_last=1, free 1.0 kB more "
         "(posttrain gc shows what may go), or state a larger store (store=...)"
     )
-    assert require_disk("sft", SFT(num_steps=100), resources, None, entry, before=least) == 0  # nothing is known
+    assert require(resources, None, entry, before=least) == 0  # nothing is known
 
 
 def test_only_what_suffices_is_named_as_a_remedy(model: Path, entry: Entry, free) -> None:
     resources = Resources(save_steps=10)  # and every 10 minutes
     free(2 * 12 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"; set stages.sft.resources.keep_last=1, free 27.7 kB more"):
-        require_disk("sft", SFT(num_steps=100), resources, model, entry)
+        require(resources, model, entry)
     free(12 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"27.7 kB; free 55.4 kB more"):
-        require_disk("sft", SFT(num_steps=100), resources, model, entry)
+        require(resources, model, entry)
     with pytest.raises(ConfigError, match=r"; set stages.sft.resources.save_minutes=null, free"):
-        require_disk("sft", SFT(num_steps=100), Resources(keep_last=1), model, entry)
+        require(Resources(keep_last=1), model, entry)
 
 
 def test_what_may_not_fit_is_only_warned_of(model: Path, entry: Entry, free, caplog) -> None:
     free(2 * 12 * WEIGHTS)
     with caplog.at_level(logging.WARNING):
-        require_disk("sft", SFT(num_steps=100), Resources(), model, entry)
+        require(Resources(), model, entry)
     [record] = caplog.records
     assert "sft may need about 83.2 kB: at one time 3 checkpoints of 27.7 kB; set stages.sft" in record.getMessage()
     with pytest.raises(
         ConfigError, match=r"needs about 55.4 kB: at one time 2 checkpoints .*; set stages.sft.*save_min"
     ):
-        require_disk("sft", SFT(num_steps=100), Resources(), model, entry, before=1)
-    require_disk("sft", SFT(num_steps=100), Resources(save_minutes=None), model, entry, before=12 * WEIGHTS)
+        require(Resources(), model, entry, before=1)
+    require(Resources(save_minutes=None), model, entry, before=12 * WEIGHTS)
 
 
 def test_what_the_stages_before_give_back_is_room(model: Path, entry: Entry, free) -> None:
     free(2 * 12 * WEIGHTS)
     resources = Resources(save_steps=10, save_minutes=None)
-    require_disk("sft", SFT(num_steps=100), resources, model, entry, before=-12 * WEIGHTS)
+    require(resources, model, entry, before=-12 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"free \(and 9.2 kB once the stages before it are finished\); sft needs"):
-        require_disk("sft", SFT(num_steps=100), resources, model, entry, before=-4 * WEIGHTS)
+        require(resources, model, entry, before=-4 * WEIGHTS)
     written(entry, 10 * 12 * WEIGHTS)
-    assert require_disk("sft", SFT(num_steps=100), resources, model, entry) == (4 - 10 * 12) * WEIGHTS
-    assert (
-        require_disk("sft", SFT(num_steps=100), resources, None, entry) == -10 * 12 * WEIGHTS
-    )  # whatever its model is
-
-
-def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
-    keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
-    assert require_disk("sft", SFT(num_steps=100), keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
+    assert require(resources, model, entry) == (4 - 10 * 12) * WEIGHTS
+    assert require(resources, None, entry) == -10 * 12 * WEIGHTS  # whatever its model is
 
 
 def test_what_an_attempt_before_left_is_room(model: Path, entry: Entry, free) -> None:
     written(entry, 12 * WEIGHTS)
     free(2 * 12 * WEIGHTS)
-    require_disk("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)
+    require(Resources(save_steps=10, save_minutes=None), model, entry)
     free(12 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"27.7 kB free \(and 27.7 kB that sft has written already\); sft needs"):
-        require_disk("sft", SFT(num_steps=100), Resources(save_steps=10, save_minutes=None), model, entry)
+        require(Resources(save_steps=10, save_minutes=None), model, entry)
 
 
 def test_biases_of_a_model_that_has_none_are_refused():
     with pytest.raises(ConfigError, match=r"adapter\.bias=all: this model has no biases"):
         adapter_weights(Adapter(bias="all"), SHAPES)
+
+
+def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
+    keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
+    assert require(keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
+
+
+def test_under_zero_a_checkpoint_holds_the_weights_three_times() -> None:
+    assert need(save_steps=10, zero_stage=2, num_workers=2).checkpoint == 20 * WEIGHTS

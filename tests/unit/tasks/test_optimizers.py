@@ -38,31 +38,27 @@ def test_the_names_that_a_team_expects_are_there() -> None:
     assert len(SCHEDULES) == 10
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_field_that_an_optimizer_does_not_have_is_refused(name: str) -> None:
-    values = {
-        "betas": (0.8,) * OPTIMIZERS[name].num_betas, "eps": 1e-6, "momentum": 0.5, "nesterov": True, "alpha": 0.5,
-        "clip_threshold": 0.5, "rank": 4, "update_proj_gap": 3, "scale": 0.5, "ns_steps": 3, "d_coef": 2.0,
-        "lora_plus_ratio": 4.0,
-    }  # fmt: skip
-    read = {field: value for field, value in values.items() if field in OPTIMIZERS[name].reads}
-    assert Optimizer(name=name, **read).identity()["weight_decay"] == 0.0
-    for field in values.keys() - read.keys():
-        with pytest.raises(ConfigError, match=rf"optimizer\.{field}=.*: {name} has no such field; it has: "):
-            Optimizer(name=name, **{field: values[field]})
+OPTIMIZER_FIELDS = {
+    "eps": 1e-6, "momentum": 0.5, "nesterov": True, "alpha": 0.5, "clip_threshold": 0.5, "rank": 4,
+    "update_proj_gap": 3, "scale": 0.5, "ns_steps": 3, "d_coef": 2.0, "lora_plus_ratio": 4.0,
+}  # fmt: skip
+SCHEDULE_FIELDS = {
+    "min_learning_rate": 1e-6, "num_cycles": 3, "power": 2.0, "decay": 0.5, "decay_type": "linear", "timescale": 5,
+    "factor": 0.5, "patience": 1,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_field_that_a_schedule_does_not_have_is_refused(name: str) -> None:
-    values = {
-        "min_learning_rate": 1e-6, "num_cycles": 3, "power": 2.0, "decay": 0.5, "decay_type": "linear",
-        "timescale": 5, "factor": 0.5, "patience": 1,
-    }  # fmt: skip
-    read = {field: value for field, value in values.items() if field in SCHEDULES[name].reads}
-    Schedule(name=name, **read)
-    for field in values.keys() - read.keys():
-        with pytest.raises(ConfigError, match=rf"schedule\.{field}=.*: {name} has no such field; it has: "):
-            Schedule(name=name, **{field: values[field]})
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULES])
+def test_a_field_that_an_optimizer_or_a_schedule_does_not_have_is_refused(name):
+    if name in OPTIMIZERS:
+        values = {**OPTIMIZER_FIELDS, "betas": (0.8,) * OPTIMIZERS[name].num_betas}
+        setting, reads, cls = "optimizer", OPTIMIZERS[name].reads, Optimizer
+    else:
+        setting, reads, cls, values = "schedule", SCHEDULES[name].reads, Schedule, SCHEDULE_FIELDS
+    cls(name=name, **{field: value for field, value in values.items() if field in reads})
+    for field in values.keys() - set(reads):
+        with pytest.raises(ConfigError, match=rf"{setting}\.{field}=.*: {name} has no such field; it has: "):
+            cls(name=name, **{field: values[field]})
 
 
 @pytest.mark.parametrize(("setting", "message"), [
@@ -80,6 +76,7 @@ def test_a_value_that_cannot_work_is_refused(setting, message: str) -> None:
 
 
 def test_a_field_that_is_not_set_is_not_in_the_recipe() -> None:
+    assert all(Optimizer(name=name).identity()["weight_decay"] == 0.0 for name in OPTIMIZERS)
     assert Optimizer().identity() == {"weight_decay": 0.0}
     assert Schedule().identity() == {"lr_schedule": "cosine", "warmup_ratio": 0.05}
     assert Optimizer(name="muon", momentum=0.9).identity()["optimizer"] == {"name": "muon", "momentum": 0.9}

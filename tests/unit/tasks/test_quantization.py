@@ -100,11 +100,6 @@ def test_the_plan_refuses_a_format_without_its_package_and_says_how_to_install_i
     assert str(refused.value).endswith(command)
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
-def test_formats_of_bitsandbytes_need_nothing_more(name):
-    check_models(load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"]))
-
-
 @pytest.mark.parametrize(
     ("config", "found"),
     [
@@ -147,3 +142,8 @@ def test_a_model_that_cannot_be_dequantized_keeps_its_adapter_apart(monkeypatch)
     options = {"adapter": True, "quantization": None, "on_gpu": True}
     assert "set save=adapter" in why_not_on_quantized("gptq", saves_adapter=False, **options)
     assert why_not_on_quantized("gptq", saves_adapter=True, **options) is None
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+def test_formats_of_bitsandbytes_need_nothing_more(name):
+    check_models(load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"]))

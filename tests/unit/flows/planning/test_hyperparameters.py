@@ -52,13 +52,6 @@ def test_steps_and_epochs_of_rows_that_were_counted(tmp_path: Path, fields, show
     assert (found.num_steps, found.num_epochs) == length and found.is_exact
 
 
-def test_a_count_that_is_damaged_is_no_count(tmp_path: Path) -> None:
-    (tmp_path / "count").write_text("1x")
-    found = hyperparameters(SFT(), None, tmp_path / "count")
-    assert (found.num_steps, found.num_examples) == (None, None)
-    assert str(found).endswith("1 epoch (num_epochs, the default): its steps are known once its rows are tokenized")
-
-
 class Checked:
     """Answers of processes that check rows."""
 
@@ -99,13 +92,6 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
     assert length(plan(tmp_path, *EPOCHS, "stages.sft.method.chat_template=chatml"), "dpo")["num_examples"] == 50
 
 
-def test_steps_that_are_set_need_no_rows() -> None:
-    checks = DataChecks()
-    found = plan(Path("store"))
-    assert checks.num_steps(found.stage("sft"), found.stage("sft").stage.method) == 400
-    assert checks.num_steps(found.stage("base"), found.stage("base").stage.method) is None
-
-
 def test_what_a_former_default_made_is_run_again_and_the_plan_says_why(tmp_path: Path) -> None:
     words = ("stages.sft.method.num_steps", "stages.sft.method.learning_rate")
     former = ("adapter=lora", f"{words[0]}=1000", f"{words[1]}=2e-5")
@@ -124,3 +110,9 @@ def test_other_differences_are_no_former_defaults() -> None:
     assert former_defaults(SFT(num_epochs=2), {"num_steps": 1000}) == []
     assert former_defaults(SFT(), {"num_steps": 900, "learning_rate": 2e-5}) == []
     assert former_defaults(SFT(adapter=LORA, learning_rate=1e-3), {"adapter": {}, "learning_rate": 2e-5}) == []
+
+
+def test_steps_that_are_set_need_no_rows():
+    checks, found = DataChecks(), plan(Path("store"))
+    assert checks.num_steps(found.stage("sft"), found.stage("sft").stage.method) == 400
+    assert checks.num_steps(found.stage("base"), found.stage("base").stage.method) is None

@@ -155,10 +155,6 @@ def test_a_certificate_from_before_is_of_the_same_environment():
     assert kind_here({**now, "compile": True}, {}) != kind_here(now, {}) != kind_here({**now, "gpus_per_worker": 1}, {})
 
 
-def test_fp16_on_a_gpu_is_planned():
-    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))
-
-
 @pytest.mark.parametrize(
     ("flags", "found"),
     [("fpu avx512_bf16 sse", "avx512_bf16"), ("avx512_bf16 amx_bf16", "amx_bf16"), ("fpu avx512f", None)],
@@ -179,3 +175,7 @@ def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "cpuinfo")
     document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
     assert any("this CPU has amx_bf16" in note for note in document["notes"])
+
+
+def test_fp16_on_a_gpu_is_planned():
+    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))

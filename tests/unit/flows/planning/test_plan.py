@@ -1,55 +1,30 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from lineage.errors import ConfigError
 from tests.finished import finish
 
-REPOSITORY = Path(__file__).parents[4]
-
 
 def states(plan) -> dict[str, str]:
     return {planned.name: planned.state for planned in plan.stages}
 
 
-def test_a_new_store_runs_everything(toy):
-    plan = toy()
-    assert set(states(plan).values()) == {"run"}
-    assert {planned.reason for planned in plan.stages} == {"never run"}
-
-
-def test_finished_stages_are_reused(toy):
+def test_a_field_reruns_its_stage_and_what_depends_on_it_and_the_reason_names_both_values(toy):
+    assert {(planned.state, planned.reason) for planned in toy().stages} == {("run", "never run")}
     finish(toy())
     assert set(states(toy()).values()) == {"reuse"}
-
-
-def test_one_field_reruns_its_stage_and_what_depends_on_it(toy):
-    finish(toy())
-    plan = toy("stages.model.method.size=2")
-    assert states(plan) == {"data": "reuse", "model": "run", "left": "run", "right": "run"}
-    assert plan.stage("model").reason == "size: 1 -> 2"
-    assert plan.stage("left").reason.startswith("input policy: model@")
-
-
-def test_the_reason_names_the_field_and_both_values(toy):
-    finish(toy())
-    plan = toy("stages.left.method.learning_rate=0.2")
-    assert states(plan) == {"data": "reuse", "model": "reuse", "left": "run", "right": "reuse"}
-    assert plan.stage("left").reason == "learning_rate: 0.1 -> 0.2"
-
-
-def test_going_back_reuses_the_earlier_output(toy):
-    finish(toy())
-    finish(toy("stages.left.method.learning_rate=0.2"), "left")
-    assert states(toy())["left"] == "reuse"
-    assert states(toy("stages.left.method.learning_rate=0.2"))["left"] == "reuse"
-
-
-def test_the_reason_compares_with_the_nearest_earlier_output(toy):
-    finish(toy())
+    larger = toy("stages.model.method.size=2")
+    assert states(larger) == {"data": "reuse", "model": "run", "left": "run", "right": "run"}
+    assert larger.stage("model").reason == "size: 1 -> 2"
+    assert larger.stage("left").reason.startswith("input policy: model@")
+    faster = toy("stages.left.method.learning_rate=0.2")
+    assert states(faster) == {"data": "reuse", "model": "reuse", "left": "run", "right": "reuse"}
+    assert faster.stage("left").reason == "learning_rate: 0.1 -> 0.2"
     finish(toy("stages.left.method.learning_rate=0.2", "stages.left.method.seed=5"), "left")
-    assert toy("stages.left.method.learning_rate=0.3").stage("left").reason == "learning_rate: 0.1 -> 0.3"
+    assert states(toy())["left"] == "reuse"  # what was made earlier stays
+    nearest = toy("stages.left.method.learning_rate=0.3").stage("left")
+    assert nearest.reason == "learning_rate: 0.1 -> 0.3"  # compared with the nearest output
 
 
 @pytest.mark.parametrize(
@@ -87,28 +62,17 @@ def test_an_attempt_that_stopped_says_where(toy):
     )
 
 
-@pytest.fixture
-def drifted(toy, monkeypatch):
+def test_drifted_code_is_reused_and_said_or_rerun_or_refused(toy, monkeypatch):
     finish(toy())
     monkeypatch.setattr("tasks.recipe.code_digest", lambda module: "other code")
-    return toy
-
-
-def test_drifted_code_is_reused_and_said(drifted):
-    plan = drifted()
+    plan = toy()
     assert set(states(plan).values()) == {"reuse"}
     assert all("its code changed since" in planned.reason for planned in plan.stages)
-
-
-def test_drifted_code_reruns_when_asked(drifted):
-    plan = drifted("code_drift=rerun")
+    plan = toy("code_drift=rerun")
     assert set(states(plan).values()) == {"run"}
     assert not plan.stage("left").is_finished(plan.entry(plan.stage("left")))
-
-
-def test_drifted_code_is_refused_when_asked(drifted):
     with pytest.raises(ConfigError, match="code_drift=refuse"):
-        drifted("code_drift=refuse")
+        toy("code_drift=refuse")
 
 
 def test_the_code_of_a_reward_function_drifts_and_its_folder_is_no_identity(toy, tmp_path):

@@ -49,20 +49,6 @@ def test_a_run_says_that_something_is_gone_before_it_begins(plan):
         claim([made])
 
 
-def test_it_says_so_too_of_an_output_that_a_source_names(plan):
-    made = plan()
-    shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
-    with pytest.raises(ArtifactError, match=r"corpus/.*content.txt: was there"):
-        claim([made])
-
-
-def test_an_unfinished_output_may_be_named_too(plan):
-    made = plan()
-    (Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).path / "manifest.json").unlink()
-    claim([made])  # raises where it takes it for gone
-    assert node(plan.made) in reads(made)
-
-
 @pytest.fixture
 def begun(plan):
     """The plan of a run that reuses its data, and goes on with another stage."""
@@ -92,6 +78,13 @@ def test_a_run_that_would_go_on_does_not_begin_again_where_its_checkpoints_are_g
     claim([begun])
 
 
+def test_it_says_so_too_of_an_output_that_a_source_names(plan):
+    made = plan()
+    shutil.rmtree(Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).output)
+    with pytest.raises(ArtifactError, match=r"corpus/.*content.txt: was there"):
+        claim([made])
+
+
 def test_a_run_that_would_go_on_waits_for_one_that_began_it_again(begun):
     left = begun.entry(begun.stage("left"))
     lock = Lock(left.path)
@@ -114,3 +107,10 @@ def test_a_run_that_would_go_on_does_not_wait_for_gc_which_deletes_its_checkpoin
 def test_a_rehearsal_reads_the_real_store(plan, tmp_path):
     short = scratch_plan(plan().pipeline, tmp_path / "scratch", num_steps=2, save_steps=1)
     assert node(plan.made) in reads(short)
+
+
+def test_an_unfinished_output_may_be_named_too(plan):
+    made = plan()
+    (Store(made.pipeline.store).entry("corpus", plan.made.fingerprint).path / "manifest.json").unlink()
+    claim([made])  # raises where it takes it for gone
+    assert node(plan.made) in reads(made)

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from flows.planning.plan import Plan
 from lineage.attempts import note_attempt
 from lineage.errors import ConfigError
 from lineage.manifest import Manifest
+from tests import finished
 from tests.finished import finish, save
 
 
@@ -111,3 +113,50 @@ def test_what_two_codes_made_is_no_output_of_the_code_of_now(toy):
     assert toy("code_drift=rerun").stage("right").state == "reuse"
     with pytest.raises(ConfigError, match="stage left: its code changed"):
         toy("code_drift=refuse")
+
+
+ZERO = "stages.left.resources.zero_stage=2"
+TWO = ("stages.left.resources.num_workers=2", "stages.left.resources.micro_batch_size=4")
+
+
+def save_left(plan: Plan, **fields: int) -> None:
+    """A checkpoint of ``left``."""
+    finished.save(plan.entry(plan.stage("left")), 7, **fields)
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "difference"),
+    [
+        ({"num_workers": 2}, (), "1 worker instead of 2"),
+        ({"num_workers": 2}, TWO, None),
+        ({"num_workers": 1}, TWO, "2 workers instead of 1"),
+        ({"num_workers": 1, "micro_batch_size": 8}, (), None),
+        ({"num_workers": 1, "micro_batch_size": 8}, TWO[1:], "micro_batch_size=4 instead of 8"),
+        ({"num_workers": 1}, TWO[1:], None),  # what the checkpoint does not say is not compared
+        ({"num_workers": 1, "cpus_per_worker": 1}, ("stages.left.resources.cpus_per_worker=2",),
+         "cpus_per_worker=2 instead of 1"),
+        ({"num_workers": 2, "zero_stage": 2}, (*TWO, ZERO), None),
+    ],
+)  # fmt: skip
+def test_a_resume_with_other_workers_says_what_that_means(toy, saved, overrides, difference):
+    save_left(toy(), **saved)
+    planned = toy(*overrides).stage("left")
+    assert planned.state == "resume"
+    if difference is None:
+        assert "instead of" not in planned.reason
+    else:
+        assert planned.reason.endswith(f"; with {difference}: within tolerance, not to the bit")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "zero_stage", "overrides"),
+    [(2, 2, ()), (2, 2, TWO), (2, 0, (*TWO, ZERO)), (1, 0, (*TWO, ZERO)), (4, 2, (*TWO, ZERO))],
+)
+def test_who_cannot_read_it_is_refused(toy, num_workers, zero_stage, overrides):
+    save_left(toy(), num_workers=num_workers, zero_stage=zero_stage)
+    with pytest.raises(ConfigError, match="cannot resume from it") as refused:
+        toy(*overrides)
+    assert str(refused.value).startswith("stages.left.resources: its checkpoint of step 7 was written with ")
+    remedy = f"set num_workers={num_workers} and zero_stage={zero_stage}, or begin again with restart=[left]"
+    assert str(refused.value).endswith(remedy)
+    assert toy(*overrides, "restart=[left]").stage("left").state == "run"

@@ -1,8 +1,15 @@
+"""How far a stage is, and how a terminal shows it."""
+
 import io
 import json
 import time
 
+import pytest
+
+from flows.progress import stage_progress as progress
 from flows.progress.screen import Screen
+from flows.progress.stage_progress import Progress
+from flows.wording import clock, counted
 
 
 class Terminal(io.StringIO):
@@ -22,16 +29,16 @@ def write_reports(path, *losses):
 
 def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
     stream = Terminal()
-    with Screen(stream, ["dpo"]) as screen:
-        screen.running("dpo", tmp_path / "metrics.jsonl", 10)
+    with Screen(stream, ["dpo"]) as board:
+        board.running("dpo", tmp_path / "metrics.jsonl", 10)
         write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
-        screen._live.refresh()
+        board._live.refresh()
         shown = stream.getvalue()
         assert "3/10" in shown
         assert "loss 0.500" in shown
         assert "1,234 tok/s" in shown
         assert "ETA" in shown
-        screen.done("dpo", 1.5, {"loss": 0.4})
+        board.done("dpo", 1.5, {"loss": 0.4})
         after = stream.getvalue()[len(shown) :]
         assert "done in 1.5 s  loss 0.400" in after
         assert "3/10" not in after
@@ -39,12 +46,12 @@ def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
 
 def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
-    with Screen(stream, ["dpo", "reward"]) as screen:
+    with Screen(stream, ["dpo", "reward"]) as board:
         for _ in range(5):
-            screen.waiting("dpo", "1 CPU")
-        screen.running("dpo", tmp_path / "none", 10)
-        screen.failed("dpo", "stage dpo failed: no memory\nsecond line")
-        screen.pruned("reward", "pruned at step 3")
+            board.waiting("dpo", "1 CPU")
+        board.running("dpo", tmp_path / "none", 10)
+        board.failed("dpo", "stage dpo failed: no memory\nsecond line")
+        board.pruned("reward", "pruned at step 3")
     assert stream.getvalue().splitlines() == [
         "dpo     waits for 1 CPU",
         "dpo     started (10 steps)",
@@ -56,8 +63,8 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
 def test_a_stage_that_goes_on_says_from_where(tmp_path):
     stream = io.StringIO()
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
-    with Screen(stream, ["dpo"]) as screen:
-        screen.running("dpo", tmp_path / "metrics.jsonl", 10)
+    with Screen(stream, ["dpo"]) as board:
+        board.running("dpo", tmp_path / "metrics.jsonl", 10)
     assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
 
 
@@ -66,7 +73,86 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    with Screen(Closed(), ["dpo"]) as screen:
-        screen.running("dpo", tmp_path / "none", None)
-        screen.done("dpo", 1.0, {})
-    assert not screen._running
+    with Screen(Closed(), ["dpo"]) as board:
+        board.running("dpo", tmp_path / "none", None)
+        board.done("dpo", 1.0, {})
+    assert not board._running
+
+
+def report(step, when=0.0, **metrics):
+    return json.dumps({"step": step, "time": when, "metrics": metrics}) + "\n"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def read(path, total=10, started=0.0):
+    found = Progress(path=path, total=total, started=started)
+    found.refresh()
+    return found
+
+
+def test_a_stage_that_has_reported_nothing_is_at_step_0(path):
+    assert read(path).describe().startswith("0/10")
+    assert read(path).seconds_left() is None
+
+
+def test_a_line_that_is_still_written_waits_for_its_end(path):
+    path.write_text(report(1, loss=2.0) + '{"step": 2, "ti')
+    found = read(path)
+    assert (found.step, found.metrics) == (1, {"loss": 2.0})
+    with path.open("a") as file:
+        file.write('me": 0.0, "metrics": {"loss": 1.0}}\n')
+    found.refresh()
+    assert (found.step, found.metrics) == (2, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("line", ["{}\n", "nonsense\n", "[]\n", '{"step": "x", "time": 0, "metrics": {}}\n', "\xff\n"])
+def test_a_line_that_is_no_report_is_passed_over(path, line):
+    path.write_text(report(1, loss=2.0) + line + report(3, loss=1.0))
+    assert read(path).step == 3
+
+
+def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
+    path.write_text(report(2, when=100.0) + report(4, when=104.0))
+    assert read(path).seconds_left() == 12.0
+    assert read(path, total=None).seconds_left() is None
+    path.write_text(report(2, when=100.0))
+    assert read(path, started=90.0).seconds_left() == 40.0
+
+
+def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_goes_on_with(path):
+    path.write_text("".join(report(step, when=float(step), loss=1.0) for step in range(1, 51)))
+    found = read(path, total=100, started=1000.0)
+    assert (found.step, found.seconds_left()) == (50, None)
+    with path.open("a") as file:
+        file.write(report(51, when=1004.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(4.0 * 49)  # the start-up is counted in
+    with path.open("a") as file:
+        file.write(report(52, when=1006.0))
+    found.refresh()
+    assert found.seconds_left() == pytest.approx(2.0 * 48)
+
+
+def test_times_are_read_as_clocks():
+    assert [clock(seconds) for seconds in (5, 65, 3605)] == ["0:05", "1:05", "1:00:05"]
+
+
+def test_one_is_no_plural():
+    assert [counted(number, "CPU") for number in (0, 1, 2)] == ["0 CPUs", "1 CPU", "2 CPUs"]
+
+
+def test_a_stage_without_steps_shows_how_long_it_runs(path, monkeypatch):
+    monkeypatch.setattr(progress.time, "time", lambda: 30.0)
+    assert read(path, total=None, started=10.0).describe() == "20 s"
+
+
+def test_a_stage_that_began_again_is_read_from_its_beginning(path):
+    path.write_text("".join(report(step, loss=1.0, extra=1.0) for step in range(1, 9)))
+    found = read(path)
+    path.write_text(report(1, loss=5.0))
+    found.refresh()
+    assert (found.step, found.metrics) == (1, {"loss": 5.0})

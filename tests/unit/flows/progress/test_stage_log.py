@@ -66,17 +66,22 @@ def test_the_last_run_of_a_stage_is_meant(tmp_path, entry):
     assert stage_entry("toy/dpo", tmp_path).path == entry.path
 
 
-def test_a_stage_that_has_not_begun_has_no_log(tmp_path):
+def test_a_stage_that_has_not_begun_or_will_never_begin_has_no_log(tmp_path):
     noted(tmp_path, "dpo", None, state="pending", after=["sft"])
     with pytest.raises(ArtifactError, match="dpo has not begun: it waits for sft"):
         stage_entry("dpo", tmp_path)
-
-
-def test_a_stage_that_will_never_begin_has_no_log(tmp_path):
     noted(tmp_path, "dpo", None, state="pending", driver=replace(Owner.here(), started=0.0))
     for find in (stage_entry, begun_entry):
         with pytest.raises(ArtifactError, match=r"dpo has no log: the run .* was over before it began"):
             find("dpo", tmp_path)
+
+
+def test_the_last_lines_are_read_and_a_stage_without_a_log_says_why(entry):
+    assert [list(read_log(entry, count)) for count in (None, 1, 0)] == [["one\n", "two\n"], ["two\n"], []]
+    (entry.logs / "stage.log").unlink()
+    for read in (read_log, follow_log):
+        with pytest.raises(ArtifactError, match=r"has no log .*launcher=foreground"):
+            list(read(entry, None))
 
 
 @pytest.mark.parametrize("ref", ["dpo", "toy/dpo", "dpo#1"])
@@ -95,35 +100,10 @@ def test_following_waits_for_a_stage_to_begin(tmp_path, monkeypatch, ref):
     begins.join()
 
 
-def test_what_has_begun_is_followed_at_once(tmp_path, entry):
-    noted(tmp_path, "dpo", entry, state="waiting", reason="1 CPU")
-    assert begun_entry("dpo", tmp_path).path == entry.path
-    assert begun_entry("0123", tmp_path).path == entry.path
-
-
-def test_what_names_nothing_is_refused(tmp_path, entry):
-    with pytest.raises(ConfigError, match=r"nope: the store .* holds no finished artifact"):
-        stage_entry("nope", tmp_path)
-
-
 @pytest.mark.parametrize("words", [["dpo", "store={}"], ["store={}", "dpo"], ["store={}", "dpo", "--follow"]])
 def test_a_stage_is_named_before_or_after_its_store(tmp_path, entry, capsys, words):
     assert main(["logs", *(word.format(tmp_path) for word in words)]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
-
-
-def test_the_last_lines_are_read(entry):
-    assert list(read_log(entry, None)) == ["one\n", "two\n"]
-    assert list(read_log(entry, 1)) == ["two\n"]
-    assert list(read_log(entry, 0)) == []
-
-
-def test_a_stage_without_a_log_says_why(entry):
-    (entry.logs / "stage.log").unlink()
-    with pytest.raises(ArtifactError, match=r"has no log .*launcher=foreground"):
-        list(read_log(entry, None))
-    with pytest.raises(ArtifactError, match="has no log"):
-        list(follow_log(entry, None))
 
 
 def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
@@ -150,3 +130,14 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
 def test_nobody_follows_a_stage_whose_owner_is_dead(entry):
     (entry.path / "lock").write_text(json.dumps(asdict(Owner.here())))
     assert list(follow_log(entry, None)) == ["one\n", "two\n"]
+
+
+def test_what_has_begun_is_followed_at_once(tmp_path, entry):
+    noted(tmp_path, "dpo", entry, state="waiting", reason="1 CPU")
+    assert begun_entry("dpo", tmp_path).path == entry.path
+    assert begun_entry("0123", tmp_path).path == entry.path
+
+
+def test_what_names_nothing_is_refused(tmp_path, entry):
+    with pytest.raises(ConfigError, match=r"nope: the store .* holds no finished artifact"):
+        stage_entry("nope", tmp_path)

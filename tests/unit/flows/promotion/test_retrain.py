@@ -1,16 +1,20 @@
-"""Whom a run tells how it ended, and when nobody is told."""
+"""Promotion and retraining: whom a run tells how it ended, and when nothing is renewed."""
 
 import json
+import shutil
 
 import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.promotion import retrain
+from flows.promotion.promote import promote
 from flows.stages.inputs import require_new_rows
-from lineage.errors import DataError, StageError
+from lineage.errors import ArtifactError, DataError, StageError
+from lineage.promotions import read_events
+from lineage.store import Entry
+from tests.finished import finish
 from tests.unit.flows.declare.test_config import CONF
-from tests.unit.flows.planning.test_plan import finish
 
 
 @pytest.fixture
@@ -107,3 +111,24 @@ def test_without_a_prefect_api_one_line_says_that_nobody_was_told(toy, monkeypat
     assert capsys.readouterr().err == (
         "posttrain: notify=custom-webhook/ops: nobody was told: no Prefect API is running\n"
     )
+
+
+def test_a_model_that_is_freed_while_its_bytes_are_read_gets_no_alias(toy, monkeypatch):
+    plan = toy("tracking=none")
+    finish(plan)
+    left, read = plan.entry(plan.stage("left")), Entry.require_intact
+
+    def slow(entry, *cache):
+        manifest = read(entry, *cache)
+        shutil.rmtree(entry.path)
+        return manifest
+
+    ref = f"left@{left.path.name}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Entry, "require_intact", slow)
+        with pytest.raises(ArtifactError, match=r"was freed or damaged meanwhile; run its pipeline again"):
+            promote(plan.pipeline, ref, "champion", why="", force=True)
+    assert read_events(plan.pipeline.store) == []
+    finish(make_plan(plan.pipeline), "left")
+    promote(plan.pipeline, ref, "champion", why="", force=True)
+    assert [event.alias for event in read_events(plan.pipeline.store)] == ["champion"]

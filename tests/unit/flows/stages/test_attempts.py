@@ -1,13 +1,17 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from flows.stages.execute import begin, last_intact, run_attempts
+from flows.progress.run_record import RunRecord, StageRecord
+from flows.stages.execute import begin, ended_before, last_intact, run_attempts
 from flows.stages.job import Job
-from lineage.attempts import Attempt, attempts, resumed_at
-from lineage.errors import ArtifactError, AskedError, LostError, StageError
+from lineage.attempts import Attempt, attempts, note_attempt, resumed_at
+from lineage.errors import AskedError, LostError, StageError
+from lineage.owner import Owner, host
+from lineage.store import Store
 from tests.finished import save
 
 KILLED = LostError("left", "was killed", "log")
@@ -72,15 +76,6 @@ def test_who_saves_because_it_is_asked_to_end_does_not_fail(toy, ends, began):
     assert stage.began == began
 
 
-def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
-    stage = Stage(toy, max_failures=1)
-    save(stage.entry, 2)
-    (save(stage.entry, 4) / "state.txt").write_text("flipped")
-    with pytest.raises(LostError):
-        stage.run((None, KILLED), (None, KILLED), (None, None))
-    assert stage.began == [2, 2]
-
-
 def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):
     stage = Stage(toy)
     for step in (2, 4):
@@ -100,31 +95,6 @@ def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):
     assert attempts(stage.entry.path) == []
 
 
-def test_checkpoints_that_are_damaged_as_they_are_saved_are_no_progress(toy):
-    stage = Stage(toy, max_failures=1)
-    save(stage.entry, 2)
-    stage.damages = True
-    with pytest.raises(LostError):
-        stage.run(*[(4, KILLED)] * 5)
-    assert stage.began == [2, 2]
-
-
-def test_who_lost_its_lease_while_it_waited_touches_nothing(toy):
-    stage = Stage(toy)
-    save(stage.entry, 2)
-    stage.entry.output.mkdir(parents=True)
-    (stage.entry.output / "model.txt").write_text("of the run that took over")
-
-    def require() -> None:
-        raise ArtifactError("the lock was lost")
-
-    with pytest.raises(ArtifactError, match="the lock was lost"):
-        begin(stage.planned, stage.entry, None, require)
-    assert stage.entry.checkpoints.steps() == [2]
-    assert (stage.entry.output / "model.txt").exists()
-    assert attempts(stage.entry.path) == []
-
-
 def test_what_a_restart_threw_away_was_not_resumed():
     made = [Attempt(time=0.0, host="h", pid=1, step=step, code_digest="c") for step in (0, 20, 30)]
     assert resumed_at(made) == [20, 30]
@@ -138,3 +108,67 @@ def test_an_attempt_notes_how_far_the_one_before_came(toy):
     stage.entry.metrics.write_text('{"step": 7, "time": 0.0, "metrics": {}}\n{"step": 8, "ti')
     begin(stage.planned, stage.entry, None, lambda: None)
     assert [each.reached for each in attempts(stage.entry.path)] == [0, 7]
+
+
+DEAD = replace(Owner.here(), pid=2**30)
+
+
+@pytest.fixture
+def entry(tmp_path):
+    entry = Store(tmp_path).entry("sft", "0123456789abcdef")
+    entry.begin()
+    entry.metrics.write_text(
+        "".join(json.dumps({"step": step, "time": 1.0, "metrics": {}}) + "\n" for step in (16, 17))
+    )
+    note_attempt(entry.path, 0, "code")
+    return entry
+
+
+def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **fields) -> None:
+    elsewhere = f"/mnt/{tmp_path.name}/sft/0123456789abcdef"  # as another host has it
+    stages = {"sft#3": StageRecord(state=state, since=0.0, directory=elsewhere, reason=reason)}
+    fields = {"driver": DEAD, **fields}
+    RunRecord(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({}, f"its driver on {host()} was killed at step 17"),
+        ({"outcome": "stopped"}, f"its run on {host()} was stopped at step 17"),
+        ({"outcome": "failed", "state": "failed", "reason": "stage sft failed: no\nmemory"}, "stage sft failed: no"),
+        ({"state": "pending"}, ""),
+        ({"driver": Owner.here()}, ""),
+    ],
+    ids=["killed", "stopped", "failed", "never began", "lives"],
+)
+def test_it_is_read_in_the_note_of_the_last_run_that_made_it(tmp_path, entry, fields, cause):
+    note(tmp_path, "20260101-000000-aaaa", **fields)
+    assert ended_before(tmp_path, entry) == cause
+
+
+def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_path, entry):
+    note(tmp_path, "20260101-000000-aaaa", outcome="stopped")
+    note(tmp_path, "20260102-000000-aaaa")
+    note(tmp_path, "20260103-000000-aaaa", driver=Owner.here())  # our own
+    assert "was killed" in ended_before(tmp_path, entry)
+    (entry.path / "attempts.jsonl").unlink()
+    assert ended_before(tmp_path, entry) == ""
+
+
+def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    (save(stage.entry, 4) / "state.txt").write_text("flipped")
+    with pytest.raises(LostError):
+        stage.run((None, KILLED), (None, KILLED), (None, None))
+    assert stage.began == [2, 2]
+
+
+def test_checkpoints_that_are_damaged_as_they_are_saved_are_no_progress(toy):
+    stage = Stage(toy, max_failures=1)
+    save(stage.entry, 2)
+    stage.damages = True
+    with pytest.raises(LostError):
+        stage.run(*[(4, KILLED)] * 5)
+    assert stage.began == [2, 2]

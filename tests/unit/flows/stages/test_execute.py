@@ -17,7 +17,7 @@ from flows.stops import stoppable
 from lineage.attempts import attempts, note_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
-from lineage.tracker import StageTracker, Tracker
+from lineage.tracker import Tracker
 from tests.command import CONF
 from tests.finished import finish, save
 
@@ -85,19 +85,6 @@ def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
     assert observer.calls == [("waiting", "data", who)]
 
 
-class Recording(Tracker, StageTracker):
-    """What a tracker was told of stages that failed."""
-
-    def __init__(self):
-        self.failures = []
-
-    def stage(self, start):
-        return self
-
-    def failed(self, error):
-        self.failures.append(error)
-
-
 class Writing:
     """Processes that all write an output."""
 
@@ -121,21 +108,6 @@ def half_done(toy):
     return plan
 
 
-def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monkeypatch):
-    @contextlib.contextmanager
-    def stopped(*args):
-        raise StoppedError("the run was stopped")
-        yield
-
-    entry = half_done.entry(half_done.stage("left"))
-    before = entry.metrics.read_text()
-    monkeypatch.setattr(execute_module, "admitted", stopped)
-    with pytest.raises(StoppedError):
-        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
-    assert [each.step for each in attempts(entry.path)] == [0]
-    assert entry.metrics.read_text() == before
-
-
 def test_the_manifest_names_all_code_that_trained_it(half_done):
     run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
     made_by = execute(run, half_done.stage("left")).manifest.provenance
@@ -153,6 +125,36 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
         "left: ended early at step 60: val/loss no longer fell (validation.patience)",
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
     ]
+
+
+class AskedInItsLastStep(Writing):
+    """Processes that are asked to end when nothing is left to save."""
+
+    def run(self, job):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().run(job)
+
+
+def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_output(toy):
+    plan, observer = toy("stages.left.resources.launcher=foreground"), Heard()
+    finish(plan, "data", "model")
+    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=Tracker())
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        execute(run, plan.stage("left"))
+    assert plan.entry(plan.stage("left")).is_finished()
+    assert observer.calls[-1][:2] == ("done", "left")
+
+
+def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def admitted(*args):
+        (tmp_path / "rows.txt").write_text("other rows")
+        yield ()
+
+    monkeypatch.setattr(execute_module, "admitted", admitted)
+    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=Tracker())
+    with pytest.raises(StageError, match="has changed since the plan was made"):
+        execute(run, plan.stage("data"))
 
 
 def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_done, monkeypatch):
@@ -175,35 +177,6 @@ def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_said(toy, monkeypatch
     assert workers_hardware(plan.stage("data"))["cpu"]
 
 
-class AskedInItsLastStep(Writing):
-    """Processes that are asked to end when nothing is left to save."""
-
-    def run(self, job):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return super().run(job)
-
-
-def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_output(toy):
-    plan, observer = toy("stages.left.resources.launcher=foreground"), Heard()
-    finish(plan, "data", "model")
-    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=Tracker())
-    with pytest.raises(KeyboardInterrupt), stoppable():
-        execute(run, plan.stage("left"))
-    assert plan.entry(plan.stage("left")).is_finished()
-    assert observer.calls[-1][:2] == ("done", "left")
-
-
-def test_what_an_attempt_before_has_left_is_ended_while_its_note_is_there(plan, monkeypatch):
-    planned, ended = plan.stage("data"), []
-    entry = plan.entry(planned)
-    entry.open()
-    monkeypatch.setattr(execute_module, "end_left_session", lambda work: ended.append((work, work.is_dir())))
-    processes = Ending(StageError("data", "no rows", "log"))
-    with pytest.raises(StageError):
-        execute(Run(plan=plan, processes=processes, observer=Heard(), tracker=Tracker()), planned)
-    assert ended == [(entry.work, True)]
-
-
 def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monkeypatch):
     planned = half_done.stage("left")
     entry = half_done.entry(planned)
@@ -219,13 +192,16 @@ def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monk
     assert execute(run, planned).manifest.provenance.resumed_at == [4]
 
 
-def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monkeypatch):
     @contextlib.contextmanager
-    def admitted(*args):
-        (tmp_path / "rows.txt").write_text("other rows")
-        yield ()
+    def stopped(*args):
+        raise StoppedError("the run was stopped")
+        yield
 
-    monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=Tracker())
-    with pytest.raises(StageError, match="has changed since the plan was made"):
-        execute(run, plan.stage("data"))
+    entry = half_done.entry(half_done.stage("left"))
+    before = entry.metrics.read_text()
+    monkeypatch.setattr(execute_module, "admitted", stopped)
+    with pytest.raises(StoppedError):
+        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
+    assert [each.step for each in attempts(entry.path)] == [0]
+    assert entry.metrics.read_text() == before

@@ -1,29 +1,28 @@
+"""The processes of stages: their start, their environment, their end."""
+
 import multiprocessing.context
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
+from flows.declare.pipeline import Stage
+from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.job import Job
-from flows.stages.launch import StageProcesses
-from lineage.errors import PrunedError, StageError, StoppedError
+from flows.stages.launch import StageProcesses, saving_first
+from flows.stages.process_settings import in_stage_environment, stage_environment
+from flows.stages.stage_process import end_left_session
+from flows.stages.worker import _context
+from flows.stops import stoppable
+from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
+from tasks.method import Method
+from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
-
-
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_start_that_a_stop_broke_is_a_stop_and_no_failure(stopped, tmp_path, monkeypatch):
-    processes = StageProcesses()
-
-    def start(process):
-        if stopped:
-            processes._stopped.set()
-        raise EOFError("the fork server is gone")
-
-    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start)
-    job = Job(stage="left", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path)
-    with pytest.raises(StoppedError if stopped else EOFError):
-        processes.run(job)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
@@ -66,3 +65,136 @@ def test_a_method_that_exits_has_failed(tmp_path, monkeypatch):
     job = Job(stage="model", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path)
     with pytest.raises(StageError, match="SystemExit: 0"):
         StageProcesses().run(job)
+
+
+HERE = Resources(launcher=Launcher.FOREGROUND)
+
+
+def job_of(method: Method, folder: Path) -> Job:
+    (folder / "work").mkdir()
+    return Job(stage="left", method=method, inputs={}, resources=HERE, directory=folder)
+
+
+def interrupted(job: Job, *numbers: int) -> list[bool]:
+    """What a stage of this process sees after each signal, until they end it: whether it is asked to stop."""
+    seen: list[bool] = []
+
+    def stage() -> None:
+        with stoppable(), saving_first(Stage(method=job.method, inputs={}, resources=job.resources), job.stop_file):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                seen.append(job.is_asked_to_stop())
+
+    with pytest.raises(KeyboardInterrupt):
+        stage()
+    return seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_training_in_this_process_saves_before_a_signal_is_heeded(tmp_path, number):
+    assert interrupted(job_of(ToyTraining(), tmp_path), number) == [True]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_ctrl_c_is_heeded_at_once(tmp_path):
+    job = job_of(ToyTraining(), tmp_path)
+    assert interrupted(job, signal.SIGTERM, signal.SIGTERM, signal.SIGINT) == [True, True]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_cluster_of_our_own_lets_nobody_in_without_its_token():
+    first, second = stage_environment(), stage_environment()
+    assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first == second  # one token for all processes of a run
+
+
+def test_only_a_cluster_of_our_own_is_kept_on_loopback(monkeypatch):
+    variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # as Ray names whether other machines may reach it
+    assert stage_environment()[variable] == "0"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert variable not in stage_environment()
+
+
+def test_a_cluster_that_is_joined_is_given_the_token_that_the_user_has(monkeypatch, home):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert "RAY_AUTH_MODE" not in stage_environment()
+    (home / ".ray").mkdir()
+    (home / ".ray/auth_token").write_text("token")
+    assert stage_environment()["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in stage_environment()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "none"))
+    assert "RAY_AUTH_MODE" not in stage_environment()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
+    assert stage_environment()["RAY_AUTH_MODE"] == "token"
+
+
+LEADER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from flows.stages.stage_process import note_session
+note_session(Path(sys.argv[1]))
+for run in ("this-run", "another"):
+    environment = {**os.environ, "POSTTRAIN_RUN": run}
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0, env=environment)
+    print(left.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def leader(work):
+    """A stage's process, and what it has started: of its run, and of another, as whoever has its number later."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(work)], start_new_session=True, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, RUN_VARIABLE: "this-run"},
+    )  # fmt: skip
+    return process, *(psutil.Process(int(process.stdout.readline())) for _ in range(2))
+
+
+def gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_killed_process_has_left_is_ended(tmp_path):
+    process, left, other = leader(tmp_path)
+    end_left_session(tmp_path)
+    assert process.poll() is None  # a living one is let be, with all that is its own
+    process.kill()
+    wait_until(lambda: gone(psutil.Process(process.pid)), "it is a zombie, which lives no more", seconds=10)
+    assert not gone(left)
+    end_left_session(tmp_path)
+    wait_until(lambda: gone(left), "what it left is ended", seconds=10)
+    assert not gone(other)
+    other.kill()
+    process.wait()
+
+
+def test_what_has_nothing_to_save_is_not_waited_for(tmp_path):
+    assert interrupted(job_of(ToyModel(), tmp_path), signal.SIGTERM) == []
+
+
+def test_it_stays_until_the_last_of_several_has_no_need_of_it(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    starting, in_foreground = in_stage_environment(), in_stage_environment()
+    starting.__enter__()
+    in_foreground.__enter__()
+    starting.__exit__(None, None, None)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    in_foreground.__exit__(None, None, None)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
+
+
+def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(tmp_path, monkeypatch):
+    job = job_of(ToyTraining(), tmp_path)
+    should_stop = _context(job).should_stop
+    assert not should_stop()
+    job.stop_file.touch()
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as NFS does, for up to a minute
+    assert should_stop()

@@ -1,14 +1,16 @@
 """What the report says of its metrics is what the gate does with them."""
 
 import math
+import random
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean, pvariance
 
 import pytest
 
 from tasks.evaluate import Evaluate
 from tasks.evaluate.answers import Answer
-from tasks.evaluate.measured import Measured, policy_scores
+from tasks.evaluate.measured import Measured, auc_scores, policy_scores
 from tasks.evaluate.report import POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 from tasks.evaluate.rows import Pairs, Prompt, Question, Rows, Unpaired
@@ -56,3 +58,25 @@ def test_a_reward_is_better_the_higher_it_is_whatever_its_name() -> None:
         lower_is_better(f"reward/{name}") or is_perplexity(f"reward/{name}") for name in ("loss", "perplexity")
     )
     assert is_bounded("reward/exact") and is_bounded("reward/length") and not is_bounded("reward/my_accuracy")
+
+
+def test_the_mean_is_the_share_of_pairs_that_are_ranked_right() -> None:
+    # Of the pairs (3, 2), (3, 0), (1, 2), (1, 0) three are, and of (2, 2), (2, 0) one and a half.
+    assert fmean(auc_scores([3.0, 1.0, 2.0, 2.0, 0.0], [True, True, True, False, False])) == pytest.approx(4.5 / 6)
+    assert fmean(auc_scores([1.0, 0.0], [True, False])) == 1
+    assert fmean(auc_scores([0.0, 0.0, 0.0], [True, False, False])) == 0.5
+
+
+def test_the_variation_is_that_of_the_area_over_drawn_rows() -> None:
+    generator = random.Random(0)
+
+    def drawn() -> tuple[list[float], list[bool]]:
+        labels = [True] * 20 + [False] * 60
+        return [generator.gauss(0.8 if label else 0.0, 1.0) for label in labels], labels
+
+    areas, estimated = [], []
+    for _ in range(300):
+        found = auc_scores(*drawn())
+        areas.append(fmean(found))
+        estimated.append(pvariance(found) / len(found))
+    assert fmean(estimated) == pytest.approx(pvariance(areas), rel=0.2)

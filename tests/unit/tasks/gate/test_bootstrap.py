@@ -49,11 +49,6 @@ def test_a_perplexity_weighs_rows_by_their_tokens_and_a_lower_one_is_a_gain():
     assert report.value("new") == pytest.approx(math.exp(10 / 4))
 
 
-def test_of_a_loss_less_is_a_gain():
-    report = scores("loss", new=[1.0, 1.0], old=[2.0, 2.0])
-    assert PLAIN.estimate([report], "new", "old").value == pytest.approx(1.0)
-
-
 def test_what_rows_have_in_common_cancels():
     draw = random.Random(0)
     hard = [draw.gauss(0, 10) for _ in range(100)]
@@ -114,13 +109,6 @@ def test_each_field_changes_the_interval():
     assert all(interval(**change) != plain for change in ({"confidence": 0.5}, {"num_resamples": 400}, {"seed": 1}))
 
 
-def test_chunks_change_nothing(monkeypatch):
-    report = scores("accuracy", a=wins(1, 50, 0.6))
-    whole = PLAIN.estimate([report], "a", None)
-    monkeypatch.setattr("tasks.gate.bootstrap._CHUNK", 1000)
-    assert PLAIN.estimate([report], "a", None) == whole
-
-
 def test_of_an_accuracy_no_interval_is_of_zero_width_and_the_value_stays_that_of_the_rows():
     report = scores("accuracy", all=[1.0] * 20, none=[0.0] * 20)
     right, wrong = PLAIN.estimate([report], "all", None), PLAIN.estimate([report], "none", None)
@@ -133,13 +121,18 @@ def test_of_an_accuracy_no_interval_is_of_zero_width_and_the_value_stays_that_of
     assert not any(each.has_no_width for each in (right, wrong, same, gain))
 
 
+def test_of_an_unbounded_metric_rows_that_agree_leave_no_width():
+    report = scores("reward_score", a=[0.3 + 0.1] * 30, b=[0.1] * 30)
+    assert PLAIN.estimate([report], "a", "b").has_no_width
+    assert not PLAIN.estimate([scores("reward_score", a=[0.4, 0.5] * 15)], "a", None).has_no_width
+
+
 def test_an_interval_holds_its_value_at_any_confidence():
     narrow = Bootstrap(confidence=0.3, num_resamples=2000, seed=0)
     found = narrow.estimate([scores("accuracy", a=[1.0] * 100)], "a", None)
     assert found.low < found.high == found.value == 1.0
 
 
-def test_of_an_unbounded_metric_rows_that_agree_leave_no_width():
-    report = scores("reward_score", a=[0.3 + 0.1] * 30, b=[0.1] * 30)
-    assert PLAIN.estimate([report], "a", "b").has_no_width
-    assert not PLAIN.estimate([scores("reward_score", a=[0.4, 0.5] * 15)], "a", None).has_no_width
+def test_of_a_loss_less_is_a_gain():
+    report = scores("loss", new=[1.0, 1.0], old=[2.0, 2.0])
+    assert PLAIN.estimate([report], "new", "old").value == pytest.approx(1.0)

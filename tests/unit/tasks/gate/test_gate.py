@@ -19,8 +19,6 @@ from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
 from tasks.method import Input
 
-POLICIES = ("base", "sft", "dpo", "old")
-
 
 def report(directory: Path, count: int = 40, fingerprints: str = "fp-", **wins: int) -> Input:
     """Policies that win the first rows, and a perplexity that grows with the wins, in odd rows a bit more."""
@@ -68,21 +66,15 @@ def judge(tmp_path: Path, inputs: dict[str, Input], method: Gate | None = None, 
         ({"metric": "accuracy", "against": "parent", "min_gain": 0.2}, "inconclusive"),
         ({"metric": "accuracy", "against": "parent", "min_gain": 0.5}, "worse"),
         ({"metric": "accuracy", "against": "candidate", "min_gain": 0.0}, "inconclusive"),
-        ({"metric": "accuracy", "against": "candidate", "max_regression": 0.0}, "inconclusive"),
         ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.05}, "worse"),
-        ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.25}, "inconclusive"),
         ({"metric": "accuracy", "policy": "sft", "against": "dpo", "max_regression": 0.5}, "better"),
         ({"metric": "accuracy", "at_least": 0.5}, "better"),
-        ({"metric": "accuracy", "at_least": 0.7}, "inconclusive"),
         ({"metric": "accuracy", "at_least": 0.95}, "worse"),
         ({"metric": "accuracy", "at_most": 0.5}, "worse"),
-        ({"metric": "accuracy", "at_most": 0.95}, "better"),
         # exp(2.3) against exp(2.2): ten percent more, and nearly the same in every row.
         ({"metric": "text_perplexity", "against": "parent", "max_regression": 0.11}, "better"),
         ({"metric": "text_perplexity", "against": "parent", "max_regression": 0.1}, "worse"),
-        ({"metric": "text_perplexity", "against": "base", "min_gain": 0.0}, "worse"),
         ({"metric": "text_perplexity", "policy": "sft", "against": "dpo", "min_gain": 0.09}, "better"),
-        ({"metric": "text_perplexity", "at_most": 10.1}, "better"),
         ({"metric": "text_perplexity", "against": "candidate", "max_regression": 0.0}, "better"),
         ({"metric": "text_perplexity", "against": "candidate", "min_gain": 0.0}, "inconclusive"),
     ],
@@ -235,12 +227,6 @@ def test_a_model_that_is_too_bad_passes_in_at_most_five_percent_of_evaluations(r
         right = [float(draw.random() < share) for _ in range(count)]
         passed += outcome_of(rule, right, [1.0] * count, seed) == "better"
     assert passed / trials <= 0.05
-
-
-def test_a_clear_win_is_still_better():
-    right, half = [1.0] * 127 + [0.0] * 32, [1.0] * 79 + [0.0] * 80
-    assert outcome_of(Rule(metric="accuracy", at_least=0.6), right) == "better"
-    assert outcome_of(Rule(metric="accuracy", against="parent", min_gain=0.0), right, half) == "better"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers.utils import chat_template_utils
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.data.schema import Message
+from tasks.data.kinds import Message
 from tasks.data.tokens.rendering import Renderer, Turns
 from tasks.data.tokens.template import Thinking, Tools, in_field
 from tasks.data.tokens.tokenization import Tokenization

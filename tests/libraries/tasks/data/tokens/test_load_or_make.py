@@ -14,7 +14,7 @@ from lineage import cached
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
-from tasks.data import batches
+from tasks.data import ordered_pool as batches
 from tasks.data.tokens import cache as module
 from tasks.data.tokens import cache as write_tokens
 from tasks.data.tokens.cache import TokenizedRows, load_or_make

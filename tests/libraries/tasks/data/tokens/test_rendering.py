@@ -11,9 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.rendering import CachedTemplate, Renderer
 from tasks.data.tokens.template import DATE, Template
-from tasks.data.tokens.template_cache import CachedTemplate
 from tests import tiny
 from tests.libraries.tasks.data.tokens.plain_labels import plain_labels
 from tests.libraries.tasks.data.tokens.tokens import token_rows

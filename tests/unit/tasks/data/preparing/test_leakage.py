@@ -106,15 +106,6 @@ def test_what_many_held_out_rows_share_is_their_template_and_no_leak(rows, leaks
     assert count == 10 and {each.kind for each in overlaps} == {"n-gram"}
 
 
-def test_a_row_that_says_nothing_but_what_many_say_is_compared_all_the_same(rows, leaks):
-    text = " ".join(words(0, 60))
-    train = rows("train", {"t": f"{text} and more"})
-
-    count, overlaps = leaks([train], [rows("held_out", {f"h{place}": text for place in range(12)})])
-
-    assert count == 12 and {each.kind for each in overlaps} == {"n-gram"}
-
-
 def test_a_prompt_that_is_answered_otherwise_or_in_another_kind_is_found(rows, leaks):
     asked = {"role": "user", "content": "What is 1 + 1?"}
 
@@ -139,25 +130,6 @@ def test_a_prompt_that_is_answered_otherwise_or_in_another_kind_is_found(rows, l
     assert count == 3 and described(overlaps) == found
 
 
-def test_a_part_of_a_set_asks_what_its_own_rows_ask(rows):
-    turns = [{"role": role, "content": f"{role} {place}"} for place in range(2) for role in ("user", "assistant")]
-    written = rows("rows", {"a": turns, "b": turns[:1], "c": turns[1:2], "d": []}, Kind.CONVERSATIONS)
-    (batch,) = pq.ParquetFile(written.file).iter_batches()
-
-    whole = ["user 0\nassistant 0\nuser 1", "user 0", "", ""]
-    assert prompts_of(batch).to_pylist() == whole
-    assert prompts_of(batch.slice(1)).to_pylist() == whole[1:]
-
-
-@pytest.mark.parametrize("kind", [Kind.CONVERSATIONS, Kind.PREFERENCES])
-def test_rows_of_other_kinds_are_compared_by_what_is_said_in_them(rows, leaks, kind):
-    text = " ".join(words(0))
-
-    count, overlaps = leaks([rows("train", {"t": text})], [rows("held_out", {"h": text}, kind)])
-
-    assert count == 1 and described(overlaps)[0][1:] == ("h", "t")
-
-
 def test_every_pair_of_sets_is_compared_and_all_that_is_found_is_written(rows, leaks, tmp_path):
     texts = [" ".join(words(seed)) for seed in range(30)]
     first, second = (rows(name, {f"{name}{place}": text for place, text in enumerate(texts)}) for name in ("a", "b"))
@@ -173,3 +145,22 @@ def test_every_pair_of_sets_is_compared_and_all_that_is_found_is_written(rows, l
 
 def enumerated(texts):
     return [(f"d{place}", text) for place, text in enumerate(texts)]
+
+
+def test_a_row_that_says_nothing_but_what_many_say_is_compared_all_the_same(rows, leaks):
+    text = " ".join(words(0, 60))
+    train = rows("train", {"t": f"{text} and more"})
+
+    count, overlaps = leaks([train], [rows("held_out", {f"h{place}": text for place in range(12)})])
+
+    assert count == 12 and {each.kind for each in overlaps} == {"n-gram"}
+
+
+def test_a_part_of_a_set_asks_what_its_own_rows_ask(rows):
+    turns = [{"role": role, "content": f"{role} {place}"} for place in range(2) for role in ("user", "assistant")]
+    written = rows("rows", {"a": turns, "b": turns[:1], "c": turns[1:2], "d": []}, Kind.CONVERSATIONS)
+    (batch,) = pq.ParquetFile(written.file).iter_batches()
+
+    whole = ["user 0\nassistant 0\nuser 1", "user 0", "", ""]
+    assert prompts_of(batch).to_pylist() == whole
+    assert prompts_of(batch.slice(1)).to_pylist() == whole[1:]

@@ -3,8 +3,6 @@
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from tasks.data.preparing.report import (
     DataReport,
     Labels,
@@ -74,12 +72,6 @@ def test_a_report_that_was_written_is_read_as_it_was(tmp_path):
         assert (tmp_path / "report.html").read_text() == render(each)
 
 
-def test_half_a_surrogate_pair_of_a_file_name_is_written_and_read(tmp_path):
-    write_reports(report(HOSTILE), tmp_path)
-
-    assert DataReport.read(tmp_path) == report(HOSTILE)
-
-
 def test_the_page_says_all_that_the_report_holds():
     shown = Page(render(report())).text
 
@@ -120,8 +112,7 @@ def test_the_page_loads_nothing():
     assert not re.findall(r"(?:src|href|url)\s*[=(]", page.replace("default-src", "").replace("style-src", ""))
 
 
-@pytest.mark.parametrize(("count", "height"), [(4, "196.0"), (2, "98.0")])
-def test_a_bar_is_as_high_as_its_rows_are_many(count, height):
-    bar = re.search(rf'height="([\d.]+)"><title>\d+ to \d+: {count} rows', render(report()))
+def test_half_a_surrogate_pair_of_a_file_name_is_written_and_read(tmp_path):
+    write_reports(report(HOSTILE), tmp_path)
 
-    assert bar and bar.group(1) == height
+    assert DataReport.read(tmp_path) == report(HOSTILE)

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,12 +78,6 @@ def test_rows_come_back_from_json(rows: list[dict[str, object]], block_bytes: in
     for name, written in WRITERS.items():
         with file_of(name, written(rows), block_bytes) as file:
             assert rows_of(file) == rows
-
-
-@given(table=tables)
-def test_rows_come_back_from_parquet(table: list[dict[str, str]]) -> None:
-    with file_of("rows.parquet", parquet_of(table)) as file:
-        assert rows_of(file) == table
 
 
 @given(table=tables, block_bytes=blocks)
@@ -161,11 +156,16 @@ def test_a_damaged_array_is_refused_faulty_or_what_a_parser_says_of_it(
             assert [row.fields for row in found if isinstance(row, Row)] == json.loads(content)
 
 
+TABLES = {
+    "rows.csv": csv_of, "rows.parquet": parquet_of, "rows.arrow": partial(arrow_of, is_stream=True),
+    "rows.feather": partial(arrow_of, is_stream=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
 @given(table=tables, damaged=damage(), block_bytes=blocks)
-def test_a_damaged_table_ends_in_rows_and_faults_or_is_refused(
-    table: list[dict[str, str]], damaged: Callable[[bytes], bytes], block_bytes: int
-) -> None:
-    with file_of("rows.csv", damaged(csv_of(table)), block_bytes) as file:
+def test_a_damaged_table_ends_in_rows_and_faults_or_is_refused(name, table, damaged, block_bytes):
+    with file_of(name, damaged(TABLES[name](table)), block_bytes) as file:
         read_or_refused(file)
 
 
@@ -177,20 +177,3 @@ def test_a_damaged_gzip_never_yields_other_rows(
         found = read_or_refused(file)
     if found is not None:
         assert [row.fields for row in found if isinstance(row, Row)] == rows
-
-
-@given(table=tables, damaged=damage())
-def test_a_damaged_parquet_file_ends_in_rows_and_faults_or_is_refused(
-    table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
-) -> None:
-    with file_of("rows.parquet", damaged(parquet_of(table))) as file:
-        read_or_refused(file)
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-@given(table=tables, damaged=damage())
-def test_a_damaged_arrow_file_ends_in_rows_and_faults_or_is_refused(
-    is_stream: bool, table: list[dict[str, str]], damaged: Callable[[bytes], bytes]
-) -> None:
-    with file_of("rows.arrow", damaged(arrow_of(table, is_stream=is_stream))) as file:
-        read_or_refused(file)

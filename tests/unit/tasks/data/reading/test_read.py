@@ -1,6 +1,7 @@
 """Rows from where a source says; each refusal names the place."""
 
 import logging
+import pickle
 import re
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, ReadInstruction
 from safetensors.numpy import save
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
-from tasks.data.reading.chunk import Row
+from tasks.data.reading.chunk import Broken, Row
+from tasks.data.reading.python_rows import read_function
+from tasks.data.reading.slices import parse_split
 from tasks.fetch_model import fetch_model
 from tests.site import site
 from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
@@ -141,25 +144,6 @@ def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_pat
         files.store.clear()
 
 
-def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture) -> None:
-    files = fsspec.filesystem("memory")
-    files.pipe({f"/test/rows/{name}": row(name) for name in ("train.jsonl", "test.jsonl", "dev/a.jsonl")})
-    try:
-        for path in ("memory://test/rows", "memory://test/rows/"):
-            assert [text for text, _ in texts(path)] == ["train.jsonl"]
-        assert caplog.messages[0] == (
-            "memory://test/rows: split=train is read; not read, being of other splits by name: test.jsonl, dev/a.jsonl"
-        )
-        assert [text for text, _ in texts("memory://test/rows", split="test")] == ["test.jsonl"]
-        assert [text for text, _ in texts("memory://test/rows/*.jsonl")] == ["test.jsonl", "train.jsonl"]
-        assert [text for text, _ in texts("memory://test/rows/test.jsonl")] == ["test.jsonl"]
-        for path in ("memory://test/rows/test.jsonl", "memory://test/rows/*.jsonl"):
-            with pytest.raises(ConfigError, match="split='test' of what has no splits"):
-                read(path, split="test")
-    finally:
-        files.store.clear()
-
-
 def test_a_web_page_is_read_with_its_query_or_without(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", row("a"))
     with site(tmp_path) as address:
@@ -198,28 +182,6 @@ def test_a_file_has_no_splits_but_slices_that_the_counting_stage_cuts(tmp_path: 
         )
 
 
-def test_only_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", row("a"))
-    for path in (file, tmp_path, "quickstart:preferences"):
-        with pytest.raises(ConfigError) as refusal:
-            read(path, streaming=True, sample_count=1)
-        assert str(refusal.value) == (
-            f"{path}: streaming is for data sets of the hub; all else is read piece by piece anyway; "
-            "leave streaming out"
-        )
-
-
-def test_a_model_directory_is_used_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json in .*; save it with model\.save_pretrained"):
-        fetch_model(Source(path=str(tmp_path)), tmp_path)
-    write(tmp_path / "config.json", "{}")
-    write(tmp_path / "pytorch_model.bin", "")
-    with pytest.raises(ConfigError, match="no weights in safetensors"):
-        fetch_model(Source(path=str(tmp_path)), tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(save({}))
-    assert fetch_model(Source(path=str(tmp_path)), tmp_path) == tmp_path
-
-
 def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,3 +200,162 @@ def test_a_model_of_the_hub_is_fetched_at_its_commit_without_pickles(
     assert isinstance(patterns, list)
     assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*.pkl", "*"} & set(patterns)
+
+
+@pytest.mark.parametrize("count", [100, 333, 2001])
+@pytest.mark.parametrize(
+    "bounds", ["90%:", ":10%", "10%:20%", ":100", "50:100", "-100:", "-50:-10", ":-1%", "-33%:", "7:", ":", "33%:66%"]
+)
+def test_a_slice_is_what_datasets_takes_it_for(bounds: str, count: int) -> None:
+    name, part = parse_split(f"dev[{bounds}]")
+    assert part
+    expected = ReadInstruction.from_spec(f"dev[{bounds}]").to_absolute({"dev": count})[0]
+    assert (name, *part.bounds(count)) == ("dev", expected.from_ or 0, count if expected.to is None else expected.to)
+
+
+@pytest.mark.parametrize("bounds", ["300:", "5:5", "20:10", ":0", "90%:80%"])
+def test_a_slice_of_no_row_is_refused(bounds: str) -> None:
+    _, part = parse_split(f"train[{bounds}]")
+    with pytest.raises(DataError) as refusal:
+        assert part and part.bounds(300)
+    assert str(refusal.value) == (
+        f"split='train[{bounds}]' of 300 rows leaves none; give a part that has at least one row"
+    )
+
+
+def test_a_name_alone_is_the_whole_split_and_a_slice_ends_with_the_last_row():
+    for text in ("train", "validation", "test_2.a-b"):
+        assert parse_split(text) == (text, None)
+    ends = {"[:1000]": 1000, "[10:20]": 20, "[10:]": None, "[:10%]": None, "[-10:]": None, "[:-10]": None}
+    assert {text: parse_split(f"train{text}")[1].last for text in ends} == ends  # where no count is needed
+    assert parse_split("train[:1000]")[1].bounds(300) == (0, 300)
+    with pytest.raises(ConfigError, match=r"split='train\[:101%\]': 101% is more than all rows"):
+        parse_split("train[:101%]")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "train[", "train[5]", "train[a:]", "train[1.5%:]", "train[:1000]x", "train+test", "train[::2]", "[:5]"]
+)
+def test_what_is_no_split_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_split(text)
+    assert str(refusal.value) == (
+        f"split={text!r}: a split, or a part of one in rows or percent, such as train[:1000], train[90%:] or "
+        "train[-100:] is accepted; write it so"
+    )
+
+
+@pytest.fixture
+def function_rows(tmp_path):
+    """Reads the rows of a function of this code."""
+    file = tmp_path / "mine.py"
+
+    def rows(code: str, name: str = "rows") -> list[Row | Broken]:
+        file.write_text(code)
+        chunks = list(read_function(Source(path=f"python:{file}:{name}", allow_code=True)))
+        return [row for chunk in chunks for row in pickle.loads(pickle.dumps(chunk)).rows()]
+
+    return rows
+
+
+def test_what_a_function_yields_are_rows_with_their_index(function_rows, tmp_path):
+    rows = function_rows("def rows():\n    for i in range(2500): yield {'text': str(i), 'n': [i, None]}\n")
+    assert [row.fields for row in rows] == [{"text": str(i), "n": [i, None]} for i in range(2500)]
+    assert rows[1000].where == f"python:{tmp_path}/mine.py:rows[1000]"
+
+
+def test_a_function_of_a_module_is_read_as_rows_are_needed_and_what_it_prints_stays_apart(
+    function_rows, tmp_path, monkeypatch, capsys
+):
+    code = (
+        "def rows(count=2):\n    return [{'text': 'a'}] * count\ndef endless():\n    while True: yield {'text': 'a'}\n"
+    )
+    (tmp_path / "rows_of_mine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (chunk,) = read_function(Source(path="python:rows_of_mine.rows"))
+    assert [row.fields for row in chunk.rows()] == [{"text": "a"}] * 2
+    chunks = read_function(Source(path=f"python:{tmp_path}/rows_of_mine.py:endless", allow_code=True))
+    assert len(list(next(chunks).rows())) == 1000
+    arrays = "import numpy as np\ndef rows(): yield {'a': None, 'b': np.array([1.5]), 'c': np.float32(2)}"
+    assert [row.fields for row in function_rows(arrays)] == [{"a": None, "b": [1.5], "c": 2.0}]
+    function_rows("print('loaded')\ndef rows():\n    print('called')\n    yield {'text': 'a'}\n    print('done')\n")
+    assert capsys.readouterr() == ("", "loaded\ncalled\ndone\n")
+
+
+_ODD = """
+class Hostile:
+    def __repr__(self):
+        raise ValueError("no")
+
+def hostile():
+    return Hostile()
+
+def deep():
+    value = []
+    for _ in range(5000):
+        value = [value]
+    return {'text': value}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("item", "problem", "reason"),
+    [
+        ("['a']", "the function yielded list; accepted: a function that yields mappings", "not a mapping"),
+        ("{'text': object()}", "not JSON: Type is not JSON serializable: object", "not JSON"),
+        (
+            "{'text': float('nan'), 'none': None}",
+            "not JSON: Out of range float values are not JSON compliant",
+            "not JSON",
+        ),
+        ("deep()", "not JSON: Recursion limit reached", "not JSON"),
+        ("hostile()", "the function yielded Hostile", "not a mapping"),
+        ("{'text': hostile()}", "not JSON: Type is not JSON serializable: Hostile", "not JSON"),
+        ("{'text': '\\ud800'}", "not JSON: str is not valid UTF-8: surrogates not allowed", "not JSON"),
+    ],
+)
+def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, function_rows, tmp_path):
+    good, bad, last = function_rows(
+        _ODD + f"def rows():\n    yield {{'text': 'a'}}\n    yield {item}\n    yield {{'text': 'b'}}\n"
+    )
+    assert isinstance(good, Row) and isinstance(bad, Broken) and isinstance(last, Row)
+    assert bad.problem.startswith(problem) and bad.reason == reason
+    assert bad.where == f"python:{tmp_path}/mine.py:rows[1]" and last.where.endswith("[2]")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("rows = 5", r"mine.py:rows is int; a function that takes no argument"),
+        ("", r"mine.py:rows is nothing"),
+        ("def rows(path): ...", r"mine.py:rows\(path\): missing a required argument: 'path'"),
+        ("def rows(): return 5", r"mine.py:rows returned int; .*; yield the rows"),
+        ("def rows():\n    yield {}\n    int('a')", r"mine.py:3: ValueError: invalid literal .*; mend the function"),
+        ("import sys\ndef rows():\n    yield {}\n    sys.exit()", r"mine.py:4: SystemExit: .*; mend the function"),
+        ("import nowhere", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'; mend the function"),
+        ("def rows(:", r"mine.py:rows: SyntaxError: "),
+    ],
+)
+def test_a_function_that_cannot_be_read_is_named(code, message, function_rows):
+    with pytest.raises(DataError, match=message):
+        function_rows(code)
+
+
+def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({f"/test/rows/{name}": row(name) for name in ("train.jsonl", "test.jsonl", "dev/a.jsonl")})
+    try:
+        for path in ("memory://test/rows", "memory://test/rows/"):
+            assert [text for text, _ in texts(path)] == ["train.jsonl"]
+        assert caplog.messages[0] == (
+            "memory://test/rows: split=train is read; not read, being of other splits by name: test.jsonl, dev/a.jsonl"
+        )
+        assert [text for text, _ in texts("memory://test/rows", split="test")] == ["test.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/*.jsonl")] == ["test.jsonl", "train.jsonl"]
+        assert [text for text, _ in texts("memory://test/rows/test.jsonl")] == ["test.jsonl"]
+        for path in ("memory://test/rows/test.jsonl", "memory://test/rows/*.jsonl"):
+            with pytest.raises(ConfigError, match="split='test' of what has no splits"):
+                read(path, split="test")
+    finally:
+        files.store.clear()

@@ -1,6 +1,7 @@
-"""JSON Lines: rows with their lines, and each fault as what it is; and files of JSON without a row."""
+"""JSON Lines and arrays: rows with their lines, and each fault as what it is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,32 +34,14 @@ def test_a_byte_order_mark_of_utf8_is_passed_over(tmp_path: Path, name: str) -> 
     assert rows_of(write(tmp_path / "array.json", '\ufeff[{"a": 1}]')) == [{"a": 1}]
 
 
-@pytest.mark.parametrize("chunk_bytes", [7, 64])
-def test_rows_that_lie_across_blocks_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", chunk_bytes)
-    monkeypatch.setattr(json_rows, "BLOCK_BYTES", chunk_bytes)
-    rows = [{"number": number, "text": 'é"\\' * number, "flag": True, "none": None} for number in range(20)]
-    assert rows_of(write(tmp_path / "rows.jsonl", json_lines(rows))) == rows
-    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False)):
-        assert rows_of(write(tmp_path / "rows.json", text)) == rows
-    assert [row.where for row in read(tmp_path / "rows.jsonl")][-1] == f"{tmp_path}/rows.jsonl:20"
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
         (b'{"text": "b', _CUT),
-        (b'{"te', _CUT),
-        (b'{"text": "b"', _CUT),
         (b'{"text": ["a", ', _CUT),
         (b"{", _CUT),
-        (b"[", _CUT),
         (b'["a"]', 'not an object, but the JSON ["a"] [not an object]'),
-        (b'[{"a": 1} 2]', "not JSON: Expecting ',' delimiter at column 11 [not JSON]"),
         (b'{"a": 1},', "not JSON: Extra data at column 9 [not JSON]"),
-        (b'{"a": 1} {"a": 2}', "not JSON: Extra data at column 10 [not JSON]"),
         (b"]", "not JSON: Expecting value at column 1 [not JSON]"),
         (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "values nested more than 250 deep [nested too deep]"),
         (b'{"a": [-9223372036854775809]}',
@@ -66,11 +49,9 @@ def test_rows_that_lie_across_blocks_are_whole(
         (b'{"a": 18446744073709551616, "b": ""}',
          "the integer 18446744073709551616 needs more than 64 bits [number too large]"),
         (b"null", "not an object, but the JSON null [not an object]"),
-        (b"-1.5", "not an object, but the JSON -1.5 [not an object]"),
         (b"{'a': 1}", "not JSON: Expecting property name enclosed in double quotes at column 2 [not JSON]"),
         (b'{"a": "b\tc"}', "not JSON: Invalid control character at column 9 [not JSON]"),
         (b'{"a": NaN}', "not JSON: NaN, which JSON does not have at column 7 [not JSON]"),
-        (b'{"a": -Infinity}', "not JSON: Infinity, which JSON does not have at column 8 [not JSON]"),
         (b'{"a": "\\ud83d"}', "half a surrogate pair at column 8 [not UTF-8]"),
         (b'{"text": "\xe4"}', "byte 0xe4 at column 11 is not UTF-8 [not UTF-8]"),
         (b'\xef\xbb\xbf{"a": 1}', "a byte order mark in the middle of the file (files were joined?) [not JSON]"),
@@ -155,3 +136,75 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, name: str, content: str
     with pytest.raises(DataError) as refusal:
         read(file)
     assert str(refusal.value) == f"{file}{found}; at least one row is accepted; write it again or leave it out"
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("dumps", [json.dumps, lambda rows: json.dumps(rows, indent=1)])
+def test_items_of_an_array_are_rows(tmp_path: Path, packed: str, dumps: Callable[[object], str]) -> None:
+    rows = [{"a": "ü]"}, {"b": [1, {"c": -2.5}]}, {}]
+    text = f" \n{dumps(rows)}\n "
+    assert rows_of(write(tmp_path / f"rows.json{packed}", PACKED[packed](text.encode()))) == rows
+
+
+def test_items_are_named_by_the_line_on_which_they_begin(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.json", '\n[{"a":\n1},\n\n{"a": 2}, {"a": 3}\n, {}, {}]')
+    assert places(file) == [":2", ":5", ":5[2]", ":6", ":6[4]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (b'[{"a": 1},\n{"a": 2', ":2: ... at item [1]"),
+        (b'[{"a": 1},\n{"a": "2 } ] ', ":2: ... at item [1]"),
+        (b'[{"a": 1},\n', ":2: ... at item [1]"),
+    ],
+)
+def test_an_array_that_was_cut_is_named_where_it_ends(tmp_path: Path, text: bytes, place: str) -> None:
+    file = write(tmp_path / "rows.json", text)
+    where, _, item = place.partition(" ... ")
+    assert faults(file) == [
+        f"rows.json{where} the file ends inside its JSON array, {item}: it was cut here [cut short]"
+    ]
+    assert read(file)[0] == Row(fields={"a": 1}, where=f"{file}:1")
+
+
+def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "rows.json", b'[3,\n{"a": NaN},\n{"a": "\xe4"},\n{"a": "\\udc00"},\n{"a":\n"\x01"}, {"a": 1}]'
+    )
+    assert faults(file) == [
+        "rows.json:1: not an object, but the JSON 3 [not an object]",
+        "rows.json:2: not JSON: NaN, which JSON does not have at column 7 [not JSON]",
+        "rows.json:3: byte 0xe4 at column 8 is not UTF-8 [not UTF-8]",
+        "rows.json:4: half a surrogate pair at column 8 [not UTF-8]",
+        "rows.json:5: not JSON: Invalid control character at line 2 of the item, column 2 [not JSON]",
+    ]
+    assert [row.fields for row in read(file) if isinstance(row, Row)] == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('[{"a": 1},\n]', "2: not a JSON array: Expecting value at ']' (item [1])"),
+        ('[{"a": 1}\n{"a": 2}]', """2: not a JSON array: no comma after an item at '{"a": 2}]' (item [1])"""),
+        ('[{"a": 1}]\n{}', "2: not a JSON array: something after the end of the array at '{}' (item [1])"),
+        ('[{"a": 1},\n{"b":\ntru, "c": 2}]', """3: not a JSON array: Expecting value at 'tru, "c": 2}]' (item [1])"""),
+        ("[" * 200_000, f"1: not a JSON array: values nested too deep at {'[' * 40!r} (item [0])"),
+    ],
+)
+def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    file = write(tmp_path / "rows.json", text)
+    with pytest.raises(DataError) as refusal:
+        read(file)
+    assert str(refusal.value) == (
+        f"{file}:{found}; objects between commas are accepted; mend it there: "
+        "what follows cannot be told apart into rows"
+    )
+
+
+def test_an_item_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 2**20)
+    file = write(tmp_path / "rows.json", json.dumps([{"a": 1}, {"a": "x" * 2**22}]))
+    with pytest.raises(DataError, match=r"rows.json:1: not a JSON array: an item of more than 1 MB at .*item \[1\]"):
+        read(file)

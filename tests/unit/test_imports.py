@@ -1,0 +1,84 @@
+"""Imports between our own modules, counting ``TYPE_CHECKING`` and deferred ones: no cycle, no file for one importer."""
+
+import re
+from collections import Counter
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("lineage", "tasks", "flows")
+    for path in (ROOT / package).rglob("*.py")
+}
+_IMPORT = re.compile(r"^ *from ([\w.]+) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of ours that a module imports anywhere; a package only where the name is its own."""
+    found = set[str]()
+    for package, block, line in _IMPORT.findall(FILES[module].read_text(encoding="utf-8")):
+        names = {f"{package}.{name}" for name in re.findall(r"\w+", block or line)} & FILES.keys()
+        found |= names or {package} & FILES.keys()
+    return found - {module}
+
+
+GRAPH = {module: imports_of(module) for module in FILES}
+
+
+def test_no_module_imports_itself_through_others():
+    left_open = {
+        "flows.open_flows": GRAPH.get("flows.open_flows", set()) - {"flows.prefect_told"}
+    }  # it imports this back
+    TopologicalSorter({**GRAPH, **left_open}).prepare()  # a CycleError names the modules
+
+
+# Files that no other imports, or one: by name or pattern, with what starts them, or why they are files of their own.
+ALONE = {
+    "flows.__main__": "the command line",
+    "flows.commands.*": "imported by name, when its command is called",
+    "flows.deploy.*": "Prefect: what starts fast does not import it",
+    "flows.dvc_yaml": "python -m: `make dvc-yaml`",
+    "flows.prefect.*": "Prefect: what starts fast does not import it",
+    "flows.prefect_*": "Prefect: what starts fast does not import it",
+    "flows.progress.waiting_note": "written by deployed runs, which import Prefect",
+    "flows.promotion.prefect_approval": "Prefect: what starts fast does not import it",
+    "flows.watch.*": "Prefect: what starts fast does not import it",
+    "flows.reports.*_page": "python -m: `make settings-page`",
+    "flows.stages.imports_begin": "the first module that the fork server imports",
+    "tasks.*": "a method: conf/stage names its class, or a stage of a user's own does",
+    "tasks.quickstart.*": "rows of a source, whose identity is the code of its file and of what that imports",
+    "tasks.reward_functions.sandbox": "python -P: runs the program of an answer in a process of its own",
+    # Keeps a heavy import away from what starts fast.
+    "flows.cancel": "psutil and locks: its command's file parses alone, also for --help",
+    "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
+    "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
+    "flows.progress.stage_log": "the index: its command's file parses alone, also for --help",
+    "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
+    "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",
+    "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
+    "flows.stages.ray_train": "Ray",
+    "lineage.mlflow.tracker": "MLflow",
+    "tasks.train.*_trainer": "torch and TRL: a method's file imports neither",
+    "tasks.train.actor_critic": "torch: PPO's file does not import it",
+    "tasks.train.own_loop": "torch: PPO's file does not import it",
+    "tasks.data.tokens.quick_encoder": "tokenizers: what reads no vocabulary does not import it",
+    # With its importer it would have more than 500 lines.
+    "tasks.data.formats.known": "the table of formats; detect.py finds which one rows are in",
+    "tasks.data.formats.pairs": "formats of pairs; the table of all formats has 350 lines",
+    "tasks.data.preparing.decide": "which rows go where; prepare.py does what follows",
+    "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
+    "tasks.data.tokens.render_limits": "the process that renders a template within its limits",
+    "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
+    "tasks.evaluate.measured": "what is measured of answers; evaluate.py asks the models",
+    "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
+    "tasks.reward_functions.scorer": "what calls reward functions; the package's own file only names it",
+    "tasks.train.*_rules": "one half of the table of what works with what, 400 lines each",
+}
+
+
+def test_a_file_that_one_other_imports_belongs_into_it_or_says_why_not():
+    importers = Counter(imported for found in GRAPH.values() for imported in found)
+    alone = {module for module in FILES if importers[module] < 2 and FILES[module].name != "__init__.py"}
+    reasons = {name: re.compile(re.escape(name).replace(r"\*", r"\w+")) for name in ALONE}
+    assert not [module for module in sorted(alone) if not any(each.fullmatch(module) for each in reasons.values())]
