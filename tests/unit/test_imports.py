@@ -55,6 +55,7 @@ ALONE = {
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
     "flows.progress.stage_log": "the index: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
+    "flows.run": "the plan and the processes of a run: its command's file parses alone, also for --help",
     "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
     "flows.stages.ray_train": "Ray",
