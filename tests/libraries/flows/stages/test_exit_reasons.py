@@ -1,12 +1,16 @@
 import signal
 import socket
+import stat
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
+from flows.stages import ray_train
 from flows.stages.exit_reasons import asked, death, failed, left, memory_hint, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
@@ -109,11 +113,48 @@ def test_a_process_that_lost_its_fork_server_is_lost_and_says_where_it_was(job, 
     ]
 
 
-def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
-    assert left(job) == "sft begins again"
-    for step in (3, 12):
-        save(Entry(job.directory), step)
-    assert left(job) == "sft saved at step 12"
+def test_the_kernel_says_how_many_it_killed(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=systemd:/\n0::/jobs/7\n")
+    events = tmp_path / "jobs" / "7" / "memory.events"
+    events.parent.mkdir(parents=True)
+    events.write_text("low 0\nhigh 0\nmax 31\noom 2\noom_kill 2\noom_group_kill 0\n")
+    assert memory_kills(own, tmp_path) == 2
+    events.unlink()
+    assert memory_kills(own, tmp_path) is None
+    assert memory_kills(tmp_path / "none", tmp_path) is None
+    assert memory_hint(1, 2) != memory_hint(2, 2) == memory_hint(None, 2)
+
+
+def test_torch_waits_for_a_worker_longer_than_whoever_looks_whether_one_hangs(tmp_path, monkeypatch):
+    given = {}
+
+    def trainer(loop, **options):
+        given.update(options)
+        return SimpleNamespace(fit=lambda: SimpleNamespace(return_value={"loss": 1.0}))
+
+    monkeypatch.setattr(ray_train, "TorchTrainer", trainer)
+    monkeypatch.setattr(ray_train, "_connect", lambda job: None)
+    day = Resources(num_workers=2, hang_minutes=1440.0)
+    job = Job(stage="sft", method=ToyTraining(), inputs={}, resources=day, directory=tmp_path)
+    assert ray_train.train(job) == {"loss": 1.0}
+    assert given["torch_config"].timeout_s > 60 * 1440
+
+
+def test_the_session_of_our_own_cluster_lies_where_no_other_account_can_enter(tmp_path, monkeypatch):
+    options = {}
+    monkeypatch.setattr(ray_train.ray, "init", lambda **given: options.update(given))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    job = Job(stage="sft", method=ToyTraining(), inputs={}, resources=Resources(num_workers=2), directory=tmp_path)
+    # Ray gives its own folder mode 0777. A socket's path has room for 107 characters.
+    for parent in (None, str(tmp_path / ("long" * 20))):
+        if parent:
+            Path(parent).mkdir()
+            monkeypatch.setenv("RAY_TMPDIR", parent)
+        ray_train._connect(job)
+        folder = Path(options["_temp_dir"])
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+        assert len(f"{folder}/session_2026-11-22_16-51-55_123456_1234567/sockets/plasma_store") <= 107
 
 
 def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
@@ -126,14 +167,8 @@ def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
     assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
 
 
-def test_the_kernel_says_how_many_it_killed(tmp_path):
-    own = tmp_path / "cgroup"
-    own.write_text("1:name=systemd:/\n0::/jobs/7\n")
-    events = tmp_path / "jobs" / "7" / "memory.events"
-    events.parent.mkdir(parents=True)
-    events.write_text("low 0\nhigh 0\nmax 31\noom 2\noom_kill 2\noom_group_kill 0\n")
-    assert memory_kills(own, tmp_path) == 2
-    events.unlink()
-    assert memory_kills(own, tmp_path) is None
-    assert memory_kills(tmp_path / "none", tmp_path) is None
-    assert memory_hint(1, 2) != memory_hint(2, 2) == memory_hint(None, 2)
+def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
+    assert left(job) == "sft begins again"
+    for step in (3, 12):
+        save(Entry(job.directory), step)
+    assert left(job) == "sft saved at step 12"

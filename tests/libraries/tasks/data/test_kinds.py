@@ -73,24 +73,6 @@ def test_the_tokens_of_a_single_answer_are_those_of_the_chat_template(tokenizer:
         assert row.outcome.trained == len(row.columns["completion_ids"])
 
 
-def test_a_long_single_answer_loses_its_end_its_prompt_or_the_row(tokenizer: PreTrainedTokenizerBase) -> None:
-    (given,) = tiny.unpaired_rows(1)
-    given["prompt"] = [{"role": "user", "content": tiny.sentence(3, 40)}]
-    (whole,) = token_rows([given], tokenizer)
-    length = whole.outcome.length - 2
-    (cut,) = token_rows([given], tokenizer, length)
-    assert cut.columns == {**whole.columns, "completion_ids": whole.columns["completion_ids"][:-2]}
-    assert cut.outcome.cut and cut.outcome.trained == whole.outcome.trained - 2
-    (later,) = token_rows([given], tokenizer, length, too_long="cut_prompt")
-    assert later.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][2:]}
-    assert later.outcome.prompt_cut and not later.outcome.cut
-    assert token_rows([given], tokenizer, length, too_long="drop")[0].outcome.dropped == "too_long"
-    (short,) = token_rows([given], tokenizer, max_prompt_length=5)
-    assert short.columns["prompt_ids"] == whole.columns["prompt_ids"][-5:]
-    (none,) = token_rows([given], tokenizer, len(whole.columns["prompt_ids"]))
-    assert none.outcome.dropped == "nothing_to_train"
-
-
 def test_desirable_and_undesirable_answers_are_counted_and_one_alone_is_warned_of(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,20 +162,6 @@ def test_prompts_count_their_tokens_what_is_cut_and_what_is_dropped(directory: P
         tokenized(tiny.prompt_rows(8), directory, tmp_path, 3, too_long="refuse")
     with pytest.raises(ConfigError, match="too_long=cut_answer: prompts have no answer yet"):
         Tokenization(kind=Kind.PROMPTS, max_length=8, too_long="cut_answer")
-
-
-def test_a_trainer_gets_prompts_with_the_columns_of_all_of_them(directory: Path, tmp_path: Path) -> None:
-    rows = tiny.prompt_rows(2)
-    result = tokenized(rows, directory, tmp_path, 64)
-    examples = result.dataset([0, 1])
-    assert (
-        PROMPTS.collator(0)([examples[0], examples[1]])
-        == list(examples)
-        == [
-            {"answer": answer, "prompt": row["prompt"], "prompt_ids": ids}
-            for answer, row, ids in zip([0, None], rows, result.columns["prompt_ids"], strict=True)
-        ]
-    )
 
 
 # The checks before training.
@@ -286,3 +254,17 @@ def test_what_another_stage_holds_out_is_found_among_single_answers_and_prompts(
     assert line["kind"] in ("prompt", "exact")
     clean = prepared(tmp_path / "clean", kind, ROWS[kind], ROWS[kind][:1])
     assert leaked(Input(name="mine", kind=kind, fingerprint="c" * 64, path=clean), sets, context) is None
+
+
+def test_a_trainer_gets_prompts_with_the_columns_of_all_of_them(directory: Path, tmp_path: Path) -> None:
+    rows = tiny.prompt_rows(2)
+    result = tokenized(rows, directory, tmp_path, 64)
+    examples = result.dataset([0, 1])
+    assert (
+        PROMPTS.collator(0)([examples[0], examples[1]])
+        == list(examples)
+        == [
+            {"answer": answer, "prompt": row["prompt"], "prompt_ids": ids}
+            for answer, row, ids in zip([0, None], rows, result.columns["prompt_ids"], strict=True)
+        ]
+    )

@@ -133,33 +133,15 @@ def test_products_of_a_cpu_keep_the_precision_of_fp32():
     assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6  # of bf16 it is 1e-3
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN replaces MKL with AVX-512")
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN rounds to bf16 with AMX")
-def test_products_of_a_cpu_are_those_of_onednn(capfd):
-    square = torch.ones(64, 64)
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-        square @ square
-        assert "matmul" not in capfd.readouterr().out
-        with fast_products(on_gpu=False):
-            square @ square
-    assert "matmul" in capfd.readouterr().out
-
-
-def test_products_that_would_be_rounded_keep_the_default(monkeypatch):
-    monkeypatch.setattr(kernels, "is_exact", lambda: False)
-    with fast_products(on_gpu=False):
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_products_of_a_gpu_keep_the_default():
-    with fast_products(on_gpu=True):
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_the_default_comes_back_after_a_failure():
+def test_products_of_a_gpu_or_that_would_be_rounded_keep_the_default_which_comes_back_after_a_failure(monkeypatch):
     with pytest.raises(InterruptedError), fast_products(on_gpu=False):
         raise InterruptedError
     assert torch.get_float32_matmul_precision() == "highest"
+    with fast_products(on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "highest"
+    monkeypatch.setattr(kernels, "is_exact", lambda: False)
+    with fast_products(on_gpu=False):
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(

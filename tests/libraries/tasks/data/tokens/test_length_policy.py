@@ -42,12 +42,6 @@ def test_the_prompt_is_cut_from_its_beginning_and_no_answer_loses_a_token(tokeni
     assert (row.outcome.prompt_cut, row.outcome.cut, row.outcome.trained) == (True, False, whole.outcome.trained)
 
 
-def test_both_sides_of_a_pair_lose_the_same_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    (whole,) = token_rows([PAIR], tokenizer)
-    (row,) = token_rows([PAIR], tokenizer, whole.outcome.length - 10, too_long="cut_prompt")
-    assert row.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][10:]}
-
-
 @pytest.mark.parametrize("given", [LONG, PAIR], ids=["conversation", "pair"])
 def test_what_begins_every_text_stays_when_the_prompt_is_cut(
     tokenizer: PreTrainedTokenizerBase, given: dict[str, object]
@@ -73,15 +67,6 @@ def test_a_row_whose_answers_alone_are_too_long_is_dropped_when_prompts_are_cut(
     for kind in ([LONG], [PAIR]):
         (row,) = token_rows(kind, tokenizer, 12, too_long="cut_prompt")
         assert (row.outcome.dropped, row.outcome.prompt_cut) == ("answer_too_long", False)
-
-
-def test_a_prompt_keeps_its_last_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    (whole,) = token_rows([PAIR], tokenizer)
-    (row,) = token_rows([PAIR], tokenizer, max_prompt_length=8)
-    assert row.columns == {**whole.columns, "prompt_ids": whole.columns["prompt_ids"][-8:]}
-    assert row.outcome.prompt_cut and not row.outcome.cut
-    (same,) = token_rows([PAIR], tokenizer, max_prompt_length=len(whole.columns["prompt_ids"]))
-    assert same == whole
 
 
 def test_each_way_is_counted_and_named(directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

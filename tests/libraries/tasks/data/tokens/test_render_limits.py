@@ -4,7 +4,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -51,6 +50,12 @@ def test_the_limits_hold_on_the_rows_themselves(hasty):
         sly.render([SAID * 2], None, "r")
 
 
+def test_an_operation_that_cannot_be_interrupted_ends_its_process():
+    code = "from tasks.data.tokens import render_limits as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+    assert ended.returncode == -signal.SIGVTALRM
+
+
 def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
     evil = template(ENDLESS + "again")
     with pytest.raises(ConfigError):
@@ -58,24 +63,3 @@ def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
     monkeypatch.setattr(Template, "_texts", None)
     with pytest.raises(ConfigError, match="takes more than"):
         evil.render([SAID], None, "s")
-
-
-def test_the_limits_hold_in_a_thread(hasty):
-    found = []
-
-    def render() -> None:
-        try:
-            template(ENDLESS + "in a thread").render([SAID], None, "r")
-        except ConfigError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=render)
-    thread.start()
-    thread.join()
-    assert "CPU time" in str(found[0])
-
-
-def test_an_operation_that_cannot_be_interrupted_ends_its_process():
-    code = "from tasks.data.tokens import render_limits as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
-    ended = subprocess.run([sys.executable, "-c", code], check=False)
-    assert ended.returncode == -signal.SIGVTALRM

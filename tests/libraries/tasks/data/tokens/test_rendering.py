@@ -1,6 +1,7 @@
-"""Borders of turns: proven from the template, learned once per form, and no tool lost."""
+"""Borders of turns: proven from the template, learned once per form; nothing that a row says is left out."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,44 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.rendering import CachedTemplate, Renderer
-from tasks.data.tokens.template import DATE, Template
+from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.template import DATE, Tools
 from tests import tiny
-from tests.libraries.tasks.data.tokens.plain_labels import plain_labels
 from tests.libraries.tasks.data.tokens.tokens import token_rows
+
+
+def plain_labels(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, object]],
+    tools: list[dict[str, object]] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Tokens and labels; a token belongs to a turn if it is not among those of the text before the turn.
+
+    The blanks that some templates write behind the token that ends a turn are not of the turn.
+    """
+
+    def text(count: int, *, prompt: bool = False) -> str:
+        part = list(messages[:count])
+        return str(tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt))
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def shared(first: list[int], second: list[int]) -> int:
+        pairs = zip(first, second, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+    whole = text(len(messages)).rstrip()
+    ids = tokens(whole)
+    labels = [IGNORED] * len(ids)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, upto = text(place, prompt=True), text(place + 1).rstrip()
+            assert whole.startswith(upto) and upto.startswith(before)
+            start, end = (shared(tokens(part), ids) for part in (before, upto))
+            labels[start:end] = ids[start:end]
+    return ids, labels
+
 
 # As Llama 3 has it: contents are stripped, the first turn has what begins every text.
 STRIPPING = (
@@ -123,39 +157,6 @@ def test_a_token_is_trained_if_it_ends_within_a_turn(
     assert [label != IGNORED for label in row.columns["labels"]] == within
 
 
-def test_rows_of_a_form_are_rendered_once_each(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renderer = Renderer.of(with_template(tokenizer, CHATML))
-    messages = [message for row in tiny.conversation_rows(8) for message in row["messages"]]
-    renderer.turns(messages, None, "first")
-    count, render = [], Template.render
-    monkeypatch.setattr(
-        Template, "render", lambda self, *args, **options: count.append(len(args[0])) or render(self, *args, **options)
-    )
-    renderer.turns([{**each, "content": f"{each['content']}é"} for each in messages], None, "second")
-    assert count == [1]
-
-
-def test_a_form_is_not_taken_for_another() -> None:
-    written, slots = "<\ue0000\ue001|\ue0001\ue001>", CachedTemplate.slots(2)
-    form = CachedTemplate.of(written, written, [(5, 9)], slots)
-    assert form is not None
-    assert form.filled("<ab|c>", ["ab", "c"]) == ("<ab|c>", [(4, 6)])
-    for text in ("<ab|c> ", "<ab|c", "<ab |c>", "ab|c>", "<ab|d>"):
-        assert form.filled(text, ["ab", "c"]) is None
-    assert CachedTemplate.of("\ue0000\ue001", "\ue0000\ue001", [], slots) is None  # the template leaves out a content
-    assert CachedTemplate.of("\ue0001\ue001\ue0000\ue001", written, [], slots) is None
-
-
-def test_what_is_trained_may_differ_from_what_the_template_writes() -> None:
-    form = CachedTemplate.of("<\ue0000\ue001>\n", "<x\ue0000\ue001>", [(2, 6)], CachedTemplate.slots(1))
-    assert form is not None
-    assert form.rewrites
-    assert form.filled("<ab>\n", ["ab"]) == ("<xab>", [(2, 5)])
-    assert form.filled("<xab>", ["ab"]) is None
-
-
 def test_turns_that_a_template_rewrites_when_others_follow_are_texts_of_their_own(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -182,12 +183,6 @@ def test_answers_behind_another_text_than_their_prompt_are_refused(tokenizer: Pr
         ConfigError, match=r"after the prompt that it generates them from: on row c0 .*mend the templat"
     ):
         token_rows(tiny.conversation_rows(1), with_template(tokenizer, other))
-
-
-def test_a_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"row c0: .*roles must alternate"):
-        token_rows(tiny.conversation_rows(1), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -269,27 +264,57 @@ def test_without_tools_hermes_is_chatml(tokenizer: PreTrainedTokenizerBase) -> N
         assert texts[0] == texts[1]
 
 
+SYSTEM = {"role": "system", "content": " be short "}
+TURN = [{"role": "user", "content": "sum?"}, {"role": "assistant", "content": " adds"}]
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+NUMBERS = {"type": "function", "function": {"name": "get_weather", "arguments": {"days": [3], "wet": True}}}
+
+
+def called(content: str, *calls: dict[str, object]) -> list[dict[str, object]]:
+    return [TURN[0], {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+
+
+def hermes_without(part: str, instead: str = "") -> str:
+    assert part in HERMES
+    return HERMES.replace(part, instead)
+
+
 @pytest.mark.parametrize(
-    ("messages", "tools", "missing"),
+    ("template", "messages", "tools", "lost"),
     [
-        (WITH_TOOLS[:2] + WITH_TOOLS[-1:], [WEATHER], "the tool get_weather"),
-        ([*WITH_TOOLS[:3], WITH_TOOLS[-1]], None, "the call of get_weather"),
-        ([*WITH_TOOLS[:2], *WITH_TOOLS[3:]], None, "what a tool answers"),
+        ("{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML, [SYSTEM, *TURN],
+         None, "what the system message says"),
+        ("{% for m in messages %}{% if m['role'] != 'user' or loop.first %}"
+         "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", [*TURN, *TURN], None,
+         "what the user says"),
+        (hermes_without("+ '\\n' + message['content'] }}",
+                        "+ '\\n' + ('' if message['tool_calls'] else message['content']) }}"),
+         called("I ask", CALL), [WEATHER], "what the assistant says beside a call"),
+        (hermes_without("call['function']['arguments'] | tojson", "'{}'"), called("", CALL), [WEATHER],
+         "an argument of the call of get_weather"),
+        (hermes_without("call['function']['arguments'] | tojson", "'{}'"), called("", NUMBERS), [WEATHER],
+         "an argument of the call of get_weather"),
+        (hermes_without("message['tool_calls'] or []", "(message['tool_calls'] or [])[:1]"), called("", CALL, CALL),
+         [WEATHER], "the call of get_weather"),
+        (hermes_without("for tool in tools", "for tool in tools[:1]"), TURN, [WEATHER, TIME], "the tool get_time"),
+        (hermes_without("+ message['content'] + '\\n</tool_response>'", "+ '</tool_response>'"), WITH_TOOLS, [WEATHER],
+         "what a tool answers"),
     ],
-    ids=["tools", "call", "result"],
-)
-def test_a_template_that_leaves_out_tools_is_refused(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, object]],
-    tools: list[dict[str, object]] | None,
-    missing: str,
+    ids=["system", "later user", "beside a call", "argument", "number", "second call", "second tool", "result"],
+)  # fmt: skip
+def test_what_is_lost_is_named(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, object]], tools: Tools | None, lost: str
 ) -> None:
-    with_template(tokenizer, CHATML.replace("{% if not", "{% if message['role'] != 'tool' %}{% if not", 1).replace(
-        "{% endfor %}", "{% endif %}{% endfor %}", 1
-    ))  # fmt: skip
-    row = {"row_id": "a", "messages": stored(messages), "tools": json.dumps(tools) if tools else None}
-    with pytest.raises(ConfigError, match=f"leaves out {missing} on row a; .*chat_template=hermes"):
-        token_rows([row], tokenizer)
+    Renderer.of(with_template(tokenizer, HERMES)).turns(messages, tools, "a")
+    with pytest.raises(ConfigError, match=f"leaves out {lost} on row a; .*chat_template=(chatml|hermes)"):
+        Renderer.of(with_template(tokenizer, template)).turns(messages, tools, "a")
+
+
+@pytest.mark.parametrize("template", [CHATML, HERMES, STRIPPING, OWN_SYSTEM, PLAIN_WORDS, FORGETTING])
+def test_blanks_and_thoughts_may_go(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    (turns,) = Renderer.of(with_template(tokenizer, template)).turns([SYSTEM, *TURN, *TURN], None, "a")
+    assert len(turns.spans) == 2
 
 
 def test_the_template_with_tools_is_taken_for_rows_with_tools(tmp_path: Path) -> None:
@@ -300,3 +325,10 @@ def test_the_template_with_tools_is_taken_for_rows_with_tools(tmp_path: Path) ->
     assert renderer.turns(tiny.conversation_rows(1)[0]["messages"], None, "a") == Renderer.of(
         with_template(tokenizer, CHATML)
     ).turns(tiny.conversation_rows(1)[0]["messages"], None, "a")
+
+
+def test_a_form_is_looked_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    renderer = Renderer.of(with_template(tokenizer, hermes_without("for tool in tools", "for tool in tools[:1]")))
+    renderer.turns(TURN, [WEATHER], "one tool")
+    with pytest.raises(ConfigError, match="the tool get_time on row two"):
+        renderer.turns(TURN, [WEATHER, TIME], "two")

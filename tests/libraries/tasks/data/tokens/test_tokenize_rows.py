@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED, TokenRow
+from tasks.data.kinds import IGNORED
 from tasks.data.tokens.cache import show
-from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template
+from tasks.dpo import DPO
+from tasks.method import Adapter
+from tasks.sft import SFT
+from tasks.train.padding_free import Example, rows_of
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 
@@ -85,14 +91,6 @@ def test_pairs_split_where_the_answer_begins(tokenizer: PreTrainedTokenizerBase)
     )
 
 
-def test_a_prompt_with_answers_of_its_own_ends_where_the_last_answer_begins(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = [*_user("sum"), *_answer("adds"), *_user("list")]
-    pair = {"row_id": "p", "prompt": prompt, "chosen": _answer("items"), "rejected": _answer("map")}
-    (row,) = token_rows([pair], tokenizer)
-    assert tokenizer.decode(row.columns["prompt_ids"]).endswith("list<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(row.columns["chosen_ids"]) == "items<|im_end|>"
-
-
 def test_nothing_to_train_is_refused_before_training(directory: Path, tmp_path: Path) -> None:
     result = tokenized(tiny.conversation_rows(3), directory, tmp_path, 4)
     with pytest.raises(DataError, match="no row of 'corpus' has a trained token within max_length=4: all 3 rows"):
@@ -120,16 +118,6 @@ def test_what_gets_loss_is_logged(directory: Path, tmp_path: Path, caplog: pytes
     assert caplog.text.count("sample (trained tokens in ⟦ ⟧): <|im_start|>user") == 3
 
 
-def test_at_most_twenty_rows_are_named_in_the_log(
-    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"row_id": f"r{index}", "messages": _conversation(2, 200)} for index in range(23)]
-    with caplog.at_level("INFO"):
-        show(tokenized(rows, directory, tmp_path, 90), rows_input(tmp_path), 90)
-    assert "rows_cut=23 max_length=90 row_ids=r0," in caplog.text
-    assert ",r19 and 3 more" in caplog.text
-
-
 def _user(content: str) -> list[tiny.Message]:
     return [{"role": "user", "content": content}]
 
@@ -140,3 +128,86 @@ def _answer(content: str) -> list[tiny.Message]:
 
 def _conversation(question_words: int, answer_words: int) -> list[tiny.Message]:
     return [*_user(tiny.sentence(0, question_words)), *_answer(tiny.sentence(1, answer_words))]
+
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@settings(max_examples=10)
+@given(words=st.lists(st.integers(0, 12), min_size=1, max_size=12), max_length=st.integers(1, 30))
+def test_chunks_are_the_stream_and_every_document_is_counted_once(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[int], max_length: int
+) -> None:
+    rows = [{"row_id": str(i), "text": tiny.sentence(i, count)} for i, count in enumerate(words)]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    documents = [tokenizer(f"{row['text']}{END}", add_special_tokens=False)["input_ids"] for row in rows]
+    stream = [token for ids in documents for token in ids]
+    kept = len(stream) // max_length * max_length
+    result = tokenized(rows, directory, tmp_path_factory.mktemp("rows"), max_length)
+    assert result.columns["input_ids"] == [stream[at : at + max_length] for at in range(0, kept, max_length)]
+    cut, dropped, place = [], [], 0
+    for row, ids in zip(rows, documents, strict=True):
+        if place >= kept:
+            dropped.append(row["row_id"])
+        elif place + len(ids) > kept:
+            cut.append(row["row_id"])
+        place += len(ids)
+    stats = result.stats
+    assert stats.cut.row_ids == cut
+    assert [row_id for named in stats.dropped.values() for row_id in named.row_ids] == dropped
+    assert (stats.num_rows, stats.num_tokens, stats.num_trained) == (len(rows), kept, kept)
+
+
+LENGTH = 160
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def packs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
+    rows = tmp_path_factory.mktemp("rows")
+    return tokenized(tiny.conversation_rows(20), policy, rows, LENGTH, packing="best_fit").examples.to_list()
+
+
+def test_packs_hold_every_row_whole_and_once(policy: Path, packs: list[Example], tmp_path: Path) -> None:
+    alone = tokenized(tiny.conversation_rows(20), policy, tmp_path, LENGTH).examples.to_list()
+    assert sorted(row["input_ids"] for pack in packs for row in rows_of(pack)) == sorted(
+        row["input_ids"] for row in alone
+    )
+    assert all(len(pack["input_ids"]) == sum(pack["seq_lengths"]) <= LENGTH for pack in packs)
+    tokens = sum(len(row["input_ids"]) for row in alone)
+    assert tokens / LENGTH <= len(packs) < len(alone)
+    assert len(packs) <= 1.3 * tokens / LENGTH
+
+
+def test_nothing_to_pack_is_no_error(policy: Path, tmp_path: Path) -> None:
+    assert len(tokenized(tiny.conversation_rows(3), policy, tmp_path, 4, packing="best_fit")) == 0
+
+
+def test_packs_have_a_version_of_their_own() -> None:
+    """Rows that are not packed give the numbers that they gave: their artifacts stay current."""
+    alone, packed = SFT().recipe(), SFT(packing="best_fit").recipe()
+    assert packed == {**alone, "packing": "best_fit", "version": SFT.version + 1} and alone["version"] == SFT.version
+
+
+def test_an_option_whose_numbers_changed_raises_a_version_in_the_recipes_that_set_it() -> None:
+    """Fingerprints of stores hang on these numbers."""
+    quantized = Adapter(quantization="nf4")
+    found = {
+        name: (recipe["version"], recipe.get("quantization_version"))
+        for name, recipe in {
+            "plain": SFT(adapter=Adapter()).recipe(),
+            "quantized": SFT(adapter=quantized).recipe(),
+            "both": SFT(adapter=quantized, packing="best_fit").recipe(),
+            "dpo": DPO(adapter=quantized).recipe(),
+        }.items()
+    }
+    assert found == {"plain": (2, None), "quantized": (2, 2), "both": (3, 2), "dpo": (2, 2)}

@@ -1,25 +1,19 @@
 """Tokens are made once for all that would make the same ones, and made again where they are damaged."""
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from threading import Event
 
-import datasets
 import pytest
 
-from lineage import cached
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHATML, HERMES
-from tasks.data import ordered_pool as batches
 from tasks.data.tokens import cache as module
-from tasks.data.tokens import cache as write_tokens
-from tasks.data.tokens.cache import TokenizedRows, load_or_make
+from tasks.data.tokens.cache import TokenizedRows, load_or_make, tokens_key
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.data.tokens.tokenize_rows import Named, TokenStats
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 
@@ -126,60 +120,6 @@ def test_of_several_that_want_them_at_once_one_makes_them(root: Path, made: list
     assert len(made) == 1
 
 
-def test_who_waits_for_another_says_so(
-    root: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cached, "_QUIET_SECONDS", 0.01)
-    begun, go_on, make = Event(), Event(), module._make
-    monkeypatch.setattr(module, "_make", lambda *given: (begun.set(), go_on.wait(20), make(*given)))
-    with caplog.at_level("INFO"), ThreadPoolExecutor(2) as threads:
-        first = threads.submit(load, root)
-        begun.wait(20)
-        second = threads.submit(load, root)
-        while "waiting" not in caplog.text and not second.done():
-            time.sleep(0.01)
-        go_on.set()
-        assert len(first.result()) == len(second.result()) == 12
-    assert "state=waiting for another run" in caplog.text
-    assert len(made) == 1
-
-
-def test_long_rows_are_taken_in_small_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, tokenize = [], write_tokens.PartTokenizer.__call__
-    monkeypatch.setattr(
-        write_tokens.PartTokenizer, "__call__", lambda self, rows: sizes.append(len(rows)) or tokenize(self, rows)
-    )
-    whole = load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1)
-    monkeypatch.setattr(batches, "MAX_BYTES", 300)
-    assert load_or_make(SFT, rows_input(root / "rows"), root / "model", None, 1).columns == whole.columns
-    assert sizes[0] == sum(sizes[1:]) == 12 and max(sizes[1:]) < 12
-
-
-def test_the_fate_of_every_row_is_kept(root: Path) -> None:
-    stats = load(root, replace(SFT, max_length=22)).stats
-    (path,) = (root / "cache" / "tokens").glob("*/rows.arrow")
-    outcomes = datasets.Dataset.from_file(str(path)).to_list()
-    assert [outcome["row_id"] for outcome in outcomes] == [row["row_id"] for row in tiny.conversation_rows(12)]
-    assert sum(outcome["cut"] for outcome in outcomes) == stats.cut.count > 0
-    assert sum(outcome["tokens"] for outcome in outcomes if not outcome["dropped"]) == stats.num_tokens
-    assert {length for length in stats.lengths} == {outcome["length"] for outcome in outcomes}
-
-
-def test_an_account_survives_its_file() -> None:
-    stats = TokenStats(
-        num_rows=3, num_tokens=5, num_trained=2, cut=Named(count=30, row_ids=["a"]), samples=["⟦é⟧"],
-        dropped={"too_long": Named(count=1, row_ids=["b"])}, lengths={4: 2, 9: 1},
-    )  # fmt: skip
-    assert TokenStats.from_json(stats.to_json()) == stats
-
-
-def test_quantiles_are_lengths_of_rows() -> None:
-    stats = TokenStats(num_rows=100, lengths={length: 1 for length in range(1, 101)})
-    assert stats.quantiles == {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-    assert TokenStats(num_rows=1, lengths={7: 1}).quantiles == {"p50": 7, "p95": 7, "p99": 7, "max": 7}
-    assert TokenStats().quantiles == {}
-
-
 def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
     rows = load(root)
     percent = rows.stats.trained_percent
@@ -190,3 +130,45 @@ def test_half_of_the_last_share_is_accepted_and_less_is_not(root: Path) -> None:
     assert f"{percent:.3g} % of the tokens get loss" in str(error.value)
     assert f"trained {2 * percent + 1:.3g} %" in str(error.value)
     assert "accept_label_drop=[sft]" in str(error.value)
+
+
+PACKED = replace(SFT, packing="best_fit")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sentencepiece.bpe.model", "pieces"),
+        ("tekken.json", "{}"),
+        ("ctrl-vocab.json", "{}"),
+        ("tokenizer_config.json", "{}"),
+        ("config.json", '{"model_type": "qwen2", "hidden_size": 8}'),
+    ],
+)
+def test_each_file_that_a_tokenizer_is_made_from_decides(model: Path, file: str, content: str) -> None:
+    before = tokens_key(SFT, "rows", model)
+    (model / file).write_text(content)
+    assert tokens_key(SFT, "rows", model) != before
+
+
+def test_weights_and_settings_of_a_model_do_not(model: Path) -> None:
+    before = tokens_key(SFT, "rows", model)
+    (model / "config.json").write_text('{"model_type": "llama", "hidden_size": 16}')
+    for name in ("model.safetensors", "generation_config.json"):
+        (model / name).write_text("{}")
+    assert tokens_key(SFT, "rows", model) == before
+
+
+@pytest.mark.parametrize("library", ["fastokens", "jinja2", "tokenizers", "transformers", "trl"])
+def test_releases_of_what_makes_tokens_decide(model: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    before = [tokens_key(options, "rows", model) for options in (SFT, PACKED)]
+    monkeypatch.setattr(module, "version", lambda name: "0.0" if name == library else version(name))
+    same = [tokens_key(options, "rows", model) == key for options, key in zip((SFT, PACKED), before, strict=True)]
+    assert same == [library == "trl", False]  # trl packs, and does nothing else
