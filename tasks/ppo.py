@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tasks.train.actor_critic import Batch
     from tasks.train.run import TrainingRun
 
-_HORIZON = 10_000  # of Ziegler et al.
 LOSSES = ("loss/policy", "clipfrac", "loss/value", "value_clipfrac")  # means over tokens
 
 
@@ -71,10 +70,9 @@ class PPO(Generating):
     def loop(self, run: "TrainingRun") -> Metrics:
         import torch
 
-        from tasks.train.actor_critic import ActorCritic, state_values, token_logps
+        from tasks.train import actor_critic as terms
         from tasks.train.models import disable_dropout
         from tasks.train.own_loop import Optimization, OwnLoop
-        from tasks.train.policy_gradient import KLCoefficient, explained_variance, policy_loss, value_loss
 
         run.disable_dropout()
         policy, value = run.policy.model, run.model("value")
@@ -82,8 +80,8 @@ class PPO(Generating):
         disable_dropout(value.train())
         num_updates = self.num_ppo_epochs * self.num_minibatches
         optimization = Optimization(run, torch.nn.ModuleDict({"policy": policy, "value": value}), num_updates)
-        kl = KLCoefficient(value=self.kl_coef, target=self.kl_target, horizon=self.kl_horizon or _HORIZON)
-        actor_critic = ActorCritic(run, value, optimization.autocast)
+        kl = terms.KLCoefficient(value=self.kl_coef, target=self.kl_target, horizon=self.kl_horizon or 10_000)
+        actor_critic = terms.ActorCritic(run, value, optimization)
         state = {"policy": policy, "value": value, "optimization": optimization, "kl": kl}
         state["rollouts"] = actor_critic.rollouts
         loop = OwnLoop(run, state)
@@ -95,11 +93,11 @@ class PPO(Generating):
                 for share in actor_critic.shares(rows):
                     with optimization.autocast():
                         tokens = batch.tokens(share)
-                        logps_BC = token_logps(policy, tokens, self.sampling.temperature)
-                        values_BC = state_values(value, tokens)
+                        logps_BC = terms.token_logps(policy, tokens, self.sampling.temperature)
+                        values_BC = terms.state_values(value, tokens)
                     losses = (
-                        *policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
-                        *value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),
+                        *terms.policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
+                        *terms.value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),
                     )
                     num_tokens = batch.mask_BC[rows].sum()
                     means = torch.stack([(each_BC * tokens.mask_BC).sum() / num_tokens for each_BC in losses])
@@ -109,10 +107,10 @@ class PPO(Generating):
             if run.ctx.world_size > 1:
                 torch.distributed.all_reduce(sums)
             found = dict(zip(LOSSES, (sums / num_updates).tolist(), strict=True))
-            explained = explained_variance(batch.values_BC, returns_BC, batch.mask_BC)
             loop.report(
-                loss=found["loss/policy"] + self.value_coef * found["loss/value"], num_tokens=batch.num_tokens,
-                grad_norm=grad_norms / num_updates, kl_coef=kl.value, explained_variance=explained, **found,
+                loss=found["loss/policy"] + self.value_coef * found["loss/value"], kl_coef=kl.value, **found,
+                num_tokens=sum(len(ids) for row in batch.rows for ids in row), grad_norm=grad_norms / num_updates,
+                explained_variance=terms.explained_variance(batch.values_BC, returns_BC, batch.mask_BC),
                 **batch.metrics,
             )  # fmt: skip
             kl.update(batch.metrics["kl"], self.global_batch_size)
@@ -120,7 +118,7 @@ class PPO(Generating):
 
     def _targets(self, batch: "Batch", kl_coef: float) -> "tuple[Tensor, Tensor]":
         """Advantages and returns of all workers' completions."""
-        from tasks.train.policy_gradient import advantages, center_by_prompt, token_rewards, whiten
+        from tasks.train.actor_critic import advantages, center_by_prompt, token_rewards, whiten
 
         mask_BC = batch.mask_BC
         rewards_BC = token_rewards(batch.scores_B, batch.logps_BC - batch.reference_BC, mask_BC, kl_coef)
@@ -138,8 +136,7 @@ class PPO(Generating):
         """Rows of each update of a step, in an order that the seed and the step fix."""
         import torch
 
-        size = self.global_batch_size // self.num_minibatches
         for epoch in range(self.num_ppo_epochs):
             generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {step} {epoch}").getrandbits(63))
-            order = torch.randperm(self.global_batch_size, generator=generator).tolist()
-            yield from (order[start : start + size] for start in range(0, len(order), size))
+            order = torch.randperm(self.global_batch_size, generator=generator)
+            yield from (rows.tolist() for rows in order.split(self.global_batch_size // self.num_minibatches))

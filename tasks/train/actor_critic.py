@@ -1,30 +1,133 @@
-"""What a policy and its value model say of sampled completions, gathered from all workers.
+"""The terms of proximal policy optimization, and what its models say of sampled completions, gathered from all workers.
 
 Shapes: B completions of a step, C tokens of the longest completion, T of the longest row (prompt and completion), K
-last positions of rows, V vocabulary.
+last positions of rows, V vocabulary, G prompts. A mask (B, C) is 1 on the tokens of a completion, its end token
+included; padding after them has no reward, advantage or loss. Values are of the state before each token, log-ratios of
+its log-probability under the policy that sampled it less that under the reference.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tasks.train.policy_gradient import masked_mean
 from tasks.train.rewards import token_values
 from tasks.train.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch import Tensor
     from transformers import PreTrainedModel
 
+    from tasks.train.own_loop import Optimization
     from tasks.train.run import TrainingRun
 
 Row = tuple[Sequence[int], Sequence[int]]  # the tokens of a prompt and its completion
+
+_STEP = 0.2  # largest relative error that the adaptive coefficient reacts to
+_EPSILON = 1e-8  # of a variance
+
+
+def masked_mean(values_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """The mean (a scalar) over the tokens of all completions."""
+    return (values_BC * mask_BC).sum() / mask_BC.sum()
+
+
+def whiten(values_BC: Tensor, mask_BC: Tensor, *, shift: bool) -> Tensor:
+    """Scales the values to variance 1 over the tokens of all completions; 0 on padding.
+
+    Args:
+        shift: whether their mean becomes 0; else it stays.
+    """
+    mean = masked_mean(values_BC, mask_BC)
+    variance = masked_mean((values_BC - mean) ** 2, mask_BC)
+    whitened_BC = (values_BC - mean) * torch.rsqrt(variance + _EPSILON)
+    return (whitened_BC if shift else whitened_BC + mean) * mask_BC
+
+
+def token_rewards(scores_B: Tensor, log_ratios_BC: Tensor, mask_BC: Tensor, kl_coef: float) -> Tensor:
+    """The reward of each token: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; the score is that of the last one."""
+    rewards_BC = -kl_coef * log_ratios_BC * mask_BC
+    last_B = mask_BC.sum(1).long() - 1
+    rewards_BC[torch.arange(len(last_B), device=last_B.device), last_B] += scores_B
+    return rewards_BC
+
+
+def advantages(rewards_BC: Tensor, values_BC: Tensor, mask_BC: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimates (B, C): Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+
+    The value after the last token is 0. Returns are advantages + values.
+    """
+    rewards_BC, values_BC = rewards_BC * mask_BC, values_BC * mask_BC
+    following_BC = torch.nn.functional.pad(values_BC[:, 1:], (0, 1))
+    deltas_BC = rewards_BC + gamma * following_BC - values_BC
+    found, columns = torch.zeros_like(deltas_BC[:, 0]), list[Tensor]()
+    for delta_B in reversed(deltas_BC.unbind(1)):
+        found = delta_B + gamma * lam * found
+        columns.append(found)
+    return torch.stack(columns[::-1], dim=1) * mask_BC
+
+
+def center_by_prompt(values_BC: Tensor, mask_BC: Tensor, num_generations: int) -> Tensor:
+    """Subtracts the mean over the tokens of all completions of a prompt, which follow each other; 0 on padding."""
+    sums_B, counts_B = (values_BC * mask_BC).sum(1), mask_BC.sum(1)
+    means_G = sums_B.view(-1, num_generations).sum(1) / counts_B.view(-1, num_generations).sum(1)
+    return (values_BC - means_G.repeat_interleave(num_generations).unsqueeze(1)) * mask_BC
+
+
+def policy_loss(logps_BC: Tensor, old_BC: Tensor, advantages_BC: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate loss of each token, arXiv:1707.06347, eq. 7; and where it is clipped: 1, else 0."""
+    ratios_BC = torch.exp(logps_BC - old_BC)
+    losses_BC = -advantages_BC * ratios_BC
+    clipped_BC = -advantages_BC * ratios_BC.clamp(1 - clip_range, 1 + clip_range)
+    return torch.maximum(losses_BC, clipped_BC), (clipped_BC > losses_BC).float()
+
+
+def value_loss(
+    values_BC: Tensor, old_BC: Tensor, returns_BC: Tensor, clip_range: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of each value, clipped as the ratio is; and where it is clipped: 1, else 0."""
+    losses_BC = 0.5 * (values_BC - returns_BC) ** 2
+    if clip_range is None:
+        return losses_BC, torch.zeros_like(losses_BC)
+    near_BC = old_BC + (values_BC - old_BC).clamp(-clip_range, clip_range)
+    clipped_BC = 0.5 * (near_BC - returns_BC) ** 2
+    return torch.maximum(losses_BC, clipped_BC), (clipped_BC > losses_BC).float()
+
+
+def explained_variance(values_BC: Tensor, returns_BC: Tensor, mask_BC: Tensor) -> float:
+    """1 - Var[returns - values] / Var[returns] over the tokens: 1 where the values are the returns."""
+    errors, returns = ((each_BC[mask_BC.bool()]).var(correction=0) for each_BC in (returns_BC - values_BC, returns_BC))
+    return float(1 - errors / (returns + _EPSILON))
+
+
+@dataclass(kw_only=True)
+class KLCoefficient:
+    """Strength of the KL penalty, adapted after each batch: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+
+    Args:
+        target: KL per completion in nats; None: the coefficient is fixed.
+        horizon: completions in which a KL that is off by a fifth or more changes it by a factor of about e ** 0.2.
+    """
+
+    value: float
+    target: float | None
+    horizon: int
+
+    def update(self, kl: float, num_completions: int) -> None:
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -_STEP), _STEP)
+            self.value *= 1 + error * num_completions / self.horizon
+
+    def state_dict(self) -> Mapping[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.value = float(str(state["value"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +136,11 @@ class Tokens:
 
     Args:
         starts_B: where completions begin in their rows.
-        mask_BC: 1 on the tokens of completions.
     """
 
-    input_ids_BT: "Tensor"
-    starts_B: "Tensor"
-    mask_BC: "Tensor"
+    input_ids_BT: Tensor
+    starts_B: Tensor
+    mask_BC: Tensor
 
     @staticmethod
     def of(rows: Sequence[Row], num_columns: int, device: torch.device) -> "Tokens":
@@ -48,15 +150,15 @@ class Tokens:
         mask_BC = torch.arange(num_columns, device=device) < lengths_B.unsqueeze(1)
         return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
 
-    def gather(self, values_BK: "Tensor", first: int) -> "Tensor":
+    def gather(self, values_BK: Tensor, first: int) -> Tensor:
         """Of a value at each place from ``first`` on, those before the tokens of completions: (B, C)."""
         places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BK.device)
         return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
 
 
 def token_logps(
-    model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float, entropies: "list[Tensor] | None" = None
-) -> "Tensor":
+    model: "PreTrainedModel | PeftModel", tokens: Tokens, temperature: float, entropies: list[Tensor] | None = None
+) -> Tensor:
     """Log-probability (B, C) of each token of the completions.
 
     Args:
@@ -72,7 +174,7 @@ def token_logps(
     return tokens.gather(all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2), first)
 
 
-def state_values(model: "PreTrainedModel", tokens: Tokens) -> "Tensor":
+def state_values(model: "PreTrainedModel", tokens: Tokens) -> Tensor:
     """The value (B, C) of the state before each token of the completions."""
     return tokens.gather(token_values(model, tokens.input_ids_BT, None), first=0)
 
@@ -84,20 +186,15 @@ class Batch:
     Args:
         scores_B: rewards of the completions.
         logps_BC, reference_BC: log-probabilities of tokens under the policy and its frozen start.
-        values_BC: of the state before each token.
     """
 
     rows: Sequence[Row]
-    scores_B: "Tensor"
-    mask_BC: "Tensor"
-    logps_BC: "Tensor"
-    reference_BC: "Tensor"
-    values_BC: "Tensor"
+    scores_B: Tensor
+    mask_BC: Tensor
+    logps_BC: Tensor
+    reference_BC: Tensor
+    values_BC: Tensor
     metrics: dict[str, float]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(ids) for row in self.rows for ids in row)
 
     def tokens(self, rows: Sequence[int]) -> Tokens:
         """Of some rows; columns are those of the batch."""
@@ -105,18 +202,11 @@ class Batch:
 
 
 class ActorCritic:
-    """Samples the completions of a step and measures them: each worker its share, and the batch is that of all.
+    """Samples the completions of a step and measures them: each worker its share, and the batch is that of all."""
 
-    Args:
-        autocast: of the training's precision.
-    """
-
-    def __init__(
-        self, run: "TrainingRun", value: "PreTrainedModel", autocast: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, autocast
-        self.policy, self.reference = run.policy.model, run.model("reference")
-        self.proof, self.rollouts = run.start_proof(), Rollouts(run)
+    def __init__(self, run: "TrainingRun", value: "PreTrainedModel", optimization: "Optimization") -> None:
+        self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, optimization.autocast
+        self.policy, self.reference, self.rollouts = run.policy.model, run.model("reference"), Rollouts(run)
 
     def sample(self, step: int, temperature: float) -> Batch:
         """Completions of the step's prompts.
@@ -136,17 +226,15 @@ class ActorCritic:
         if self.ctx.world_size > 1:
             torch.distributed.all_gather_object(parts, own)
         rows, measured = zip(*chain(*parts), strict=True)
-        logps_BC, reference_BC, values_BC, entropies_BC = (
-            pad_sequence([*measured], batch_first=True).to(self.run.device).unbind(2)
-        )
-        mask_BC = pad_sequence([torch.ones(len(each)) for each in measured], batch_first=True).to(self.run.device)
+        measured_BC5 = pad_sequence([*measured], batch_first=True).to(self.run.device)
+        mask_BC, logps_BC, reference_BC, values_BC, entropies_BC = measured_BC5.unbind(2)
         log_ratios_B = (logps_BC - reference_BC).sum(1)
         if step == 0:
-            self.proof(log_ratios_B)
-        kl, entropy = float(log_ratios_B.mean()), float(masked_mean(entropies_BC, mask_BC))
+            self.run.start_proof()(log_ratios_B)
+        metrics |= {"kl": float(log_ratios_B.mean()), "entropy": float(masked_mean(entropies_BC, mask_BC))}
         return Batch(
             rows=rows, scores_B=rollouts.gathered(rollouts.total(rewards_BK)), mask_BC=mask_BC, logps_BC=logps_BC,
-            reference_BC=reference_BC, values_BC=values_BC, metrics={**metrics, "kl": kl, "entropy": entropy},
+            reference_BC=reference_BC, values_BC=values_BC, metrics=metrics,
         )  # fmt: skip
 
     def shares(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -154,19 +242,19 @@ class ActorCritic:
         own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
         return (own[start : start + size] for start in range(0, len(own), size))
 
-    def _measured(self, rows: Sequence[Row], temperature: float) -> "list[tuple[Row, Tensor]]":
-        """For each token log-probability, that of the reference, value and entropy: (tokens of a completion, 4)."""
-        found, size = list[tuple[Row, torch.Tensor]](), self.ctx.resources.micro_batch_size
+    def _measured(self, rows: Sequence[Row], temperature: float) -> list[tuple[Row, Tensor]]:
+        """For each token 1, log-probability, that of the reference, value, entropy: (tokens of a completion, 5)."""
+        found, size = list[tuple[Row, Tensor]](), self.ctx.resources.micro_batch_size
         self.policy.eval()  # without the dropout of an adapter
         with torch.no_grad(), self.autocast():
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                tokens = Tokens.of(part, max(len(ids) for _, ids in part), self.run.device)
-                entropies = list[torch.Tensor]()
+                tokens, entropies = Tokens.of(part, max(len(ids) for _, ids in part), self.run.device), list[Tensor]()
                 logps_BC = token_logps(self.policy, tokens, temperature, entropies)
                 with nullcontext() if self.reference else self.policy.disable_adapter():
                     reference_BC = token_logps(self.reference or self.policy, tokens, temperature)
-                each = torch.stack([logps_BC, reference_BC, state_values(self.value, tokens), *entropies], dim=2)
-                found += [(row, row_C4[: len(row[1])]) for row, row_C4 in zip(part, each.cpu(), strict=True)]
+                values_BC = state_values(self.value, tokens)
+                each = torch.stack([tokens.mask_BC, logps_BC, reference_BC, values_BC, *entropies], dim=2)
+                found += [(row, row_C5[: len(row[1])]) for row, row_C5 in zip(part, each.cpu(), strict=True)]
         self.policy.train()
         return found

@@ -56,7 +56,7 @@ TINY_1E2: Means = {
 def scores(metric: str, mean: float, ties: float) -> list[float]:
     """What a model scores in each row; two models agree in most rows, as those of one chain do."""
     draw = random.Random(metric)
-    if metric.endswith("perplexity"):
+    if metric.endswith(("perplexity", "kl", "reward_score")):
         own = random.Random(mean)
         return [mean + draw.gauss(0, 0.5) + own.gauss(0, 0.05) for _ in range(NUM_ROWS)]
     if mean == 0.5:  # the reference against itself
@@ -67,13 +67,13 @@ def scores(metric: str, mean: float, ties: float) -> list[float]:
     return [float(draw.random() < mean) for _ in range(NUM_ROWS)]
 
 
-def gate(model: str) -> Gate:
-    method = load_pipeline([GATED, f"model={model}"]).stages["gate"].method
+def gate(model: str, pipeline: str = GATED) -> Gate:
+    method = load_pipeline([pipeline, f"model={model}"]).stages["gate"].method
     assert isinstance(method, Gate)
     return replace(method, num_resamples=1000)  # a tenth: the interval is as wide, the bounds are those of the file
 
 
-def failing(directory: Path, candidate: Means, parent: Means, model: str) -> set[str]:
+def failing(directory: Path, candidate: Means, parent: Means, model: str, pipeline: str = GATED) -> set[str]:
     """The rules that the shipped gate refuses a candidate by; none: it passes."""
     ids = [str(index) for index in range(NUM_ROWS)]
     models = {"sft": parent, "dpo": candidate}
@@ -88,7 +88,7 @@ def failing(directory: Path, candidate: Means, parent: Means, model: str) -> set
     inputs = {"report": Input(name="evaluate", kind=Kind.REPORT, fingerprint="r", path=directory / "report")}
     for slot, name in (("candidate", "dpo"), ("parent", "sft")):
         inputs[slot] = Input(name=name, kind=Kind.CHECKPOINT, fingerprint=f"fp-{name}", path=directory, digest="d")
-    gate(model).run(inputs, TrainContext(output_dir=directory, work_dir=directory))
+    gate(model, pipeline).run(inputs, TrainContext(output_dir=directory, work_dir=directory))
     verdict = read_verdict(directory)
     found = {rule.rule for rule in verdict.rules if rule.outcome != "better"}
     assert verdict.result == ("refuse" if found else "pass")
@@ -194,3 +194,23 @@ def test_the_commands_of_the_page_compose() -> None:
         words = shlex.split(command, comments=True)
         options, rest = _parser(words).parse_known_args(words)
         assert load_pipeline([*options.overrides, *rest]).order(), command
+
+
+TINY_START: Means = {
+    "reward_score": 0.0, "kl": 0.0, "exact_match": 0.7, "answer_perplexity": -0.3, "unfinished_share": 0.0,
+}  # fmt: skip
+TINY_PPO: Means = {**TINY_START, "reward_score": 0.3, "kl": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("worse", "rules"),
+    [
+        ({}, set()),
+        ({"reward_score": 0.0}, {"higher_reward"}),
+        ({"kl": 1.4}, {"stays_close"}),
+        ({"exact_match": 0.5}, {"right_answers"}),
+        ({"unfinished_share": 0.3}, {"finishes"}),
+    ],
+)
+def test_ppo_is_refused_where_a_higher_reward_costs_answers(tmp_path: Path, worse: Means, rules: set[str]) -> None:
+    assert failing(tmp_path, {**TINY_PPO, **worse}, TINY_START, "tiny", "pipeline=rlhf-ppo") == rules

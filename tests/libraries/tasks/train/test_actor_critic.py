@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tasks.train.policy_gradient import (
+from tasks.train.actor_critic import (
     KLCoefficient,
     advantages,
     center_by_prompt,
