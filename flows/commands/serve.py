@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flows.deploy.preset import Preset
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
@@ -33,7 +33,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     from flows.declare.store_root import store_root
     from flows.deploy.pipelines import deployable
     from flows.deploy.preset import Preset
