@@ -8,8 +8,8 @@ import pytest
 
 from tasks.data.formats.detect import detect
 from tasks.data.formats.values import BadRowError
-from tasks.data.preparing.convert_rows import remarks
 from tasks.data.kinds import messages_of, tools_of
+from tasks.data.preparing.convert_rows import remarks
 
 SETS = Path(__file__).parents[6] / "shared" / "data" / "llamafactory-demo"
 Rows = list[dict[str, object]]
