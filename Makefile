@@ -51,7 +51,7 @@ check-style:
 check-imports:
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
 
-bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; what a wrong resume would show
+bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; GRPO beside plain TRL; what a wrong resume would show
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/peers.py $(if $(PEER_DATA),--data $(PEER_DATA)) $(if $(LLAMAFACTORY),--llamafactory $(LLAMAFACTORY))
 	$(BIN)/python bench/data.py
@@ -60,6 +60,7 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 	$(BIN)/python bench/sweep.py
 	$(BIN)/python bench/checkpoints.py
 	$(BIN)/python bench/packing.py
+	$(BIN)/python bench/grpo.py
 	$(BIN)/python bench/resume_differences.py
 
 chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'

@@ -50,6 +50,12 @@ COMMANDS = {
     "compat": "show what works with what, and why not; with overrides, whether the stages that they declare work",
     "doctor": "check that this machine is fit to run",
 }
+# The module of flows.commands with add_NAME(parser) and run_NAME(options), where it is not called NAME.
+_MODULES = {
+    "plan": "run", "stage": "run", "export": "run", "certify": "rehearse", "impact": "lineage", "diff": "lineage",
+    "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
+    "compat": "doctor",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,10 +141,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         sub = commands.add_parser(name, help=help_text, description=help_text)
-        if name in arguments:
-            module = importlib.import_module(f"flows.commands.{name.replace('-', '_')}")
-            module.add_arguments(sub)
-            sub.set_defaults(command=module.run)
+        if name in arguments[:1]:
+            module = importlib.import_module(f"flows.commands.{_MODULES.get(name, name)}")
+            getattr(module, f"add_{name}")(sub)
+            sub.set_defaults(command=getattr(module, f"run_{name}"))
     return parser
 
 

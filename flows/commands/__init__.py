@@ -1,1 +1,1 @@
-"""One module per command of ``posttrain``: ``add_arguments(parser)`` and ``run(options) -> exit code``."""
+"""The commands of ``posttrain``: of each ``add_NAME(parser)`` and ``run_NAME(options) -> exit code``."""

@@ -1,31 +1,49 @@
-"""``posttrain data``."""
+"""``posttrain data``: reads and prepares rows as a data stage would, in a temporary directory, and reports on them."""
 
 import argparse
 import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Union, get_args, get_origin
+
+from annotated_types import Gt
 
 from flows.commands.arguments import add_json
+from flows.declare.config import load_pipeline, typed
+from flows.declare.pipeline import nearest
 from flows.wording import counted, printable
+from lineage.artifact import DATA, SOURCE, Kind, Source
+from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.data.preparing.report import (
-    LEAKAGE,
-    NEAR_DUPLICATES,
-    REJECTS,
-    REPORT,
-    DataReport,
-    Labels,
-    SourceReport,
-    render,
+from lineage.model_source import MODEL_OPTIONS
+from lineage.source_checks import check_options
+from lineage.sources import files_of, local_paths, pin
+from lineage.text_split import check_split
+from tasks.chat_template import check_name
+from tasks.data.examine import (
+    Examined,
+    add_overlaps,
+    examine,
+    examine_all,
+    fetch_tokenizer,
+    finished,
+    keep,
+    method_of,
+    with_labels,
 )
+from tasks.data.kinds import ROW_KINDS
+from tasks.data.preparing.options import Prepare
+from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, REJECTS, REPORT, DataReport, SourceReport, render
+from tasks.data.tokens.template import Thinking
 
 if TYPE_CHECKING:
-    from flows.stated_rows import StatedRows
-    from tasks.data.examine import Examined
+    from tasks.data.preparing.convert_rows import Opened
 
 _EPILOG = """
 SOURCE is a file, a glob, a directory, a URL, a hub id, quickstart:NAME, or source:NAME of the configuration.
@@ -43,7 +61,7 @@ A file with the name of an override is called ./format=x.jsonl.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_data(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("overrides", nargs="+", metavar="SOURCE|OVERRIDE", help="rows, and how they are read")
     parser.add_argument(
@@ -60,38 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    from flows.stated_rows import stated_rows
-    from tasks.data.examine import keep
-
+def run_data(options: argparse.Namespace) -> int:
     _check_places(options.html, options.out)
-    _log_only_reading()
-    found = _finished_data(options.overrides, options.config_dir) if not options.against else None
-    if found:
-        if options.out:
-            keep(found, options.out)
-        _tell(found, options, options.out or found.output)
-        return 0
-    stated = stated_rows(options.overrides, options.against, options.config_dir)
-    with TemporaryDirectory(prefix="posttrain-data-") as directory:
-        found = _examined(stated, Path(directory))
-        if options.out:
-            keep(found, options.out)
-    _tell(found, options, options.out)
-    if found.refusals:
-        raise DataError(_refusal(found, options.out))
-    return 0
-
-
-def _log_only_reading() -> None:
-    """What a stage logs is in the report, but for the files of a directory that are not read."""
+    # What a stage logs is in the report, but for the files of a directory that are not read.
     assert logging.lastResort  # writes warnings to standard error
     logging.getLogger("tasks").addHandler(logging.NullHandler())
     logging.getLogger("tasks.data.reading").addHandler(logging.lastResort)
-
-
-def _unwritable(html: Path) -> ConfigError:
-    return ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
+    found = None if options.against else _finished_data(options.overrides, options.config_dir)
+    kept = options.out or (found.output if found else None)
+    with TemporaryDirectory(prefix="posttrain-data-") as directory:
+        found = found or _examined(options, Path(directory))
+        if options.out:
+            keep(found, options.out)
+    _print(found, options, kept)
+    if found.refusals:
+        rejects = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
+        raise DataError("\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), rejects))
+    return 0
 
 
 def _check_places(html: Path | None, out: Path | None) -> None:
@@ -105,30 +108,134 @@ def _check_places(html: Path | None, out: Path | None) -> None:
         raise ConfigError(f"--out {out}: is no folder ({error.strerror}); name one, which need not exist") from error
 
 
-def _examined(stated: "StatedRows", directory: Path) -> "Examined":
-    from tasks.data.examine import examine, fetch_tokenizer, with_labels
+def _unwritable(html: Path) -> ConfigError:
+    return ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
 
-    asked = stated.asked
-    model = fetch_tokenizer(asked.model) if asked.model else None
-    _say(f"reading {', '.join(each.source.path for each in stated.rows)}")
-    found = examine(stated.method, stated.rows, directory / "rows", model).refused(*stated.refusals)
+
+def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | None:
+    """What a data stage of the store left behind, where the one word names it; None: it names rows, or nothing."""
+    from flows.declare.store_root import store_root
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
+    from lineage.store import is_store
+
+    word, *others = words
+    if others or ":" in word or local_paths(word) or not is_store(store := store_root([], config_dir)):
+        return None
+    with Index(store) as index, suppress(ConfigError):
+        entry = resolve(word, index).entry
+        manifest = entry.manifest() if entry else None
+        if entry and manifest and manifest.produces in DATA and (entry.output / REPORT).exists():
+            return finished(word, Kind(manifest.produces), entry.output)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measure:
+    """What is set beside the fields of sources and data stages.
+
+    Args:
+        kind: what rows shall become; None: what their format gives.
+        model: a directory or a hub id: rows are measured in its tokens, and its chat template decides what is trained.
+        max_length: of the rows that are trained on; None: what holds 95 % of them.
+        chat_template: instead of the model's, or where it has none.
+        thinking: as a training stage has it.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    kind: Kind | None = None
+    model: str | None = None
+    max_length: Annotated[int, Gt(0)] | None = None
+    chat_template: str | None = None
+    thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.chat_template)
+        if self.kind and self.kind not in DATA:
+            raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
+        if not self.model:
+            why = "it is of tokens, which nothing but a model makes; state model=DIR|HUB_ID too, or remove it"
+            self._refuse("max_length", "chat_template", "thinking", why=why)
+
+    def check(self, kind: Kind) -> None:
+        """Refuses what is not read of rows of a kind."""
+        if not ROW_KINDS[kind].chat:
+            chats = ", ".join(each.kind for each in ROW_KINDS.values() if each.chat)
+            self._refuse(
+                "chat_template", "thinking", why=f"{kind} goes through no chat template, as {chats} do; remove it"
+            )
+
+    def _refuse(self, *names: str, why: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{name}={value}: {why}")
+
+
+# Field -> its type; those that are left out need a pipeline.
+_OF_SOURCES, _OF_STAGES, _OF_MEASURE = (
+    {field.name: field.type for field in fields(cls) if field.name not in without}
+    for cls, without in (
+        (Source, ("path", "kind", "labels", "fallback", *MODEL_OPTIONS)), (Prepare, ("replay_share",)), (_Measure, ())
+    )
+)  # fmt: skip
+_TYPES = {**_OF_SOURCES, **_OF_STAGES, **_OF_MEASURE}
+
+
+def _examined(options: argparse.Namespace, directory: Path) -> Examined:
+    """Reads sources and overrides, in any order, and examines the rows.
+
+    Raises:
+        ConfigError: no source, an unknown key, a value of the wrong type, a key that nothing would read.
+        DataError: no format fits the rows, or several do.
+    """
+    from tasks.data.preparing.convert_rows import detect_source
+
+    paths, tree = _sources_and_settings(options.overrides)
+    if not paths:
+        raise ConfigError("no rows are named; give a file, a directory, a URL, a hub id, or quickstart:instructions")
+    of_source, of_stage, of_measure = (
+        {name: value for name, value in tree.items() if name in types}
+        for types in (_OF_SOURCES, _OF_STAGES, _OF_MEASURE)
+    )
+    measure = typed(_Measure, of_measure, "")
+    sources = [_source(path, of_source, options.config_dir) for path in paths]
+    against = [_source(path, {}, options.config_dir) for path in options.against]
+    template = of_stage.get("prompt_template")
+    rows = [detect_source(source, str(template) if template else None) for source in sources]
+    kind, refusals = _kind_of(rows, measure, is_chat=bool(template or of_stage.get("system_prompt")))
+    method = typed(method_of(kind), of_stage, "")
+    rows = [each for each in rows if each.kind in (kind, None)]
+    model = fetch_tokenizer(measure.model) if measure.model else None
+    _say(f"reading {', '.join(each.source.path for each in rows)}")
+    found = examine(method, rows, directory / "rows", model).refused(*refusals)
     if found.num_trained is None:
-        left = [*(["labels are not told"] if model else []), *(f"not compared with {s.path}" for s in stated.against)]
-        for what in left:
+        for what in [*(["labels are not told"] if model else []), *(f"not compared with {s.path}" for s in against)]:
             _say(f"{what}: the rows are refused")
         return found
     if model:
-        _say(f"tokenizing as {asked.model} does")
-        found = with_labels(found, model, asked.max_length, asked.chat_template, asked.thinking)
-    return _compared(found, stated, directory) if stated.against else found
+        _say(f"tokenizing as {measure.model} does")
+        found = with_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
+    return _compared(found, against, directory)
 
 
-def _compared(found: "Examined", stated: "StatedRows", directory: Path) -> "Examined":
-    from tasks.data.examine import add_overlaps, examine_all
+def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> tuple[Kind, list[DataError]]:
+    """What rows become, and why some of them are refused: they are of another kind than the first, or than was set."""
+    first = next((each for each in rows if each.kind), rows[0])
+    kind = first.kind or measure.kind or (Kind.CONVERSATIONS if is_chat else Kind.TEXT)
+    measure.check(kind)
+    others = [each for each in rows if each.kind not in (kind, None)]
+    refusals = [each.refusal(kind, f"beside {first.source.path}; look at it by itself") for each in others]
+    if measure.kind and measure.kind != kind:
+        refusals.append(first.refusal(measure.kind, f"by kind={measure.kind}; leave it out"))
+    return kind, refusals
 
+
+def _compared(found: Examined, sources: Sequence[Source], directory: Path) -> Examined:
+    """Adds which rows of other sets the examined ones repeat."""
     against: list[Examined] = []
     refusals: list[PipelineError] = []
-    for number, source in enumerate(stated.against):
+    for number, source in enumerate(sources):
         _say(f"reading {source.path}")
         try:
             against.append(examine_all(source, directory / f"against-{number}"))
@@ -139,8 +246,80 @@ def _compared(found: "Examined", stated: "StatedRows", directory: Path) -> "Exam
     return found.refused(*refusals)
 
 
-def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> None:
-    """Prints what was found, and writes the page.
+def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) -> Source:
+    """The source that a word names, present, with its settings; the bytes of local files are not read for that."""
+    node: dict[str, object] = {"path": path}
+    if path.startswith(SOURCE):
+        name, declared = path.removeprefix(SOURCE), load_pipeline([], config_dir).sources
+        if name not in declared:
+            raise ConfigError(
+                f"{path}: the configuration has no such source; there are: {', '.join(declared)}"
+                f"{nearest(name, declared)}"
+            )
+        node = asdict(declared[name])
+    source = typed(Source, {**node, **settings}, "")
+    if paths := local_paths(source.path):
+        is_directory = len(paths) == 1 and paths[0].is_dir()
+        check_options("rows", source, is_hub=False, is_url=False, is_directory=is_directory)
+        check_split("rows", source.path, source.split_by, files_of(paths))
+        return source
+    return pin("rows", source, DigestCache(None)).source
+
+
+def _sources_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Sources, and what the overrides say: ``columns.prompt=The Question``, ``held_out=0.1``, ``split=train[:1000]``.
+
+    Files may be called ``year=2024/rows.jsonl``.
+    """
+    paths: list[str] = []
+    tree: dict[str, object] = {}
+    for word in words:
+        key, is_override, value = word.partition("=")
+        name, is_part, part = key.partition(".")
+        if name in _TYPES and is_override:
+            known = tree.get(name)
+            if known is not None and not (is_part and isinstance(known, dict) and part not in known):
+                raise ConfigError(f"{key}: is given twice, at last as {word}; one value is accepted; remove the other")
+            parsed = _value(word, value, _TYPES[name], is_part=bool(is_part))
+            tree[name] = {**(known if isinstance(known, dict) else {}), part: parsed} if is_part else parsed
+        elif is_override and name.replace("-", "_").isidentifier() and not local_paths(word):
+            raise ConfigError(
+                f"{name}: unknown key, and no file is called {word}; accepted: {', '.join(sorted(_TYPES))}"
+                f"{nearest(name, _TYPES)}"
+            )
+        else:
+            paths.append(word)
+    return paths, tree
+
+
+def _value(word: str, value: str, hint: object, *, is_part: bool) -> object:
+    """Text as it stands, so that a shell's quotes are all that it needs; the rest as YAML."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if hint == Mapping[str, str] if is_part else _is_text(hint):
+        return value
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+    except (OmegaConfBaseException, YAMLError) as error:
+        cause = str(error).partition("\n")[0]
+        raise ConfigError(f"{word}: {cause}; key=value is accepted, the value as YAML has it") from error
+    assert isinstance(tree, dict)
+    return tree["value"]
+
+
+def _is_text(hint: object) -> bool:
+    """Whether a type is ``str``, maybe with a bound, maybe with None."""
+    return hint is str or (get_origin(hint) in (Annotated, Union, UnionType) and any(map(_is_text, get_args(hint))))
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> None:
+    """Prints the report, and writes the page.
 
     Args:
         kept: where all of it is.
@@ -154,7 +333,7 @@ def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> 
         print(json.dumps({**report.to_dict(), **more}, indent=2))
     else:
         bad_rows = [row for row in found.bad_rows if row not in refused]  # stderr has the others
-        print(_data_text(report, bad_rows, found.num_bad_rows, kept))
+        print("\n\n".join(filter(None, _blocks(report, bad_rows, found.num_bad_rows, kept))))
     if options.html:
         try:
             options.html.write_text(render(report, is_kept=kept is not None), encoding="ascii")
@@ -162,116 +341,61 @@ def _tell(found: "Examined", options: argparse.Namespace, kept: Path | None) -> 
             raise _unwritable(options.html) from error
 
 
-def _refusal(found: "Examined", kept: Path | None) -> str:
-    """Why the rows are refused, with the file of the bad ones where it is now, not where it was made."""
-    place = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
-    return "\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), place)
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def _finished_data(words: Sequence[str], config_dir: Path | None) -> "Examined | None":
-    """What a data stage of the store left behind, where the one word names it; None: it names rows, or nothing."""
-    from contextlib import suppress
-
-    from flows.declare.store_root import store_root
-    from lineage.artifact import DATA, Kind
-    from lineage.graph.index import Index
-    from lineage.graph.refs import resolve
-    from lineage.sources import local_paths
-    from lineage.store import is_store
-    from tasks.data.examine import finished
-
-    word, *others = words
-    if others or ":" in word or local_paths(word) or not is_store(store := store_root([], config_dir)):
-        return None
-    with Index(store) as index, suppress(ConfigError):
-        entry = resolve(word, index).entry
-        manifest = entry.manifest() if entry else None
-        if entry and manifest and manifest.produces in DATA and (entry.output / REPORT).exists():
-            return finished(word, Kind(manifest.produces), entry.output)
-    return None
-
-
-def _data_text(report: DataReport, bad_rows: Sequence[str], num_bad_rows: int, kept: Path | None) -> str:
+def _blocks(report: DataReport, bad_rows: Sequence[str], num_bad_rows: int, kept: Path | None) -> Iterator[str]:
     """The report for people.
 
     Args:
         bad_rows: the first of them, ``place: problem``.
         kept: the folder that holds all of what is found; None: it was not kept.
     """
-    named = len(report.sources) > 1
+    for slot, source in report.sources.items():
+        yield _table(f"{slot}: {source.path}" if len(report.sources) > 1 else source.path, _source_rows(source))
+    lengths = [("lengths", report.lengths.described())] if report.lengths else []
+    counts = [(name.replace("_", " "), str(count)) for name, count in report.counts.items()]
+    yield _table("all rows", [*counts, *lengths])
     near = [f"{pair.row_id} is like {pair.other_row_id}: {pair.similarity:.2f}" for pair in report.near_duplicates]
     overlaps = [
         f"{each.held_out_row_id} of {each.held_out_set}: {each.kind} {each.shared:.2f}, {each.train_row_id} of "
         f"{each.train_set}"
         for each in report.leakage
     ]
-    blocks = [
-        *(
-            _table(_source_rows(source), printable(f"{slot}: {source.path}" if named else source.path))
-            for slot, source in report.sources.items()
-        ),
-        _table(_rows_of(report), "all rows"),
-        _listed("bad rows", bad_rows, num_bad_rows, kept and kept / REJECTS),
-        _listed("near-duplicates", near, report.counts.get("near_duplicate_rows", 0), kept and kept / NEAR_DUPLICATES),
-        _listed("leakage", overlaps, report.counts.get("leaked_rows", 0), kept and kept / LEAKAGE),
-        _labels(report.labels) if report.labels else "",
-    ]
-    return "\n\n".join(filter(None, blocks))
-
-
-def _listed(title: str, lines: Sequence[str], count: int, file: Path | None) -> str:
-    """The first of so many lines, and the file that has them all; nothing where there are none."""
-    if not lines:
-        return ""
-    more = f"and {count - len(lines)} more; {f'{file} has' if file else '--out DIR keeps'} all of them"
-    shown = [*map(printable, lines), *([more] if count > len(lines) else [])]
-    return "\n".join([title, *(f"  {line}" for line in shown)])
+    for title, lines, count, file in (
+        ("bad rows", bad_rows, num_bad_rows, REJECTS),
+        ("near-duplicates", near, report.counts.get("near_duplicate_rows", 0), NEAR_DUPLICATES),
+        ("leakage", overlaps, report.counts.get("leaked_rows", 0), LEAKAGE),
+    ):
+        where = f"{kept / file} has" if kept else "--out DIR keeps"
+        more = [f"and {count - len(lines)} more; {where} all of them"] if count > len(lines) else []
+        yield _indented(title, [*lines, *more]) if lines else ""
+    if report.labels:
+        yield _table("labels", report.labels.described())
+        for number, sample in enumerate(report.labels.samples, start=1):
+            yield _indented(f"sample {number}: what is trained stands in ⟦ ⟧", sample.splitlines())
 
 
 def _source_rows(source: SourceReport) -> Iterator[tuple[str, str]]:
+    def counts(numbers: Mapping[str, int]) -> str:
+        return ", ".join(f"{what}: {count}" for what, count in numbers.items())
+
     yield "format", f"{source.format} ({source.evidence})"
     for column, becomes in source.mapping.items():
         yield f"  {column}", f"-> {becomes}"
     if source.split_by:
         yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
     yield "rows", f"{source.rows_read} read, {source.rows_used} used"
-    yield from _counts("left out", source.dropped)
+    if source.dropped:
+        yield "left out", counts(source.dropped)
     for what, remark in source.remarks.items():
         yield what, f"{counted(remark.count, 'row')}, such as {', '.join(remark.places)}"
-    yield from _counts("columns not read", source.ignored_columns)
+    if source.ignored_columns:
+        yield "columns not read", counts(source.ignored_columns)
 
 
-def _rows_of(report: DataReport) -> Iterator[tuple[str, str]]:
-    for name, count in report.counts.items():
-        yield name.replace("_", " "), str(count)
-    if report.lengths:
-        yield "lengths", report.lengths.described()
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    names, values = zip(*((printable(name), printable(value)) for name, value in rows), strict=True)
+    width = max(map(len, names))
+    return _indented(printable(title), [f"{name:<{width}}  {value}" for name, value in zip(names, values, strict=True)])
 
 
-def _labels(labels: Labels) -> str:
-    parts = [_table(labels.described(), "labels")]
-    for number, sample in enumerate(labels.samples, start=1):
-        lines = (f"  {printable(line)}" for line in sample.splitlines())
-        parts.append("\n".join([f"sample {number}: what is trained stands in ⟦ ⟧", *lines]))
-    return "\n\n".join(parts)
-
-
-def _counts(name: str, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    if counts:
-        yield name, ", ".join(f"{what}: {count}" for what, count in counts.items())
-
-
-def _table(rows: Iterable[tuple[str, str]], title: str) -> str:
-    from rich.text import Text
-
-    from flows.reports.tables import empty_table, plain_text
-
-    table = empty_table("name", "value")
-    table.show_header = False
-    for name, value in rows:
-        table.add_row(Text(f"  {printable(name)}"), Text(printable(value)))
-    return f"{title}\n{plain_text(table)}"
+def _indented(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([title, *(f"  {printable(line)}" for line in lines)])

@@ -1,4 +1,4 @@
-"""``posttrain lineage``."""
+"""``posttrain lineage``, ``impact`` and ``diff``."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from flows.commands.arguments import add_json, add_overrides
 from flows.declare.store_root import asked_store
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_lineage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "ref", metavar="REF", help="such as cpt-sft-dpo/dpo, alias:champion, or digits of a fingerprint"
     )
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the graph")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_lineage(options: argparse.Namespace) -> int:
     from flows.reports.lineage import ancestry_tree
     from lineage.errors import ConfigError
     from lineage.graph.ancestry import ancestry
@@ -39,4 +39,49 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(graph.to_dict(options.ref), indent=2))
     else:
         print(f"wrote {options.html}" if options.html else ancestry_tree(graph))
+    return 0
+
+
+def add_impact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "ref", metavar="REF",
+        help="an artifact or a source as in lineage; label:NAME; source:NAME#ROW-ID; source:NAME#TEXT; a data file",
+    )  # fmt: skip
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run_impact(options: argparse.Namespace) -> int:
+    from flows.reports.impact import impact_text
+    from lineage.graph.impact import impact
+    from lineage.graph.index import Index
+
+    with Index(asked_store(options.overrides, options.config_dir)) as index:
+        found = impact(options.ref, index)
+        # In one line: indented, tens of thousands of artifacts would take seconds.
+        print(json.dumps(found.to_dict()) if options.json else impact_text(found))
+    return 0
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="such as cpt-sft-dpo/dpo, or digits of a fingerprint")
+    parser.add_argument("second", metavar="B", help="such as alias:champion")
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    from flows.reports.diff import diff_text
+    from lineage.errors import ConfigError
+    from lineage.graph.diff import diff
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
+
+    words = [options.first, options.second, *options.overrides]
+    refs = [word for word in words if "=" not in word]
+    if len(refs) != 2:
+        raise ConfigError(f"diff: {len(refs)} REFs are given ({', '.join(refs)}); give two, as: posttrain diff A B")
+    with Index(asked_store([word for word in words if "=" in word], options.config_dir)) as index:
+        found = diff(index, *(resolve(ref, index).node for ref in refs))
+    print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
     return 0

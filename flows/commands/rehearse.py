@@ -1,4 +1,4 @@
-"""``posttrain rehearse``."""
+"""``posttrain rehearse`` and ``certify``."""
 
 import argparse
 import json
@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 from flows.commands.arguments import add_json, add_overrides, words_of
 
 if TYPE_CHECKING:
+    from flows.certify import Certified
     from flows.rehearsal import Rehearsal
+    from lineage.certificate import Comparison
 
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rehearse(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_json(parser)
     parser.add_argument("--keep", action="store_true", help="keep what it makes, until the next rehearsal")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_rehearse(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.rehearsal import rehearse
 
@@ -30,13 +32,13 @@ def run(options: argparse.Namespace) -> int:
         document = {"store": str(found.place), "stages": [asdict(row) for row in found.rows], "error": error}
         print(json.dumps(document, indent=2), flush=True)
     else:
-        print(_text(found), flush=True)
+        print(_rehearsal_text(found), flush=True)
     if found.error:
         raise found.error
     return 0
 
 
-def _text(rehearsal: "Rehearsal") -> str:
+def _rehearsal_text(rehearsal: "Rehearsal") -> str:
     """A line per stage, and an estimate of the real run."""
     from flows.reports.tables import empty_table, plain_text
     from flows.wording import clock
@@ -59,3 +61,47 @@ def _text(rehearsal: "Rehearsal") -> str:
     if rehearsal.place.is_dir():
         lines.append(f"kept until the next rehearsal: {rehearsal.place}")
     return "\n".join(lines)
+
+
+def add_certify(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run_certify(options: argparse.Namespace) -> int:
+    """0: kills change no bit, other workers nothing beyond the tolerance; 1: one does, or a kill was not compared."""
+    from flows.certify import certify
+    from flows.declare.config import load_pipeline
+
+    found = certify(load_pipeline(options.overrides, options.config_dir), words_of(options))
+    document = {"stages": [{"path": str(each.path), **asdict(each.certificate)} for each in found]}
+    print(json.dumps(document, indent=2) if options.json else _certified_text(found), flush=True)
+    comparisons = [each.certificate.comparisons for each in found]
+    differs = any(each.verdict == "differs" for stage in comparisons for each in stage.values())
+    return 1 if differs or any(stage["killed"].verdict == "not compared" for stage in comparisons) else 0
+
+
+def _certified_text(found: "list[Certified]") -> str:
+    """A line per stage and interruption, then the files."""
+    from flows.reports.tables import empty_table, plain_text
+
+    table = empty_table("stage", "interruption", "verdict", "what was found")
+    for each in found:
+        for how, comparison in each.certificate.comparisons.items():
+            before, after = comparison.num_workers
+            workers = f", workers {before} to {after}" if before != after else ""
+            table.add_row(each.certificate.stage, how + workers, comparison.verdict, _detail(comparison))
+    paths = "\n".join(f"{each.certificate.stage}: {each.path}" for each in found)
+    return f"{plain_text(table)}\n\n{paths}"
+
+
+def _detail(comparison: "Comparison") -> str:
+    steps = ", ".join(str(step) for step in comparison.resumed_at)
+    loss, weights = comparison.loss_difference, comparison.weight_difference
+    parts = [
+        comparison.detail,
+        f"losses apart by {loss:.2g}" if loss else "",
+        f"weights apart by {weights:.2g} of what the training moved them" if weights else "",
+        f"resumed from step {steps}" if steps else "",
+    ]
+    return "; ".join(filter(None, parts))

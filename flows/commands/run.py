@@ -1,17 +1,57 @@
-"""``posttrain run``."""
+"""``posttrain plan``, ``run``, ``stage`` and ``export``."""
 
 import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, words_of
 
+if TYPE_CHECKING:
+    from flows.declare.pipeline import Pipeline
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_sweep(parser)
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
+    read_overrides(options)
+    if options.multirun:
+        from flows.reports.sweep import union_dict, union_text
+        from flows.sweep.plan import read_sweep
+
+        sweep = read_sweep(options.overrides, options.config_dir)
+        print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
+        return 0
+    from flows.declare.config import load_pipeline
+    from flows.declared import adopt_view
+    from flows.planning.checks import bf16_notes
+    from flows.planning.disk_capacity import share_notes
+    from flows.planning.plan import make_plan
+    from flows.promotion.retrain import pending
+    from flows.reports.run import plan_table
+
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    adopt_view(pipeline)
+    plan = make_plan(pipeline)
+    faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
+    shares = share_notes(plan, plan.stale)
+    plan = replace(plan, notes=[*plan.notes, *shares, *faster, *pending(plan)])
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
+    return 0
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_sweep(parser)
+    add_json(parser)
+
+
+def run_run(options: argparse.Namespace) -> int:
     read_overrides(options)
     if options.multirun:
         from flows.sweep.run import run_sweep
@@ -22,10 +62,94 @@ def run(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
     from flows.planning.plan import make_plan
-    from flows.run import run_plan
+    from flows.run import run_plan as execute
     from lineage.store import create_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     create_store(pipeline.store)
     adopt_view(pipeline)
-    return run_plan(make_plan(pipeline), words_of(options), as_json=options.json)
+    return execute(make_plan(pipeline), words_of(options), as_json=options.json)
+
+
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="STAGE", help="a stage of the pipeline, whose inputs are finished")
+    add_overrides(parser)
+
+
+def run_stage(options: argparse.Namespace) -> int:
+    from flows.declare.config import load_pipeline
+    from flows.declared import adopt_view, show_declared
+    from flows.planning.plan import make_plan
+    from flows.planning.verdicts import require_passed
+    from flows.run import run_one
+    from flows.tracking import complete_record
+    from lineage.errors import ArtifactError
+    from lineage.store import create_store
+
+    pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name
+    _require_stage(pipeline, name)
+    create_store(pipeline.store)
+    adopt_view(pipeline)
+    plan = make_plan(pipeline)
+    planned = plan.stage(name)
+    for upstream in dict.fromkeys(planned.upstream):
+        if plan.stage(upstream).state != "reuse":
+            reason = plan.stage(upstream).reason
+            raise ArtifactError(
+                f"stage {name} reads {upstream}, which is not finished ({reason}); make that first, "
+                "or all: posttrain run, dvc repro"
+            )
+    complete_record(pipeline)
+    if planned.state == "reuse":
+        plan.entry(planned).require_intact()  # else DVC would take a damaged output for a new one
+        print(f"nothing to do: {name} is finished: {plan.entry(planned).output}")
+    else:
+        run_one(plan, name, words_of(options))
+        print(plan.entry(planned).output)
+    show_declared(plan, words_of(options), [name])
+    require_passed(replace(plan, stages=[planned]))
+    return 0
+
+
+def _require_stage(pipeline: "Pipeline", name: str) -> None:
+    from flows.declare.pipeline import nearest
+    from lineage.errors import ConfigError
+
+    if name not in pipeline.stages:
+        names = list(pipeline.stages)
+        raise ConfigError(f"{name}: no such stage; there are: {', '.join(names)}{nearest(name, names)}")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", choices=["verl"], help="the program that is to run the stage")
+    parser.add_argument("name", metavar="STAGE", help="a stage of GRPO, RLOO or PPO, whose inputs are finished")
+    add_overrides(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: verl/STAGE")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of verl, which wins; repeat it"
+    )
+    parser.add_argument("--ability", default="general", help="the column ability of the rows, such as math")
+    add_json(parser)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    from flows.declare.config import load_pipeline
+    from flows.planning.plan import make_plan
+    from flows.verl.export import COMMAND, NOTES, export_verl
+
+    pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name
+    _require_stage(pipeline, name)
+    out = options.out or Path("verl") / name
+    found = export_verl(make_plan(pipeline), name, out, options.set, options.ability)
+    if options.json:
+        values = {
+            "folder": str(found.folder), "rows": found.num_rows, "config": found.config, "overrides": found.overrides,
+            "not_exported": found.notes,
+        }  # fmt: skip
+        print(json.dumps(values, indent=2))
+        return 0
+    print(f"{found.folder / COMMAND} trains {name} by verl on {found.num_rows['train']} prompts")
+    print(f"not carried over ({found.folder / NOTES}):")
+    for note in found.notes:
+        print(f"  {note}")
+    return 0

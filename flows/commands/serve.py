@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flows.prefect.deployments import Declared, Preset
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
@@ -32,7 +32,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     from flows.declare.store_root import store_root
     from flows.prefect.address import configured_api_url
     from flows.prefect.deployments import Preset, deployable

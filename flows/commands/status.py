@@ -1,29 +1,31 @@
-"""``posttrain status``."""
+"""``posttrain status``, ``logs`` and ``cancel``."""
 
 import argparse
 import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 
-from flows.commands.arguments import add_overrides
-from flows.declare.store_root import store_root
+from flows.commands.arguments import add_overrides, name_among
+from flows.declare.store_root import asked_store, store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
+from flows.wording import printable_text
 from lineage.errors import StoppedError
 from lineage.store import require_store
 
 _WATCH_SECONDS = 1.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_status(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_status(options: argparse.Namespace) -> int:
     store = store_root(options.overrides, options.config_dir)
     if options.overrides or (store.exists() and any(store.iterdir())):  # else the first run may be about to create it
         require_store(store)
@@ -45,3 +47,46 @@ def _watch(store: Path) -> None:
         while True:
             live.update(Text(status_text(store, *views(store))), refresh=True)
             time.sleep(_WATCH_SECONDS)
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="REF", help="such as dpo, cpt-sft-dpo/dpo, or digits of a fingerprint")
+    add_overrides(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the stage ends, from before it begins")
+    parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="the last so many lines; without: all")
+
+
+def run_logs(options: argparse.Namespace) -> int:
+    from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
+
+    ref, overrides = name_among(options.ref, options.overrides)
+    store = asked_store(overrides, options.config_dir)
+    if not options.follow:
+        sys.stdout.writelines(map(printable_text, read_log(stage_entry(ref, store), options.lines)))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in follow_log(begun_entry(ref, store), options.lines):
+            sys.stdout.write(printable_text(line))
+            sys.stdout.flush()
+        return 0
+    return StoppedError.exit_code
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: is no number of lines; give one from 0 on")
+    return int(text)
+
+
+def add_cancel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="its id as in posttrain status, or enough of it; or: latest")
+    add_overrides(parser)
+
+
+def run_cancel(options: argparse.Namespace) -> int:
+    from flows.cancel import cancel, find_run
+
+    run_id, overrides = name_among(options.run, options.overrides)
+    store = asked_store(overrides, options.config_dir)
+    print(cancel(find_run(run_id, store), store))
+    return 0

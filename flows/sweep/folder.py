@@ -106,12 +106,12 @@ class SweepFiles:
     Args:
         shared: the overrides that all trials share.
         config_dir: of the command.
-        judge: gives the numbers of the best trials among the results, and the page of plots.
+        judge: gives the numbers of the best trials among the results of a folder, and the page of plots.
     """
 
     def __init__(
         self, folder: Path, sweep: Sweep, fields: Iterable[str], shared: Sequence[str], config_dir: Path | None,
-        judge: Callable[[Sequence[TrialResult]], tuple[list[int], str]],
+        judge: Callable[[Sequence[TrialResult], Path], tuple[list[int], str]],
     ) -> None:  # fmt: skip
         self.folder, self._sweep, self._params, self._judge = folder, sweep, list(fields), judge
         own = {"config_dir": str(config_dir.absolute())} if config_dir else {}
@@ -184,7 +184,7 @@ class SweepFiles:
         return [["step", *series], *lines]
 
     def _write_best(self, results: Sequence[TrialResult]) -> None:
-        best, page = self._judge(results)
+        best, page = self._judge(results, self.folder)
         atomic_write(self.folder / "plots.html", page)
         is_one = len(self._sweep.objectives) == 1
         files = {"best.yaml" if is_one else f"best-{each.number}.yaml": each for each in results if each.number in best}

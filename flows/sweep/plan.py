@@ -113,7 +113,6 @@ class SweepPlan:
     params: dict[str, str]
     space: dict[str, Values]
     overrides: list[str]
-    config_dir: Path | None
     planner: Planner
     known: list[Trial] | None
     samples: list[Trial]
@@ -182,8 +181,8 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> Swee
     samples = known or list(_samples(planner, space))
     check_sweep(sweep, space, [planned.name for planned in samples[0].plan.stages])
     return SweepPlan(
-        sweep=sweep, params=params, space=space, overrides=shared, config_dir=config_dir, planner=planner, known=known,
-        samples=samples, own=varying(samples[0].plan.pipeline, params),
+        sweep=sweep, params=params, space=space, overrides=shared, planner=planner, known=known, samples=samples,
+        own=varying(samples[0].plan.pipeline, params),
     )  # fmt: skip
 
 

@@ -6,13 +6,15 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows.declare.compose import field_of
 from flows.open_run import Trials, check_machine, note_before, open_run
 from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
@@ -21,7 +23,7 @@ from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
 from flows.stages.admission import count_cpus, visible_gpus
 from flows.stages.cluster_capacity import ask_cluster
-from flows.stages.execute import execute
+from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from flows.stops import stoppable
@@ -70,8 +72,14 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
     create_store(plan.pipeline.store)
     note_before(plan)
     folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, sweep.stages)
-    files = _files(sweep, folder)
-    with stoppable(), _study(sweep, folder) as study, Screen(sys.stderr, _titles(sweep)) as screen:
+    shared = [word for word in sweep.overrides if field_of(word).split(".")[0] != "sweep"]
+    files = SweepFiles(
+        folder, sweep.sweep, sweep.space, [*shared, *fixed_overrides(sweep.sweep)], config_dir, partial(_judge, sweep)
+    )
+    study = _study(sweep, folder)
+    # The longest titles, for the columns of the screen.
+    titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
+    with stoppable(), study.owning() if study else contextlib.nullcontext(), Screen(sys.stderr, titles) as screen:
         engine = Engine(sweep=sweep, study=study, files=files, num_workers=num_workers)
         execution_id = None
         if engine.has_work():
@@ -83,37 +91,23 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
     seconds = time.perf_counter() - start
     report = json.dumps(sweep_dict(sweep, files, seconds, execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, files, seconds), flush=True)
-    engine.require_none_failed()
+    if failure := engine.failure():
+        raise _TrialsFailedError(failure)
     return 0
 
 
-def _files(sweep: SweepPlan, folder: Path) -> SweepFiles:
-    def judge(results: Sequence[TrialResult]) -> tuple[list[int], str]:
-        from flows.sweep.study import best_and_plots  # imports optuna
+def _judge(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tuple[list[int], str]:
+    from flows.sweep.study import best_and_plots  # imports optuna
 
-        return best_and_plots(sweep.sweep, sweep.space, results, folder)
-
-    shared = [word for word in sweep.overrides if word.lstrip("+~").partition("=")[0].split(".")[0] != "sweep"]
-    return SweepFiles(
-        folder, sweep.sweep, sweep.space, [*shared, *fixed_overrides(sweep.sweep)], sweep.config_dir, judge
-    )
+    return best_and_plots(sweep.sweep, sweep.space, results, folder)
 
 
-@contextlib.contextmanager
-def _study(sweep: SweepPlan, folder: Path) -> "Iterator[Study | None]":
+def _study(sweep: SweepPlan, folder: Path) -> "Study | None":
     if sweep.sweep.sampler is None:
-        yield None
-        return
+        return None
     from flows.sweep.study import Study  # imports optuna
 
-    study = Study(sweep.sweep, sweep.space, folder)
-    with study.owning():
-        yield study
-
-
-def _titles(sweep: SweepPlan) -> list[str]:
-    """The longest titles of the stages, for the columns of the screen."""
-    return [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in sweep.plan.stages]
+    return Study(sweep.sweep, sweep.space, folder)
 
 
 def _num_workers(sweep: SweepPlan) -> int:
@@ -176,7 +170,8 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> 
             name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name,
         )  # fmt: skip
         run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
-        engine.require_none_failed()
+        if failure := engine.failure():
+            raise _TrialsFailedError(failure)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -237,12 +232,6 @@ class Engine:
                 self._is_over = True
                 run.processes.stop()  # forwards the stop to the stages, and waits for them
                 raise
-
-    def require_none_failed(self) -> None:
-        """Raises _TrialsFailedError: which trials failed."""
-        failure = self.failure()
-        if failure:
-            raise _TrialsFailedError(failure)
 
     def failure(self) -> str | None:
         """Which trials failed, in this run of the sweep or before; None: none has."""
@@ -317,21 +306,15 @@ class Engine:
             if not node.trials:
                 raise PrunedError(f"stage {node.title}: every trial that needs it was pruned")
             node.has_started = True
-        is_finished = False
-
-        def work() -> None:
-            nonlocal is_finished
-            execute(run, planned)
-            is_finished = True
-
+        results: list[Result] = []
         try:
-            self._as_task(node.title, work)
+            self._as_task(node.title, lambda: results.append(execute(run, planned)))
         except Exception as error:
-            if not isinstance(error, PipelineError) and not is_finished:
+            if not results:
+                if isinstance(error, PipelineError):
+                    raise
                 raise PipelineError(f"stage {node.title}: {error!r}") from error
-            if not is_finished:
-                raise
-        if not is_finished:
+        if not results:
             raise PipelineError(f"stage {node.title}: Prefect ended it before it began")
 
     def _follow(self, trial: Trial, nodes: Mapping[str, _Node]) -> tuple[TrialState, str]:
@@ -384,9 +367,15 @@ class Engine:
             except ArtifactError as error:
                 state, cause = "failed", str(error)
         times = [manifests[name].provenance for name in manifests if name in self.sweep.own]
+        metrics = {
+            f"{stage}/{name}": value
+            for stage, each in manifests.items()
+            for name, value in each.metrics.items()
+            if math.isfinite(value)
+        }
         result = TrialResult(
             number=trial.number, params=dict(trial.params), state=state, cause=cause, values=values,
-            seconds=sum((each.end - each.start for each in times), start=0.0), metrics=_metrics(manifests),
+            seconds=sum((each.end - each.start for each in times), start=0.0), metrics=metrics,
             fingerprints={name: each.fingerprint for name, each in manifests.items()},
         )  # fmt: skip
         with self._lock:
@@ -404,12 +393,3 @@ class Engine:
         self.run.tracker.trial_ends(result.number, end)
         if self._study:
             self._study.tell(result)
-
-
-def _metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
-    return {
-        f"{stage}/{name}": value
-        for stage, manifest in manifests.items()
-        for name, value in manifest.metrics.items()
-        if math.isfinite(value)
-    }

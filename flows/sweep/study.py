@@ -10,6 +10,7 @@ import socket
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -47,6 +48,12 @@ _PARTS = (BaseSampler, BasePruner, BaseCrossover, BaseMutation)
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
 _LOG_RATIO = 100  # high / low, from which an axis is logarithmic
 _MAX_CONTOURS = 6  # parameters; a page of more is unreadable
+_OF_OBJECTIVE: dict[str, Callable[..., Figure]] = {
+    "by trial": visualization.plot_optimization_history,
+    "by parameter": visualization.plot_slice,
+    "parallel coordinates": visualization.plot_parallel_coordinate,
+    "by pairs of parameters": visualization.plot_contour,
+}
 
 
 def try_out(sweep: Sweep, space: Mapping[str, Values]) -> None:
@@ -302,34 +309,28 @@ def _frozen(
         yield optuna.create_trial(
             state=_STATES[result.state],
             values=[result.values[name] for name in sweep.objectives] if result.state == "complete" else None,
-            params={names[field]: _number(axis, result.params[field]) for field, axis in axes.items()},
-            distributions={names[field]: _distribution(axis) for field, axis in axes.items()},
+            params={names[field]: _on_axis(axis, result.params[field]) for field, axis in axes.items()},
+            distributions={names[field]: axis for field, axis in axes.items()},
             intermediate_values=dict(reports.get(number, {})),
         )
 
 
-def _axis(values: Values) -> Values:
+def _axis(values: Values) -> BaseDistribution:
     """Choices that are all numbers get an axis of numbers; a logarithmic one where they span orders of magnitude."""
-    if values.low is not None:
-        return Values(low=values.low, high=values.high, log=values.log)
-    try:
-        numbers = [float(text) for text in values.choices]
-    except ValueError:
-        return values
-    low, high = min(numbers), max(numbers)
-    return Values(low=low, high=high, log=low > 0 and high >= _LOG_RATIO * low)
+    if values.low is None:
+        try:
+            numbers = [float(text) for text in values.choices]
+        except ValueError:
+            return CategoricalDistribution(values.choices)
+        low, high = min(numbers), max(numbers)
+        return FloatDistribution(low, high, log=low > 0 and high >= _LOG_RATIO * low)
+    if values.is_whole:
+        return IntDistribution(int(values.low), int(values.high), log=values.log)
+    return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def _number(axis: Values, text: str) -> object:
-    return text if axis.low is None else int(text) if axis.is_whole else float(text)
-
-
-def _distribution(axis: Values) -> BaseDistribution:
-    if axis.low is None:
-        return CategoricalDistribution(axis.choices)
-    if axis.is_whole:
-        return IntDistribution(int(axis.low), int(axis.high), log=axis.log)
-    return FloatDistribution(axis.low, axis.high, log=axis.log)
+def _on_axis(axis: BaseDistribution, text: str) -> object:
+    return text if isinstance(axis, CategoricalDistribution) else axis.to_external_repr(float(text))
 
 
 def _page(study: optuna.Study, sweep: Sweep, title: str) -> str:
@@ -357,32 +358,22 @@ def _plots(study: optuna.Study, sweep: Sweep) -> Iterator[tuple[str, Callable[[]
     names = list(sweep.objectives)
     if len(names) > 1:
         yield "Pareto front", lambda: visualization.plot_pareto_front(study, target_names=names)
+    num_params = len({field for trial in study.trials for field in trial.params})
     for index, name in enumerate(names):
-        for title, draw in _plots_of(study, index, name):
-            yield f"{name}: {title}", draw
+        # Without a target, which several objectives need, Optuna also marks the best trial.
+        own = {"target": partial(_value, index)} if len(names) > 1 else {}
+        for title, draw in _OF_OBJECTIVE.items():
+            if draw != visualization.plot_contour or 2 <= num_params <= _MAX_CONTOURS:
+                yield f"{name}: {title}", partial(draw, study, target_name=name, **own)
+        yield f"{name}: importance of each parameter", partial(_importances, study, index, name)
     if sweep.pruning:
         negated = " (negated)" if _sign(sweep) < 0 else ""
         title = f"{sweep.pruning.stage}/{sweep.pruning.metric}{negated} by step"
         yield title, lambda: visualization.plot_intermediate_values(study)
 
 
-def _plots_of(study: optuna.Study, index: int, name: str) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """The plots of one objective."""
-
-    def value(trial: FrozenTrial) -> float:
-        return float(trial.values[index])
-
-    def drawn(draw: Callable[..., Figure]) -> Callable[[], Figure]:
-        if len(study.directions) == 1:  # without a target, Optuna also marks the best trial
-            return lambda: draw(study, target_name=name)
-        return lambda: draw(study, target=value, target_name=name)
-
-    yield "by trial", drawn(visualization.plot_optimization_history)
-    yield "importance of each parameter", lambda: _importances(study, index, name)
-    yield "by parameter", drawn(visualization.plot_slice)
-    yield "parallel coordinates", drawn(visualization.plot_parallel_coordinate)
-    if 2 <= len({field for trial in study.trials for field in trial.params}) <= _MAX_CONTOURS:
-        yield "by pairs of parameters", drawn(visualization.plot_contour)
+def _value(index: int, trial: FrozenTrial) -> float:
+    return float(trial.values[index])
 
 
 def _importances(study: optuna.Study, index: int, name: str) -> Figure:
@@ -390,7 +381,7 @@ def _importances(study: optuna.Study, index: int, name: str) -> Figure:
     sign = 1 if study.directions[index] == StudyDirection.MINIMIZE else -1
 
     def loss(trial: FrozenTrial) -> float:
-        return sign * float(trial.values[index])
+        return sign * _value(index, trial)
 
     found = get_param_importances(study, target=loss, normalize=False)
     if len(found) == 1:

@@ -19,6 +19,7 @@ from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
 from lineage.checkpoints import Checkpoints
 from tasks.train.adapted import REFERENCE
 from tasks.train.generating import Generating
+from tasks.train.prompt_cache import read_prompts_once
 from tasks.train.rollouts import Rollouts, number_real_tokens
 from tasks.train.sharding import autocast
 
@@ -87,9 +88,13 @@ class WithRollouts(_BaseTrainer):
         super().__init__(*args, **kwargs)
         self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
         number_real_tokens(self.model)
+        method = rollouts.method
+        if not (method.neftune_alpha or (method.adapter and method.adapter.dropout)):  # noise of each row
+            read_prompts_once(self.model)
         if ref_model is not None:
             add_fused_lm_head(ref_model, temperature=self.temperature)
             number_real_tokens(ref_model)
+            read_prompts_once(ref_model)
         self._buffered: list[dict[str, Tensor]] = []
         self._of_generation: dict[str, list[float]] = {}
 

@@ -31,6 +31,7 @@ from tasks.evaluate.scoring import without_router_loss
 from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
+from tasks.train.prompt_cache import prompt_cache
 from tasks.train.rewards import sequence_scores
 
 if TYPE_CHECKING:
@@ -322,9 +323,11 @@ def sample(
     try:
         with torch.inference_mode(), without_router_loss(model):
             processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
+            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
             found_BT = model.generate(
-                input_ids=ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=processors
-            )
+                input_ids=ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=processors,
+                past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
+            )  # fmt: skip
     finally:
         model.generation_config = own
         if routes is not None:

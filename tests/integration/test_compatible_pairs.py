@@ -73,7 +73,8 @@ def test_what_works_together_trains(root: Path, tmp_path: Path, share: int) -> N
         case = outcome(*chosen).case
         assert case
         named = " ".join(map(str, chosen))
-        method = replace(case.method, **FITTED.get(case.get("method.adapter.type"), {}))
+        own = training.OWN.get(str(next(each.value for each in chosen if each.setting == "method")), {})
+        method = replace(case.method, **{**own, **FITTED.get(case.get("method.adapter.type"), {})})
         done = training.train(method, root, tmp_path / str(number), resources=case.resources)
         assert all(map(math.isfinite, done.losses)) and len(done.losses) == method.num_steps, named
         assert not same(weights(done.output), start), named

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.grpo import VARIANTS
+from tasks.method import Adapter
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
@@ -532,6 +533,58 @@ def test_padded_rows_have_the_log_probabilities_of_each_row_alone(
             with torch.no_grad():
                 expected = model(alone).logits[0, :-1].log_softmax(-1).gather(1, alone[0, 1:, None])[-ends:, 0]
             assert row_logps[:ends].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.fixture
+def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each forward of a backbone of Llama."""
+    found: list[int] = []
+    forward = LlamaModel.forward
+
+    def counted(self: LlamaModel, input_ids: torch.Tensor, *args: object, **inputs: object) -> object:
+        found.append(input_ids.numel())
+        return forward(self, input_ids, *args, **inputs)
+
+    monkeypatch.setattr(LlamaModel, "forward", counted)
+    return found
+
+
+@pytest.mark.parametrize("fields", [{}, {"beta": 0.1, "num_iterations": 2}, {"adapter": LORA}], ids=str)
+def test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_rows(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_read: list[int], fields: dict
+) -> None:
+    runs = {}
+    for name in ("once", "whole"):
+        if name == "whole":
+            for module in ("prompt_cache", "rollouts"):
+                monkeypatch.setattr(f"tasks.train.{module}.prompt_cache", lambda *_: None)
+        run = training.train(training.method("grpo", **fields), root, tmp_path / name)
+        runs[name] = run.losses, pq.read_table(run.output / "samples.parquet").to_pylist(), sum(tokens_read)
+        tokens_read.clear()
+    (losses, samples, tokens), (expected, whole_samples, all_tokens) = runs.values()
+    assert losses == pytest.approx(expected, rel=1e-4) and samples == whole_samples
+    assert tokens < 0.5 * all_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "resources"),
+    [
+        ({"neftune_alpha": 5.0}, {}),
+        ({"adapter": Adapter(rank=4, alpha=8, dropout=0.5)}, {}),
+        ({}, {"gradient_checkpointing": "on"}),
+    ],
+    ids=["neftune", "dropout", "checkpointing"],
+)
+def test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_its_activations(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict, resources: dict
+) -> None:
+    runs = []
+    for name in ("once", "whole"):
+        if name == "whole":
+            monkeypatch.setattr("tasks.train.prompt_cache.prompt_cache", lambda *_: None)
+        where = Resources(micro_batch_size=4, **resources)
+        runs.append(training.train(training.method("grpo", **fields), root, tmp_path / name, resources=where))
+    assert runs[0].losses == runs[1].losses
 
 
 def pad_as_eos(policy: Path) -> None:

@@ -10,6 +10,7 @@ from tests.command import REPOSITORY
 # Runs its trials; of the one whose number is given, it dies by SIGKILL in the middle.
 _SCRIPT = """
 import os, signal, sys, time
+from functools import partial
 from pathlib import Path
 from flows.sweep.folder import SweepFiles
 from flows.sweep.study import Study, best_and_plots
@@ -18,7 +19,7 @@ from tests.sweeps import RANDOM, complete, maximize, space_of, sweep
 settings = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
 space, folder = space_of({"lr": "interval(0,1)"}), Path(sys.argv[1])
 study = Study(settings, space, folder)
-files = SweepFiles(folder, settings, space, [], None, lambda found: best_and_plots(settings, space, found, folder))
+files = SweepFiles(folder, settings, space, [], None, partial(best_and_plots, settings, space))
 with study.owning():
     for number, params in iter(study.ask, None):
         print(number, params["lr"], flush=True)

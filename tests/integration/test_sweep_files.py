@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,7 @@ def _files(folder: Path, settings, params=GRID, overrides=("pipeline=toy",), con
     folder.mkdir(parents=True, exist_ok=True)
     space = space_of(params)
 
-    def judge(results):
-        return best_and_plots(settings, space, results, folder)
-
-    return SweepFiles(folder, settings, space, overrides, config_dir, judge)
+    return SweepFiles(folder, settings, space, overrides, config_dir, partial(best_and_plots, settings, space))
 
 
 def _params(number: int) -> dict[str, str]:

@@ -39,18 +39,15 @@ def _asked(study, count: int) -> list:
 
 def test_it_draws_each_field_from_its_values(tmp_path):
     study = _study(tmp_path)
-    for _, trial in _asked(study, 6):
+    trials = _asked(study, 6)
+    for _, trial in trials:
         assert list(trial) == list(SPACE)
         assert 1e-6 <= float(trial["lr"]) <= 1e-2
         assert 1 <= int(trial["r"]) <= 64
         assert trial["adapter"] in ("full", "lora")
         assert trial["beta"] in ("0.1", "0.2", "0.3", "0.4")
     assert study.ask() is None
-
-
-def test_a_logarithmic_scale_is_drawn_from_evenly(tmp_path):
-    rates = [float(trial["lr"]) for _, trial in _asked(_study(tmp_path, num_trials=8), 8)]
-    assert sum(rate < 1e-4 for rate in rates) >= 2  # of 8 on a linear scale: none
+    assert sum(float(trial["lr"]) < 1e-4 for _, trial in trials) >= 2  # logarithmic; on a linear scale: none
 
 
 def test_a_continued_sweep_proposes_what_an_uninterrupted_one_does(tmp_path):
@@ -215,20 +212,9 @@ def test_thresholds_are_of_the_metric_as_it_is(tmp_path, objective):
     assert _pruned(tmp_path, LOSSES, objective=objective, pruner=pruner) == [2]
 
 
-def test_a_pruner_may_wrap_another(tmp_path):
-    median = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2}
-    patient = {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": median, "patience": 0}
-    assert _pruned(tmp_path, LOSSES, pruner=patient) == [2]
-
-
 def test_hyperband_prunes_within_its_brackets(tmp_path):
     pruner = {"_target_": "optuna.pruners.HyperbandPruner", "min_resource": 1, "max_resource": 2, "reduction_factor": 2}
     assert _pruned(tmp_path, [[1, 1], [5, 5], [6, 6], [7, 7]], pruner=pruner) == [2, 3]
-
-
-def test_successive_halving_keeps_the_best_share(tmp_path):
-    pruner = {"_target_": "optuna.pruners.SuccessiveHalvingPruner", "min_resource": 1, "reduction_factor": 2}
-    assert _pruned(tmp_path, [[1], [5], [4], [0.5]], pruner=pruner) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_a_cluster_is_asked_what_it_holds_however_it_is_named(monkeypatch):
 )  # fmt: skip
 def test_the_command_counts_and_exits(monkeypatch, capsys, findings, last, code):
     monkeypatch.setattr(doctor, "diagnose", lambda overrides, config_dir: [Finding("tmp", "ok", "x"), *findings])
-    assert command.run(SimpleNamespace(overrides=[], config_dir=None, json=False)) == code
+    assert command.run_doctor(SimpleNamespace(overrides=[], config_dir=None, json=False)) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 

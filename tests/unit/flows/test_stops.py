@@ -123,11 +123,11 @@ def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, 
 def test_a_command_under_nohup_outlives_its_terminal(monkeypatch):
     class Imported:
         @staticmethod
-        def add_arguments(parser):
+        def add_status(parser):
             os.kill(os.getpid(), signal.SIGHUP)
 
         @staticmethod
-        def run(options):
+        def run_status(options):
             return 0
 
     monkeypatch.setattr(importlib, "import_module", lambda name: Imported)

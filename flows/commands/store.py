@@ -1,0 +1,232 @@
+"""``posttrain verify``, ``gc`` and ``rebuild``."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.commands.arguments import add_json, add_overrides
+from flows.wording import printable_text
+from lineage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flows.declare.operation import Tracking
+    from lineage.gc import Garbage
+    from lineage.verify.store import Checked, Finding
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "": 86400.0}  # of an age, in seconds
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", nargs="?", metavar="REF", help="an artifact: it and its ancestry; none: the whole store")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. store=elsewhere")
+    parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
+    add_json(parser)
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """0: the record is intact; 1: something is missing, changed or orphaned."""
+    from flows.declare.config import load_pipeline
+    from lineage.store import require_store
+    from lineage.verify.store import Checked, Fault, read_store
+
+    if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
+        options.overrides, options.ref = [options.ref, *options.overrides], None
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    everything, findings = read_store(require_store(pipeline.store))
+    chosen = _chosen(options.ref, pipeline.store) if options.ref else set(everything)
+    checked = Checked(all=everything, chosen=sorted(chosen & everything.keys()))
+    if options.ref:
+        findings = [finding for finding in findings if finding.what in chosen]
+    findings += _all_findings(pipeline.store, pipeline.tracking, checked)
+    faults = [finding for finding in findings if finding.fault != Fault.NOTE]
+    if options.json:
+        shown = [asdict(each) for each in findings]
+        print(json.dumps({"checked": len(checked.chosen), "intact": not faults, "findings": shown}, indent=2))
+    else:
+        print(printable_text(_verified_text(findings, len(faults), checked)))
+    return 1 if faults else 0
+
+
+def _chosen(ref: str, store: Path) -> set[str]:
+    from lineage.graph.ancestry import ancestry
+    from lineage.graph.index import Index
+    from lineage.graph.refs import resolve
+
+    with Index(store) as index:
+        found = resolve(ref, index)
+        if found.entry is None:
+            raise ConfigError(
+                f"{ref} is the source {found.node}, whose bytes the store does not keep; name an artifact"
+            )
+        return set(ancestry(index, found.node).nodes)
+
+
+def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
+    from lineage.digest import DigestCache
+    from lineage.verify.store import (
+        check_certificates,
+        check_links,
+        check_lock,
+        check_outputs,
+        check_promotions,
+        check_sources,
+        check_view,
+    )
+
+    cache = DigestCache(store / "digests.json")
+    yield from check_outputs(checked)
+    yield from check_links(checked)
+    yield from check_sources(checked, cache)
+    yield from check_certificates(store, checked)
+    yield from check_view(store, checked)
+    if checked.is_whole:
+        yield from check_promotions(store, checked)
+    if tracking.mlflow:
+        from lineage.verify.mlflow import check_mlflow
+
+        yield from check_mlflow(tracking.uri, store, checked)
+    if checked.is_whole and tracking.dvc:
+        yield from check_lock(Path.cwd(), store, cache)
+
+
+def _verified_text(findings: list["Finding"], num_faults: int, checked: "Checked") -> str:
+    lines = [f"{each.fault:9} {each.what}: {each.why}\n          {each.mend}" for each in findings]
+    count = f"{len(checked.chosen)} artifacts"
+    lines.append(f"{count} checked: {num_faults} faults" if num_faults else f"{count} checked: intact")
+    return "\n".join(lines)
+
+
+def add_gc(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    parser.add_argument("--dry-run", action="store_true", help="only show it")
+    parser.add_argument("--keep", action="append", default=[], metavar="REF", help="keep this, with its ancestors")
+    parser.add_argument(
+        "--older-than", type=_seconds, default=_seconds("7d"), metavar="AGE",
+        help="only what was not used for so long, such as 30d or 12h; default 7d",
+    )  # fmt: skip
+
+
+def run_gc(options: argparse.Namespace) -> int:
+    """0, also where nothing is deleted.
+
+    Raises:
+        PipelineError: the roots are unknown, so that nothing is deleted.
+    """
+    from flows.declare.config import load_pipeline
+    from flows.declare.store_root import asked_store
+    from flows.gc_roots import add_present, find_roots
+    from lineage.gc import delete, find
+
+    store = asked_store(options.overrides, options.config_dir)
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    roots = find_roots(store, pipeline, options.keep)
+    garbage, young = find(store, roots, options.older_than)
+    if not options.json:
+        _print_garbage(store, garbage, young)
+    agreed = bool(garbage) and not options.dry_run and (options.yes or _asked(options.json))
+    if agreed and not options.yes:  # the answer took its time
+        roots = find_roots(store, pipeline, options.keep)
+    done = [each for each in garbage if agreed and delete(store, each, partial(add_present, store, roots))]
+    if options.json:
+        print(
+            json.dumps({**_garbage_dict(store, garbage, young, roots), "freed": [each.what for each in done]}, indent=2)
+        )
+    elif agreed:
+        rest = len(garbage) - len(done)
+        print(
+            f"deleted {len(done)} of {len(garbage)}" + (f"; {rest} came into use, or went, meanwhile" if rest else "")
+        )
+    return 0
+
+
+def _garbage_dict(
+    store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]", roots: dict[str, str]
+) -> dict[str, object]:
+    from lineage.gc import size
+
+    def row(each: "Garbage") -> dict[str, object]:
+        return {
+            "what": each.what, "why": each.why, "paths": [str(path) for path in each.paths],
+            "fingerprint": each.fingerprint, "bytes": size([each]).num_bytes, "freed_bytes": size([each]).freed,
+            "last_used": each.last_used,
+        }  # fmt: skip
+
+    whole = size(garbage)
+    return {
+        "store": str(store), "garbage": list(map(row, garbage)), "bytes": whole.num_bytes, "freed_bytes": whole.freed,
+        "too_young": list(map(row, young)), "needed": roots,
+    }  # fmt: skip
+
+
+def _print_garbage(store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]") -> None:
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    from flows.reports.tables import empty_table, plain_text
+    from flows.wording import counted
+    from lineage.gc import size
+
+    lines, whole = [], size(garbage)
+    if garbage:
+        table = empty_table("what", "size", "why", numbers=("size",))
+        for each in garbage:
+            table.add_row(Text(each.what), decimal(size([each]).num_bytes), Text(each.why))
+        lines.append(plain_text(table))
+    if whole.freed < whole.num_bytes:
+        lines.append(f"{decimal(whole.num_bytes - whole.freed)} stay on the disk: hard links from elsewhere share them")
+    if young:
+        names = ", ".join(each.what for each in young[:5])
+        used = f"{counted(len(young), 'thing')} ({decimal(size(young).num_bytes)}) used lately"
+        lines.append(f"{used} stay: {names}; --older-than 0 takes them too")
+    total = f"{counted(len(garbage), 'thing')} to delete in {store}: {decimal(whole.freed)}"
+    lines.append(total if garbage else f"nothing to delete in {store}")
+    print(printable_text("\n".join(lines)))
+
+
+def _asked(as_json: bool) -> bool:
+    if as_json or not sys.stdin.isatty():
+        if not as_json:
+            print("nothing is deleted: there is no terminal to ask at; --yes deletes it")
+        return False
+    return input("delete it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _seconds(word: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([dh]?)", word)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{word}: not a valid age; give days or hours, such as 30d, 12h, 0")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def add_rebuild(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run_rebuild(options: argparse.Namespace) -> int:
+    from flows.declare.config import load_pipeline
+    from flows.progress.run_record import silent_drivers
+    from lineage.mlflow.registry import refill
+    from lineage.store import require_store
+
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    if not pipeline.tracking.mlflow:
+        raise ConfigError(
+            "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or state tracking.uri"
+        )
+    require_store(pipeline.store)
+    rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
+    if options.json:
+        print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))
+        return 0
+    counts = ", ".join(f"{count} {name}" for name, count in rebuilt.added.items())
+    print(f"MLflow: added {counts}; {rebuilt.present} runs were there")
+    return 0
