@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import shutil
 import re
 from pathlib import Path
 
@@ -251,6 +252,8 @@ def function_rows(tmp_path):
     file = tmp_path / "mine.py"
 
     def rows(code: str, name: str = "rows") -> list[Row | Broken]:
+        # Python runs the bytecode of a file whose size and second of change are those of its last import.
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         file.write_text(code)
         chunks = list(read_function(Source(path=f"python:{file}:{name}", allow_code=True)))
         return [row for chunk in chunks for row in pickle.loads(pickle.dumps(chunk)).rows()]
