@@ -2,8 +2,8 @@
 
 import logging
 import pickle
-import shutil
 import re
+import shutil
 from pathlib import Path
 
 import fsspec
