@@ -101,7 +101,8 @@ def in_flow(
                 f"Prefect at {configured_api_url()} went away before the first stage ({error}); "
                 "run the same command again"
             ) from error
-        if not reported.is_over:
+        stopped = isinstance(error, KeyboardInterrupt) and not reported.gave_up  # Ctrl-C, after the body
+        if stopped or not reported.is_over:
             raise
         # Else Prefect did not take the end, or repeats the state that the body returned.
     finally:
@@ -115,7 +116,8 @@ class _Reported:
 
     Attributes:
         has_begun: the body was called.
-        is_over: the body has returned or raised; any later error is of Prefect alone.
+        is_over: the body has returned or raised; any later error is of Prefect alone, or a stop.
+        gave_up: Prefect had its seconds to take the end.
         error: of the body.
     """
 
@@ -127,7 +129,7 @@ class _Reported:
         self._was_away = False
         self.has_begun = False
         self._alarm: Callable[[], object] = lambda: None  # restores the alarm that was set before ours
-        self.is_over = False
+        self.is_over = self.gave_up = False
         self.error: BaseException | None = None
 
     def follow(self, body: Callable[[], State[None] | None]) -> State[None] | None:
@@ -180,6 +182,7 @@ class _Reported:
         """Prefect's client retries for minutes, and a server may accept a call and never answer."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
+            self.gave_up = True
             raise KeyboardInterrupt
 
         handler, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)

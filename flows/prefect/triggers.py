@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import secrets
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ class Taken:
         digests: source -> fingerprint, before the run that was started last.
         started: the same, as that run takes them, while it is open.
         run: its id; None: it is over.
-        key: its idempotency key, which the next one continues.
+        key: its idempotency key, which the next one continues; before the first run, a random one.
         tries: the number of runs that crashed over the same data.
     """
 
@@ -182,7 +183,8 @@ class Watcher:
     def _taken(self, found: Mapping[str, str]) -> Taken:
         """What the runs so far have taken; of a source that is new here, what the pipeline's last output is made of."""
         stored = self._read()
-        taken = self._settled(stored or Taken(digests={}))
+        # Its own first key: another store, or one that was deleted, may have had the same data on the same server.
+        taken = self._settled(stored or Taken(digests={}, key=secrets.token_hex(16)))
         unknown = found.keys() - taken.now().keys()
         known = {name: last_taken(self._pipeline, name) or found[name] for name in unknown}
         taken = replace(taken, digests={**taken.digests, **known})

@@ -76,6 +76,20 @@ def watched(tmp_path):
     return Watched(tmp_path)
 
 
+def test_another_store_on_the_same_server_starts_a_run_of_its_own_for_the_same_data(tmp_path):
+    first, second = (tmp_path / name for name in ("first", "second"))
+    runs = RecordedRuns()
+    for number, folder in enumerate((first, second), start=1):
+        folder.mkdir()
+        watched = Watched(folder)
+        watched.runs = runs
+        watched.restart()
+        watched.poll()
+        watched.rows.write_text("second")
+        watched.poll_until_settled()
+        assert len(runs.created) == number
+
+
 def test_what_is_there_when_watching_begins_starts_nothing(watched):
     watched.poll_until_settled()
     assert watched.runs.causes == []
