@@ -211,18 +211,21 @@ class StageProcesses:
     def warm_up(self, modules: Sequence[str]) -> None:
         """Starts the fork server's imports, without waiting for them."""
         from multiprocessing.forkserver import ensure_running
+        from multiprocessing.resource_tracker import ensure_running as ensure_tracker
 
         self._server.set_forkserver_preload(list(modules))
-        # A signal to our process group is for us: without the fork server its stages could not be waited for.
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_US}
-        try:
-            with in_stage_environment():
+        with in_stage_environment():
+            # A signal to our process group is for us: without the fork server its stages could not be waited for. It
+            # starts with these blocked, and ignores them from its first import on; one that comes now waits for us.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_US)
+            try:
+                ensure_tracker()  # which unblocks what it has blocked
+                signal.pthread_sigmask(signal.SIG_BLOCK, FOR_US)
                 ensure_running()
-            atexit.unregister(end_fork_server)
-            atexit.register(end_fork_server)  # until then the next run of this process finds its imports done
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        atexit.unregister(end_fork_server)
+        atexit.register(end_fork_server)  # until then the next run of this process finds its imports done
 
     def raise_if_stopped(self) -> None:
         """For callers that wait.

@@ -198,3 +198,10 @@ def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(
     job.stop_file.touch()
     monkeypatch.setattr(Path, "exists", lambda path: False)  # as NFS does, for up to a minute
     assert should_stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_comes_while_the_fork_server_starts_is_not_lost(number, monkeypatch):
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        StageProcesses().warm_up([])
