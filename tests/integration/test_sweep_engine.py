@@ -139,10 +139,13 @@ def test_a_pruned_trial_ends_its_own_stages_and_leaves_shared_ones(read, drive, 
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
     sweep = _pruning(read(f"{RATE}=choice(0.2)"), "left")
     metrics = sweep.plan.entry(sweep.plan.stage("left")).metrics
-    pruned, has_ended, shared = threading.Event(), threading.Event(), threading.Event()
+    pruned, has_ended, shared, other = (threading.Event() for _ in range(4))
 
     def execute(title):
+        if title == "left#1":
+            other.set()
         if title == "left#0":
+            assert other.wait(PATIENCE_SECONDS)  # else nothing else needs what they share, and it is ended too
             metrics.parent.mkdir(parents=True, exist_ok=True)
             metrics.write_text('{"step": 7, "time": 0, "metrics": {"loss": 9}}\n')
             assert pruned.wait(PATIENCE_SECONDS)
