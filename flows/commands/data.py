@@ -210,7 +210,7 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     _say(f"reading {', '.join(each.source.path for each in rows)}")
     found = examine(method, rows, directory / "rows", model).refused(*refusals)
     if found.num_trained is None:
-        for what in [*(["labels are not told"] if model else []), *(f"not compared with {s.path}" for s in against)]:
+        for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in against)]:
             _say(f"{what}: the rows are refused")
         return found
     if model:

@@ -74,7 +74,7 @@ def run_logs(options: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: is no number of lines; give one from 0 on")
+        raise argparse.ArgumentTypeError(f"{text}: not a valid number of lines; give 0 or more")
     return int(text)
 
 

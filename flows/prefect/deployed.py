@@ -238,7 +238,7 @@ def _run(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -> St
 
     Raises:
         GateError: a gate, or a person, refused.
-        PipelineError: the run failed, and nobody was notified.
+        PipelineError: the run failed; the caller reports it.
     """
     start = time.perf_counter()
     show_plan(plan)

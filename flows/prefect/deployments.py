@@ -87,7 +87,7 @@ class Preset:
             found = "-" if word.startswith("-") else next((name for name in _CODE if name in plain), None)
             if found:
                 raise ConfigError(
-                    f"{word}: an override of a deployed run may not have {found}, since whoever may start runs could "
+                    f"{word}: an override of a deployed run may not have {found}, since a user who starts runs could "
                     "run any code with it; write it into the pipeline's YAML, or start `posttrain serve --allow-code`"
                 )
         own = {field_of(word) for word in overrides}

@@ -34,7 +34,7 @@ class OpenFlow:
         end: the exit; CRASHED while it is under way, which is what a kill makes of it.
         message: the reason.
         finished: names of its task runs whose stages are committed.
-        pipeline: of a deployed run, which nobody may have been notified of.
+        pipeline: of a deployed run, whose end may not have been notified.
     """
 
     flow_run: str
