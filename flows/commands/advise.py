@@ -200,7 +200,11 @@ class _Writer:
                 return float(f"{scaled:.1g}"), f"; x{BATCH_FACTOR} for a batch twice as large as {usual}"
         if row.field == "method.schedule.warmup":
             steps = self._steps()
-            return (max(5, min(10, steps // 20)) if row.size == "short" else value), f"; {steps} steps in all"
+            if row.size == "short":
+                value = max(5, min(10, steps // 20))
+            elif row.permissible and float(value) * steps not in row.permissible:
+                value = 1000
+            return value, f"; {steps} steps in all"
         if field == "resources.micro_batch_size":
             sizes = [size for size in range(1, int(value) + 1) if batch % (self.workers * size) == 0]
             return max(sizes, default=1), ""

@@ -42,7 +42,7 @@ def advised(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("tuned", ["adapter=full", "adapter=lora", "adapter=qlora"])
-@pytest.mark.parametrize("num_rows", [None, 60.0, 900.0, 20_000.0, 200_000.0])
+@pytest.mark.parametrize("num_rows", [None, 60.0, 900.0, 20_000.0, 2_000_000.0])
 def test_what_is_advised_plans_and_is_inside_every_range(tuned: str, num_rows: float | None, capsys) -> None:
     if num_rows:
         finish(plan(tuned), "corpus", "instructions", metrics={"train_rows": num_rows})
