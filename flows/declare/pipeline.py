@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +61,7 @@ def behind(name: str, upstream: Upstream) -> set[str]:
 
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
+Advise = Literal["warn", "strict", "off"]
 
 _NO_PAIRS = {
     (Kind.PREFERENCES, Kind.UNPAIRED): (
@@ -97,6 +99,7 @@ class Pipeline:
         accept_label_drop: stages that may train less than half the share of tokens that they trained the last time.
         restart: stages that begin at step 0 although they have checkpoints.
         operation: when it runs by itself, and what follows.
+        advice: whether values outside the ranges of ``tasks.advice`` are reported, or refused.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Pipeline:
     accept_label_drop: tuple[str, ...] = ()
     restart: tuple[str, ...] = ()
     operation: Operation = field(default_factory=Operation)
+    advice: Advise = "warn"
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):
@@ -144,21 +148,25 @@ class Pipeline:
         Raises:
             ConfigError: the stages form a cycle.
         """
-        return execution_order(self._upstream, self._data, self._training)
+        return list(self._order)
 
     def before(self, name: str) -> set[str]:
         """The stages that a stage waits for."""
         return before(name, self._upstream, self._data, self._training)
 
-    @property
+    @cached_property
+    def _order(self) -> list[str]:
+        return execution_order(self._upstream, self._data, self._training)
+
+    @cached_property
     def _upstream(self) -> dict[str, list[str]]:
         return {name: self.upstream(name) for name in self.stages}
 
-    @property
+    @cached_property
     def _data(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.produces in DATA]
 
-    @property
+    @cached_property
     def _training(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.trains]
 
