@@ -21,7 +21,7 @@ from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
 from tasks.train.rollouts import Rollouts, sample
 from tasks.train.run import row_order
-from tests import tiny_models, training
+from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.trained_store import LORA, Made
 from tests.training import same, weights
@@ -321,7 +321,10 @@ def test_a_stage_without_a_reward_is_refused(root: Path, tmp_path: Path, fields:
 @pytest.mark.parametrize("name", training.REINFORCED)
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("failing", r"ValueError: no judge today for row 0"), ("non_finite", r"non_finite returned nan for row \d")],
+    [
+        ("failing", r"^step 1, which is not taken: .*ValueError: no judge today for row 0"),
+        ("non_finite", r"^step [12], which is not taken: .*non_finite returned nan for row \d"),
+    ],
 )
 def test_a_reward_that_fails_stops_before_its_step(
     root: Path, tmp_path: Path, name: str, function: str, message: str
@@ -331,6 +334,23 @@ def test_a_reward_that_fails_stops_before_its_step(
     with pytest.raises(PipelineError, match=message):
         training.train(stage, root, tmp_path / "output")
     assert reports == [] and not (tmp_path / "output" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_reward_that_fails_later_names_its_step(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls, spread = list[None](), completion_scores.spread
+
+    def worn(completions: list[str]) -> list[float]:
+        calls.append(None)
+        return spread(completions) if len(calls) < 3 else [float("inf")] * len(completions)
+
+    monkeypatch.setattr(completion_scores, "spread", worn)
+    with pytest.raises(
+        PipelineError, match=r"^step 3, which is not taken: rewards.spread returned inf for row 0 \(prompt"
+    ):
+        training.train(training.method(name, rewards=reward("spread"), num_steps=4), root, tmp_path / "output")
 
 
 def test_a_column_that_the_prompts_lack_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
