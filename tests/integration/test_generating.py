@@ -102,7 +102,11 @@ PLAIN: dict[str, tuple[str, dict, dict]] = {
     ),
     "dapo": ("grpo", {"loss": "dapo", "mask_truncated": True}, {"mask_truncated_completions": True, "loss_type": "dapo"}),  # noqa: E501
     "dr_grpo": ("grpo", {"loss": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "bnpo": ("grpo", {"loss": "bnpo"}, {"loss_type": "bnpo"}),  # TRL's micro batch is the whole batch here
+    "bnpo": (  # TRL's micro batch is the whole batch here
+        "grpo",
+        {"loss": "bnpo", "num_iterations": 2},
+        {"loss_type": "bnpo", "num_iterations": 2},
+    ),
     "gspo": (
         "grpo",
         {"loss": "gspo", "num_iterations": 2},
@@ -262,7 +266,11 @@ def test_every_loss_and_bound_changes_the_run_where_completions_are_trained_agai
 
 
 def test_the_micro_batch_changes_no_loss_by_more_than_last_bits(root: Path, tmp_path: Path) -> None:
-    for name, fields in (("grpo", {"loss": "bnpo"}), ("grpo", {"num_iterations": 2, "beta": 0.1}), ("rloo", {})):
+    for name, fields in (
+        ("grpo", {"loss": "bnpo", "num_iterations": 2}),
+        ("grpo", {"num_iterations": 2, "beta": 0.1}),
+        ("rloo", {}),
+    ):
         runs = [
             training.train(
                 training.method(name, **fields), root, tmp_path / f"{name}{size}",
@@ -289,6 +297,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "bound": ("grpo", {"epsilon": 0.1}, r"epsilon=0.1 with num_iterations=1.*set num_iterations=2"),
     "no bound": ("grpo", {"loss": "sapo", "num_iterations": 2, "epsilon": 0.1}, r"loss=sapo has no such bound"),
     "like": ("grpo", {"loss": "gspo"}, r"loss=gspo with num_iterations=1.*or loss=grpo"),
+    "as dapo": ("grpo", {"loss": "bnpo"}, r"loss=bnpo with num_iterations=1.*or loss=dapo"),
     "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),
     "name": ("grpo", {"rewards": {"reward_model": RewardFunction(function="exact")}}, r"this name is taken"),
     "answer": ("grpo", {"too_long": "cut_answer"}, r"too_long=cut_answer: prompts have no answer yet"),
