@@ -115,6 +115,21 @@ PLAIN: dict[str, tuple[str, dict, dict]] = {
             "epsilon_high": 4e-4,
         },
     ),
+    "cispo": (
+        "grpo",
+        {"loss": "cispo", "num_iterations": 2},
+        {"num_iterations": 2, "loss_type": "cispo", "epsilon_high": 5.0},
+    ),
+    "sapo": ("grpo", {"loss": "sapo", "num_iterations": 2}, {"num_iterations": 2, "loss_type": "sapo"}),
+    "luspo": (
+        "grpo",
+        {"loss": "luspo", "num_iterations": 2},
+        {
+            "num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "luspo", "epsilon": 2e-3,
+            "epsilon_high": 2.5e-3,
+        },
+    ),
+    "vespo": ("grpo", {"loss": "vespo", "num_iterations": 2}, {"num_iterations": 2, "loss_type": "vespo"}),
     "rloo": ("rloo", {"normalize_advantages": True}, {"beta": 0.05, "normalize_advantages": True}),
 }  # fmt: skip
 
