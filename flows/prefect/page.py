@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -16,13 +15,12 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from flows.planning.plan import Plan
-from flows.progress.stage_progress import Progress
+from flows.progress.stage_progress import Progress, line_of, progress_of
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.tracker import Tracker
+from lineage.tracker import Event, Tracker
 from lineage.verdict import VERDICT_TABLE
-from tasks.context import Metrics
 from tasks.evaluate.report import TABLE_FILE
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}
@@ -57,7 +55,7 @@ class _Bar:
 
 
 class RunPage:
-    """An observer that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
+    """A listener that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
 
     Its thread alone calls Prefect: no stage waits for a server that is away.
     """
@@ -83,36 +81,20 @@ class RunPage:
         self._closed.set()
         self._thread.join(_JOIN_SECONDS)
 
-    def waiting(self, title: str, reason: str) -> None:
-        if self._waits.get(title) != reason:
-            self._waits[title] = reason
-            self.announce(f"{title}: waits for {reason}")
-
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        progress = Progress(path=metrics, total=total)
-        self.announce(f"{title}: {progress.begun()}")
-        self._bars[title] = _Bar(progress=progress)
-
-    def reused(self, title: str) -> None:
-        self._end(title, "reused: another run made it", 100.0)
-
-    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
-        loss = f"  loss {metrics['loss']:.3f}" if "loss" in metrics else ""
-        self._end(title, f"done in {seconds:.1f} s{loss}", 100.0)
-
-    def failed(self, title: str, cause: str) -> None:
-        self._end(title, f"FAILED: {cause}")
-
-    def pruned(self, title: str, cause: str) -> None:
-        self._end(title, cause)
-
-    def announce(self, text: str) -> None:
-        get_run_logger().info(text)
-
-    def _end(self, title: str, text: str, percent: float | None = None) -> None:
-        self.announce(f"{title}: {text}")
-        if title in self._bars:
+    def on(self, event: Event) -> None:
+        """Listens to the run."""
+        title, text = event.title, line_of(event)
+        if event.start:
+            progress = progress_of(event, event.start)
+            self._bars[title], text = _Bar(progress=progress), progress.begun()
+        elif (event.state == "waiting" and self._waits.get(title) == text) or event.state == "stopped":
+            return
+        elif event.state == "waiting":
+            self._waits[title] = text
+        elif title in self._bars:
+            percent = 100.0 if event.state in ("reused", "done") else None
             self._bars[title] = replace(self._bars[title], exit=text, percent=percent)
+        get_run_logger().info(f"{title}: {text}" if title else text)
 
     def _follow(self) -> None:
         """Updates the page, seldom enough to be no load on the server."""

@@ -10,7 +10,7 @@ from flows.open_run import check_machine
 from flows.planning.model_checks import check_models
 from flows.planning.needs import needs
 from flows.planning.plan import make_plan
-from flows.stages.admission import require_gpus
+from flows.stages.resources import require_gpus
 from lineage.errors import ConfigError
 
 
