@@ -4,7 +4,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from uuid import UUID
@@ -18,6 +18,7 @@ from flows.planning.plan import Plan
 from flows.progress.stage_progress import Progress, line_of, progress_of
 from lineage.artifact import Kind
 from lineage.fingerprint import short
+from lineage.markup import markdown_table
 from lineage.mlflow.address import is_server, shown, tracking_uri
 from lineage.tracker import Event, Tracker
 from lineage.verdict import VERDICT_TABLE
@@ -34,7 +35,7 @@ def show_plan(plan: Plan) -> None:
     """What will run, what is reused, and why."""
     rows = [(each.name, each.state, f"`{short(each.fingerprint)}`", each.reason) for each in plan.stages]
     head = f"{len(plan.stale)} of {len(plan.stages)} stages to run; store {plan.pipeline.store}"
-    text = "\n".join([_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
+    text = "\n".join([markdown_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
     _show(f"{plan.pipeline.name}-plan", text, head)
 
 
@@ -143,7 +144,7 @@ class RunPage:
         if is_server(uri):
             page = f"{shown(uri).rstrip('/')}/#/runs"  # MLflow finds the experiment of a run by itself
             links, after = {name: f"[{run}]({page}/{run})" for name, run in runs.items()}, ""
-        text = "\n".join([_table(["run", "MLflow"], list(links.items())), "", after])
+        text = "\n".join([markdown_table(["run", "MLflow"], list(links.items())), "", after])
         _show(f"{self._plan.pipeline.name}-mlflow", text, f"recorded in {shown(uri)}")
         return True
 
@@ -151,15 +152,6 @@ class RunPage:
 def _percent(progress: Progress) -> float:
     progress.refresh()
     return min(100.0, 100.0 * progress.step / progress.total) if progress.total else 0.0
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [
-        head,
-        ["---"] * len(head),
-        *([cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows),
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def _show(key: str, markdown: str, description: str) -> None:
