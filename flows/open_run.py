@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.planning.disk_capacity import require_plan_disk
-from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.prefect.open_runs import settle_left
@@ -142,7 +141,7 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
         ConfigError: names the stage.
     """
     for planned in stages:
-        require_gpus(planned.name, needs(planned)[1])
+        require_gpus(planned.name, planned.needs[1])
         nodes = planned.stage.resources.num_nodes
         if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
             raise ConfigError(

@@ -26,7 +26,6 @@ from prefect.states import Cancelled, Crashed, Failed, Paused, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
-from flows.planning.needs import pool_of
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
 from flows.prefect.address import configured_api_url, prefix_of_command
@@ -288,7 +287,7 @@ def verdict_state(run: Run) -> State[None] | None:
 
 
 def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
-    drawn = [each for each in map(pool_of, stages) if each]
+    drawn = [planned.pool for planned in stages if planned.pool]
     return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
@@ -50,7 +49,7 @@ def blank(plan: Plan, title: str, now: float) -> StageRecord:
     planned = next((each for each in plan.stages if each.name == name), None)
     if planned is None:
         return StageRecord(state="pending", since=now, directory="")
-    cpus, gpus = asks(planned)
+    cpus, gpus = planned.asks
     workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
     directory = str(plan.entry(planned).path) if title == name else ""
     return StageRecord(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from flows.planning.needs import needs, pool_of, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
@@ -132,7 +131,7 @@ def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, l
 @contextlib.contextmanager
 def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
-    cpus, gpus = needs(planned)
+    cpus, gpus = planned.needs
     room = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with _in_pool(run, planned), admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
         yield visible_gpus
@@ -140,10 +139,9 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
 
 def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManager[None]:
     """The wait for a pool is long: it comes before that for the machine, which would stand idle meanwhile."""
-    drawn = pool_of(planned)
-    if drawn is None:
+    if planned.pool is None:
         return contextlib.nullcontext()
-    pool, slots = drawn
+    pool, slots = planned.pool
     return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
 
 
@@ -249,7 +247,7 @@ def begin(
 
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
     """The processors that a stage's workers run on; empty: unknown, on the hosts of a cluster."""
-    return {} if runs_elsewhere(planned) else dict(hardware())
+    return {} if planned.runs_elsewhere else dict(hardware())
 
 
 def run_attempts(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from flows.declare.compose import field_of
 from flows.open_run import Trials, check_machine, note_before, open_run
-from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
@@ -118,7 +117,7 @@ def _num_workers(sweep: SweepPlan) -> int:
     if sweep.sweep.parallel is not None:
         return sweep.sweep.parallel
     own = [planned for planned in sweep.plan.stages if planned.name in sweep.own]
-    remote = [planned for planned in own if runs_elsewhere(planned)]
+    remote = [planned for planned in own if planned.runs_elsewhere]
     if not remote:
         here = count_cpus(), len(visible_gpus())
         return max((_num_fitting(planned, here) for planned in own), default=1)
@@ -133,7 +132,7 @@ def _num_workers(sweep: SweepPlan) -> int:
 
 def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
     """How many such stages the CPUs and GPUs allow at once; one that asks for more runs alone."""
-    counts = [int(total // asked) for total, asked in zip(capacity, asks(planned), strict=True) if asked]
+    counts = [int(total // asked) for total, asked in zip(capacity, planned.asks, strict=True) if asked]
     return max(1, min(counts, default=1))
 
 
