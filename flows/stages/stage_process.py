@@ -20,7 +20,7 @@ import psutil
 
 from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.exit_reasons import failed
-from flows.stages.job import CheckJob, Job
+from flows.stages.job import CheckJob, Job, run_check, run_worker
 from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError
 from lineage.owner import Owner
@@ -131,16 +131,12 @@ def _log_error() -> None:
 def run(job: Job) -> Metrics:
     """Runs a job in this process: under Ray Train if it trains."""
     if isinstance(job, CheckJob):
-        from flows.stages.worker import run_check
-
         with full_disk_named(job.directory):
             return run_check(job)
     if job.method.trains:
         from flows.stages.ray_train import train
 
         return train(job)
-    from flows.stages.worker import run_worker
-
     return run_worker(job)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lineage.mlflow.address import connect
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.tracker import Event
 from tests.tracked_stage import execution, record
 from tests.written_store import WrittenStore
 
@@ -55,7 +56,7 @@ def test_a_stage_that_another_execution_made_meanwhile_is_a_link_too(uri, client
     _, ids = record(uri, store, manifest)
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        tracker.reused("a", manifest)
+        tracker.on(Event(title="a", state="reused", manifest=manifest))
     run = client.get_run(tracker.execution_id())
     assert run.data.tags["posttrain.reused.a"] == ids.stage
     assert ids.stage in run.data.tags["mlflow.note.content"]

@@ -36,7 +36,6 @@ ALONE = {
     "flows.commands.*": "imported by name, when its command is called",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
     "flows.prefect.*": "Prefect: what starts fast does not import it",
-    "flows.progress.waiting_note": "written by deployed runs, which import Prefect",
     "flows.reports.*_page": "python -m: `make settings-page`",
     "flows.stages.imports_begin": "the first module that the fork server imports",
     "tasks.*": "a method: conf/stage names its class, or a stage of a user's own does",
