@@ -217,7 +217,7 @@ def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, afte
     quiet = replace(run, emit=lambda event: None)  # a loss on purpose is not reported
     for _ in range(_TRIES):
         shutil.rmtree(entry.path, ignore_errors=True)
-        with _killed(after, entry.metrics, lambda: run.processes.kill(entry.path)):
+        with _killed(after, entry.metrics, lambda: run.processes.end(entry.path, None)):
             if is_same:
                 execute(quiet, planned)
             else:

@@ -81,8 +81,7 @@ def _waiting_for_owner(run: Run, planned: PlannedStage, entry: Entry) -> None:
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
-    run.processes.raise_if_stopped()
-    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its trial was pruned
+    run.processes.raise_if_ended(run.plan.entry(planned).path)
     run.emit(Event(title=run.title(planned), state="waiting", text=reason))
 
 

@@ -35,7 +35,7 @@ class Ending:
     def __init__(self, error):
         self.error = error
 
-    def raise_if_stopped(self):
+    def raise_if_ended(self, directory):
         pass
 
     def run(self, job):
@@ -68,14 +68,13 @@ def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
     lock = Lock(entry.path)
     assert lock.try_acquire()
     run = Run(plan=plan, processes=Ending(StoppedError("stopped")), emit=heard, tracker=Tracker())
-    monkeypatch.setattr(run.processes, "raise_if_unwanted", lambda _: None, raising=False)
     stops = iter([None, StoppedError("stopped")])
 
-    def raise_if_stopped():
+    def raise_if_ended(directory):
         if stop := next(stops):
             raise stop
 
-    monkeypatch.setattr(run.processes, "raise_if_stopped", raise_if_stopped)
+    monkeypatch.setattr(run.processes, "raise_if_ended", raise_if_ended)
     with lock.holding(), pytest.raises(StoppedError):
         execute(run, plan.stage("data"))
     who = f"another run that makes it (process {os.getpid()} on {socket.gethostname()})"
@@ -85,7 +84,7 @@ def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
 class Writing:
     """Processes that all write an output."""
 
-    def raise_if_stopped(self):
+    def raise_if_ended(self, directory):
         pass
 
     def run(self, job):
