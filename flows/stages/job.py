@@ -81,6 +81,11 @@ class Job:
     token: str | None = None
 
     @property
+    def trains(self) -> bool:
+        """Whether it is the training itself: with steps, checkpoints and workers."""
+        return self.method.trains
+
+    @property
     def cache(self) -> Path:
         """What the stages of the store share."""
         return self.directory.parents[1] / CACHE
@@ -128,6 +133,10 @@ class CheckJob(Job):
     chat_template: str | None
     held_out: Mapping[str, Path]
     previous_percent: float | None
+
+    @property
+    def trains(self) -> bool:
+        return False
 
     @property
     def leakage(self) -> Path:

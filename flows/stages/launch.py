@@ -22,7 +22,7 @@ import psutil
 from flows.declare.pipeline import Stage
 from flows.planning.plan import PlannedStage
 from flows.stages.exit_reasons import asked, death, left, lost, memory_kills
-from flows.stages.job import CheckJob, Job
+from flows.stages.job import Job
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main
 from flows.stops import ended, hurried
@@ -47,7 +47,7 @@ class HangWatch:
         self._job, self._work = job, job.directory / "work"
         minutes = job.resources.hang_minutes
         # In the foreground a debugger may stop a stage for as long as it likes.
-        watched = job.method.trains and not isinstance(job, CheckJob) and job.resources.launcher != Launcher.FOREGROUND
+        watched = job.trains and job.resources.launcher != Launcher.FOREGROUND
         self._limit = 60 * minutes if watched and minutes else None
         self._seen: dict[int, tuple[Heartbeat | None, float]] = {}  # rank -> the last one, and when it was seen
         # A cluster that is joined may have capacity for the first worker only after hours.
@@ -132,7 +132,7 @@ def saving_first(stage: Stage, stop_file: Path) -> Iterator[None]:
 
 def ask(job: Job, process: BaseProcess) -> None:
     """Asks a stage to end: one that trains finishes its step and saves."""
-    if job.method.trains and not isinstance(job, CheckJob):
+    if job.trains:
         ask_to_stop(job.stop_file)
     else:
         signal_group(process, signal.SIGTERM)
