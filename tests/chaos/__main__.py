@@ -26,11 +26,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--pipeline", default=DEFAULT, choices=SHIPPED, help="one of conf/pipeline, in miniature")
-    parser.add_argument("--each", action="store_true", help="one after the other all pipelines but the default one")
+    parser.add_argument("--each", action="store_true", help="the other pipelines, one after the other")
+    parser.add_argument("--steps", type=int, default=120, help="of each training: enough to meet one with a checkpoint")
     parser.add_argument("--toy", action="store_true", help="stages without a model: faster, and only of what is around")
     parser.add_argument("--cluster", action="store_true", help="sft on two Ray workers, which are killed too, and Ray")
     options = parser.parse_args()
-    pipelines = [name for name in SHIPPED if name != DEFAULT] if options.each else [options.pipeline]
+    pipelines = [name for name in SHIPPED if not name.startswith(DEFAULT)] if options.each else [options.pipeline]
     scores = [interrupt(pipeline, options) for pipeline in pipelines]
     return 0 if all(score.is_good for score in scores) else 1
 
@@ -40,7 +41,7 @@ def interrupt(pipeline: str, options: argparse.Namespace) -> Score:
     folder, begin = Path(tempfile.mkdtemp(prefix="posttrain-chaos-")), time.monotonic()
     name = "toy" if options.toy else pipeline
     print(f"{name}: seed {options.seed}, {options.kills} kills, in {folder}", flush=True)
-    rounds = Rounds(folder, options.seed, pipeline=pipeline, toy=options.toy, cluster=options.cluster)
+    rounds = Rounds(folder, options.seed, pipeline, toy=options.toy, cluster=options.cluster, num_steps=options.steps)
     expected, seconds = rounds.unbroken()
     while rounds.score.kills < options.kills:
         rounds.round(expected, seconds, min(KILLS_OF_A_PIPELINE, options.kills - rounds.score.kills))
