@@ -176,6 +176,15 @@ def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store,
     assert run.info.status == "KILLED"
 
 
+def test_a_stop_that_comes_after_the_end_of_a_stage_leaves_it_finished(uri, client, store):
+    manifest, tracker = store.stage("base", {}), MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = Tracked(tracker, start_of(store, manifest))
+        stage.finish(manifest)
+        stage.failed(KeyboardInterrupt())
+    assert [run.info.status for run in runs(client)] == ["FINISHED", "FINISHED"]
+
+
 def test_syncing_again_changes_nothing(uri, client, store):
     made = store.chain()
     for name in made:

@@ -63,6 +63,15 @@ def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, expected):
     assert [each[0] for each in heard if each[0] in ("pruned", "failed")] == [expected[0]]
 
 
+def test_an_error_that_nothing_foresaw_is_reported_as_a_failure_too(plan):
+    heard = Heard()
+    with pytest.raises(RuntimeError):
+        execute(
+            Run(plan=plan, processes=Ending(RuntimeError("a bug")), emit=heard, tracker=Tracker()), plan.stage("data")
+        )
+    assert heard[-1] == ("failed", "data", "a bug")
+
+
 def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
     heard, entry = Heard(), plan.entry(plan.stage("data"))
     lock = Lock(entry.path)
