@@ -45,21 +45,18 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"), _CALL: _CALL,
 }  # fmt: skip
-_START, _CALLED = "start", "calls"
+_START, _CALLED = "at the beginning", "after a tool call that no tool answered"
 _NEXT = {  # what a turn was -> what may follow
-    _START: ("system", "user"),
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    _CALLED: ("tool",),
-    "tool": ("tool", "assistant", "user"),
-}
+    _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
+    _CALLED: ("tool",), "tool": ("tool", "assistant", "user"),
+}  # fmt: skip
 
 
-def listed(value: object, what: str) -> object:
-    """Turns as a table of texts has them: as JSON text of a list."""
+def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
+    """Turns of a required column; a table of texts has them as JSON text of a list."""
+    value = required(fields, name, missing)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        return parsed_json(value, what, "no messages")
+        return parsed_json(value, name, "no messages")
     return value
 
 
@@ -71,19 +68,18 @@ def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[
     return messages
 
 
-def prompt(value: object, what: str) -> list[Message]:
-    """What an assistant answers: a string is what a user says."""
+def prompt(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+    """Turns that end where an assistant answers; a string is what a user says."""
     if not isinstance(value, list):
         return [{"role": "user", "content": text(value, what, "empty prompt")}]
-    return prompt_turns(value, what)
+    return prompt_turns(value, what, spelling)
 
 
 def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """Turns that end where an assistant answers."""
+    """The same without strings."""
     messages = _turns(value, what, spelling, "empty prompt")
     if messages[-1]["role"] not in ("user", "tool"):
-        found = f"{what} ends with the role {messages[-1]['role']!r}"
-        raise BadRowError(found, "wrong role order", "a prompt that ends with a user message")
+        raise BadRowError(f"{what} ends with the role {messages[-1]['role']!r}, not with 'user'", "wrong role order")
     return messages
 
 
@@ -94,8 +90,9 @@ def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Messag
     whole = isinstance(value, Mapping)
     messages = [_message(value, what, spelling)] if whole else _each(value, what, spelling, "no answer")
     if [message["role"] for message in messages] != ["assistant"]:
-        found = f"{what} has messages of {', '.join(str(message['role']) for message in messages)}"
-        raise BadRowError(found, "wrong role order", "one assistant message", "move what precedes it to prompt")
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise BadRowError(f"{what} has messages of {roles}; what precedes the answer belongs to prompt",
+                          "wrong role order")  # fmt: skip
     return messages
 
 
@@ -105,13 +102,13 @@ def system_turn(fields: Fields) -> list[Message]:
     return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
 
 
-def sharegpt_turns(fields: Fields) -> object:
-    """The turns, after what the column ``system`` says."""
-    turns, system = listed(required(fields, "conversations"), "conversations"), fields.get("system")
-    if is_nothing(system) or not isinstance(turns, list):
-        return turns
+def sharegpt_turns(fields: Fields) -> tuple[object, Spelling]:
+    """The turns, after what the column ``system`` says, and how they are written."""
+    turns, system = listed(fields, "conversations"), fields.get("system")
     spelling = spelling_of(turns)
-    return [{spelling.role: "system", spelling.content: system}, *turns]
+    if is_nothing(system) or not isinstance(turns, list):
+        return turns, spelling
+    return [{spelling.role: "system", spelling.content: system}, *turns], spelling
 
 
 def spelling_of(turns: object) -> Spelling:
@@ -165,38 +162,31 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
     """A turn in our form; refused where it says nothing, or something that would be lost."""
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}")
-    role = _role(value, what, spelling)
-    content, where = value.get(spelling.content), f"{what} {spelling.content}"
+    said = _key(value, spelling.role, what, "unknown role")
+    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        found = f"{what} has the role {named(said).removeprefix('the text ')}"
+        raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
+    where = f"{what} {spelling.content}"
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
     if role == _CALL:
+        content = value.get(spelling.content)
         made: Message = {"role": "assistant", "content": "", "tool_calls": calls_json(content, where)}
     elif calls:
-        said = "" if is_nothing(content) else _content(content, where, role)
-        made = {"role": role, "content": said, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
-    elif spelling.content not in value:
-        raise _without(value, spelling.content, what, _EMPTY[role])
+        content = value.get(spelling.content)
+        written = "" if is_nothing(content) else _content(content, where, role)
+        made = {"role": role, "content": written, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
     else:
-        made = {"role": role, "content": _content(content, where, role)}
+        made = {"role": role, "content": _content(_key(value, spelling.content, what, _EMPTY[role]), where, role)}
     if len(value) > 2:
         _add_rest(made, value, what, {spelling.role, spelling.content, calls})
     return made
 
 
-def _role(value: Mapping[str, object], what: str, spelling: Spelling) -> str:
-    if spelling.role not in value:
-        raise _without(value, spelling.role, what, "unknown role")
-    said = value[spelling.role]
-    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
-    if role is None:
-        raise BadRowError(
-            f"{what} has the role {named(said).removeprefix('the text ')}", "unknown role", ", ".join(_ROLES)
-        )
-    return role
-
-
-def _without(value: Mapping[str, object], name: str, what: str, reason: str) -> BadRowError:
-    found = f"{what} has no {name!r} (it has: {', '.join(sorted(map(str, value)))})"
-    return BadRowError(found, reason, remedy=f"add {name!r}")
+def _key(value: Mapping[str, object], name: str, what: str, missing: str) -> object:
+    if name not in value:
+        raise BadRowError(f"{what} has no {name!r} (it has: {', '.join(sorted(map(str, value)))})", missing)
+    return value[name]
 
 
 def _content(value: object, what: str, role: str) -> str:
@@ -217,7 +207,7 @@ def _answer_text(value: object, what: str) -> str:
         left = _WRITTEN.sub("", content)
         for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
             if mark in left:
-                raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED, "calls that begin and end")
+                raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED)
     return content
 
 
@@ -226,11 +216,9 @@ def _part(value: object, what: str) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         raise images_are_not_read(f"{what} is of type {kind!r}")
-    written = value.get("text") if isinstance(value, Mapping) else None
-    if kind != "text" or not isinstance(written, str):
-        of_type = named(str(kind)).removeprefix("the text ")
-        found = named(value) if kind is None else "without text" if kind == "text" else f"of type {of_type}"
-        raise BadRowError(f"{what} is {found}", "not text", 'a string, or a list of {"type": "text", "text": "..."}')
+    written = value.get("text") if isinstance(value, Mapping) and kind == "text" else None
+    if not isinstance(written, str):
+        raise BadRowError(f'{what} is {named(value)}, not {{"type": "text", "text": "..."}}', "not text")
     return written
 
 
@@ -247,7 +235,7 @@ def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[s
     for key in [key for key in rest if key == "name" or (key == "tool_call_id" and made["role"] == "tool")]:
         item = rest.pop(key)
         if not isinstance(item, str):
-            raise BadRowError(f"{what} {key} is {named(item)}", "not text", "a string")
+            raise BadRowError(f"{what} {key} is {named(item)}", "not text")
         made[key] = whole_characters(item, f"{what} {key}")
     require_nothing_else(rest, (), what)
 
@@ -257,19 +245,12 @@ def _check_order(messages: Sequence[Message], what: str) -> None:
     for index, turn in enumerate(messages):
         role = str(turn["role"])
         if role not in _NEXT[before]:
-            raise _misplaced(f"{what}[{index}] has the role {role!r}", before)
+            after = before if before in (_START, _CALLED) else f"after {before!r}"
+            found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
+            raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
         before = _CALLED if "tool_calls" in turn else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
-
-
-def _misplaced(found: str, before: str) -> BadRowError:
-    expected = f"{' or '.join(_NEXT[before])} there"
-    if before == _CALLED:
-        return BadRowError(f"{found} after a tool call that no tool answered", _UNCLOSED, expected)
-    return BadRowError(
-        f"{found} {'at the beginning' if before == _START else f'after {before!r}'}", "wrong role order", expected
-    )
 
 
 def _check_answered(messages: Sequence[Message], what: str) -> None:
@@ -287,4 +268,4 @@ def _check_answered(messages: Sequence[Message], what: str) -> None:
     elif len(answered) < len(calls):
         problem = f"calls {len(calls)} functions, of which {len(answered)} answered"
     if problem:
-        raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED, "a tool turn for each call")
+        raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED)

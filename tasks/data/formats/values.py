@@ -10,19 +10,8 @@ CanonicalRow = dict[str, object]  # the columns of its kind, without ``row_id`` 
 _SHOWN = 40  # characters of a text in a message
 _SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
-_FILL, _RENAME = "fill it, or remove the row", "rename or remove it"
-_REMEDIES = {  # by the reason of a refusal
-    **dict.fromkeys(("no text", "empty prompt", "no answer", "no thinking", "no tool result"), _FILL),
-    **dict.fromkeys(("unknown field", "reserved column"), _RENAME),
-    "not text": "write a string",
-    "half a surrogate pair": "write the whole character",
-    "unknown role": "rename the role, or remove the row",
-    "wrong role order": "put the turns in order, or remove the row",
-    "unclosed tool call": "complete the call and its answer, or remove the row",
-    "nothing to prefer": "remove the row",
-    "another beginning": "cut both after the first answer in which they differ, or remove the row",
-    "images are not read": "remove the row, or train it elsewhere",
-}
+_BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
+_OUTER = ("type", "id", "index")  # beside a function; the index is that of a part of a stream
 
 
 class BadRowError(Exception):
@@ -30,15 +19,15 @@ class BadRowError(Exception):
 
     Args:
         found: what is wrong, such as ``output is the number 42``.
-        reason: a few words to count by, such as ``no answer``; the remedy follows from it unless one is passed.
-        accepted: what would be read; empty: the format's own shape, which ``Format.convert`` fills in.
+        reason: a few words to count by, such as ``no answer``.
+        accepted: what would be read; empty: a row of the format, which ``Format.convert`` fills in.
     """
 
     def __init__(self, found: str, reason: str = "not of the format", accepted: str = "", remedy: str = "") -> None:
         found = found.encode(errors="backslashreplace").decode()  # it may quote what cannot be written
         super().__init__(found, reason, accepted, remedy)
         self.found, self.reason, self.accepted = found, reason, accepted
-        self.remedy = remedy or _REMEDIES.get(reason, "correct or remove the row")
+        self.remedy = remedy or "correct or remove the row"
 
     def __str__(self) -> str:
         return f"{self.found}; accepted: {self.accepted}; {self.remedy}"
@@ -77,8 +66,7 @@ def is_blank(text: str) -> bool:
 def required(fields: Fields, name: str, missing: str = "missing field") -> object:
     """A field that has to be there; a row without it is counted as ``missing``."""
     if name not in fields:
-        found = f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})"
-        raise BadRowError(found, missing, remedy=f"add {name!r} or rename the field that holds it")
+        raise BadRowError(f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})", missing)
     return fields[name]
 
 
@@ -86,7 +74,7 @@ def one_of(fields: Fields, names: Sequence[str]) -> str:
     """Which of several names of one column a row uses."""
     used = [name for name in names if not is_nothing(fields.get(name))]
     if len(used) > 1:
-        raise BadRowError(f"{' and '.join(used)} are both there", remedy=_RENAME)
+        raise BadRowError(f"{' and '.join(used)} are both there")
     return (used or [name for name in names if name in fields] or list(names))[0]
 
 
@@ -106,10 +94,16 @@ def text(value: object, what: str, empty: str) -> str:
     return whole_characters(value, what)
 
 
+def text_of(fields: Fields, empty: str, *names: str) -> str:
+    """The text of a required column, which may have one of several names."""
+    name = one_of(fields, names)
+    return text(required(fields, name, empty), name, empty)
+
+
 def optional_name(value: object, what: str, reason: str = "not text") -> str | None:
     """A short text that may be null or empty, such as the cell of a table."""
     if not (value is None or isinstance(value, str)):
-        raise BadRowError(f"{what} is {named(value)}", reason, "a string or null", "write a string")
+        raise BadRowError(f"{what} is {named(value)}", reason, "a string or null")
     return value or None
 
 
@@ -118,8 +112,8 @@ def whole_characters(value: str, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        found = f"{what} has half a surrogate pair at character {error.start}"
-        raise BadRowError(found, "half a surrogate pair", "text") from error
+        place = f"at character {error.start}"
+        raise BadRowError(f"{what} has half a surrogate pair {place}", "half a surrogate pair") from error
     return value
 
 
@@ -128,13 +122,13 @@ def parsed_json(value: str, what: str, reason: str) -> object:
     try:
         return json.loads(value, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{what} is not JSON: {error}", reason, "JSON") from error
+        raise BadRowError(f"{what} is not JSON: {error}", reason) from error
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} is there twice")
     return made
 
@@ -149,86 +143,62 @@ def as_json(value: object, what: str) -> str:
         return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
     except (TypeError, ValueError, RecursionError) as error:
         cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
-        raise BadRowError(
-            f"{what} is no JSON value: {cause}", accepted="JSON", remedy="write it as a string"
-        ) from error
-
-
-_TOOL = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or that as JSON text'
-_CALL = 'a list of {"name": ..., "arguments": {...}}, bare or as "function" of {"type": "function"}'
-_ACCEPTED = {"tools that cannot be read": _TOOL, "tool call that cannot be read": _CALL}
-_BAD_TOOLS, _BAD_CALL = _ACCEPTED
-_OUTER = {"type", "id", "index"}  # beside a function; the index is that of a part of a stream
+        raise BadRowError(f"{what} is no JSON value: {cause}") from error
 
 
 def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:
     """The row, with the tools of a user's column where it holds some."""
-    tools = fields.get(name)
-    listed = [] if is_nothing(tools) else _items(tools, name, _BAD_TOOLS, _BAD_TOOLS)
-    if listed:
-        row["tools"] = as_json([_tool(tool, f"{name}[{index}]") for index, tool in enumerate(listed)], name)
+    listed = [] if is_nothing(fields.get(name)) else _items(fields[name], name, _BAD_TOOLS, _BAD_TOOLS)
+    tools = [_function(tool, f"{name}[{index}]", _BAD_TOOLS) for index, tool in enumerate(listed)]
+    if tools:
+        bare = [function if outer is not function else _without_type(function) for outer, function in tools]
+        row["tools"] = as_json([{"type": "function", "function": each} for each in bare], name)
     return row
 
 
-def _tool(value: object, what: str) -> Mapping[str, object]:
-    outer, function = _function(value, what, _BAD_TOOLS)
-    if outer is function:
-        function = {key: item for key, item in function.items() if key != "type"}
-    return {"type": "function", "function": function}
+def _without_type(function: Mapping[str, object]) -> Mapping[str, object]:
+    return {key: item for key, item in function.items() if key != "type"}
 
 
 def calls_json(value: object, what: str) -> str:
-    """JSON text of at least one call.
-
-    Raises:
-        BadRowError: it is none; one that is no JSON is counted as an unclosed tool call.
-    """
-    calls = _items(value, what, _BAD_CALL, "unclosed tool call")  # JSON that ends too early, mostly
+    """JSON text of at least one call; one that is no JSON is counted as unclosed: mostly it ends too early."""
+    calls = _items(value, what, _BAD_CALL, _UNCLOSED)
     if not calls:
-        raise BadRowError(f"{what} is empty", "no answer", _CALL)
+        raise BadRowError(f"{what} is empty", "no answer")
     return as_json([_call(call, f"{what}[{index}]") for index, call in enumerate(calls)], what)
 
 
 def _call(value: object, what: str) -> Mapping[str, object]:
     outer, function = _function(value, what, _BAD_CALL)
-    require_nothing_else(function, {"name", "arguments", *(_OUTER if outer is function else ())}, what)
+    require_nothing_else(function, ("name", "arguments", *(_OUTER if outer is function else ())), what)
     name = optional_name(outer.get("id"), f"{what} id", _BAD_CALL)
-    call = {"name": function["name"], "arguments": _arguments(function.get("arguments"), f"{what} arguments")}
-    return {"type": "function", **({"id": name} if name else {}), "function": call}
-
-
-def _arguments(value: object, what: str) -> Mapping[str, object]:
-    if is_nothing(value):
-        return {}  # a function without arguments
-    arguments = parsed_json(value, what, "unclosed tool call") if isinstance(value, str) else value
+    arguments = {} if is_nothing(function.get("arguments")) else function["arguments"]
+    if isinstance(arguments, str):
+        arguments = parsed_json(arguments, f"{what} arguments", _UNCLOSED)
     if not isinstance(arguments, Mapping):
-        raise BadRowError(f"{what} is {named(arguments)}", _BAD_CALL, 'an object, such as {"city": "Paris"}')
-    return arguments
+        raise BadRowError(f'{what} arguments is {named(arguments)}, not an object such as {{"a": 1}}', _BAD_CALL)
+    call = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **({"id": name} if name else {}), "function": call}
 
 
 def _items(value: object, what: str, reason: str, not_json: str) -> list[object]:
     """Of a list, of one object, or of their JSON text."""
     if isinstance(value, str):
         value = parsed_json(value, what, not_json)
-    if isinstance(value, Mapping):
-        return [value]
-    if isinstance(value, list):
-        return value
-    raise BadRowError(f"{what} is {named(value)}", reason, _ACCEPTED[reason])
+    if not isinstance(value, Mapping | list):
+        raise BadRowError(f'{what} is {named(value)}, not a list of {{"name": ...}}', reason)
+    return [value] if isinstance(value, Mapping) else value
 
 
 def _function(value: object, what: str, reason: str) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """A tool or a call, and the function of it: the same where it is bare."""
     if not isinstance(value, Mapping):
-        raise BadRowError(f"{what} is {named(value)}", reason, _ACCEPTED[reason])
-    kind = value.get("type")
-    if kind not in (None, "function"):
-        raise BadRowError(f"{what} type is {named(kind)}", reason, _ACCEPTED[reason])
+        raise BadRowError(f"{what} is {named(value)}", reason)
+    if value.get("type") not in (None, "function"):
+        raise BadRowError(f"{what} type is {named(value['type'])}, not 'function'", reason)
     function = value.get("function", value)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise BadRowError(f"{what} names no function", reason, _ACCEPTED[reason])
-    assert isinstance(function, Mapping)
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]):
+        raise BadRowError(f'{what} names no function, as in {{"name": "f"}}', reason)
     if function is not value:
-        require_nothing_else(value, {"function", *_OUTER}, what)
+        require_nothing_else(value, ("function", *_OUTER), what)
     return value, function

@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.detect import Detected, detect
-from tasks.data.formats.prompting import with_prompt, with_system
+from tasks.data.formats.detect import Detected, detect, with_prompt, with_system
 from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
 from tasks.data.kinds import ROW_KINDS, texts_of
 from tasks.data.preparing.near_duplicates import BANDS, band_hashes
