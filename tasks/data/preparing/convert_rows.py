@@ -21,7 +21,6 @@ from tasks.data.preparing.near_duplicates import BANDS, band_hashes
 from tasks.data.preparing.report import Remark
 from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import TextChunk
 from tasks.data.reading.read import read_chunks
 
 GROUP = "group"
@@ -105,7 +104,7 @@ class ConvertRows:
     detected: Detected | None = None
 
     def __call__(self, chunk: Chunk) -> Converted:
-        found = Converted(splits={chunk.split_by} if isinstance(chunk, TextChunk) else set())
+        found = Converted(splits={chunk.split_by} - {None})
         rows: list[CanonicalRow] = []
         places: list[int] = []
         named: list[tuple[int, int]] = []  # content and share of each

@@ -26,8 +26,7 @@ from tasks.data.preparing.convert_rows import (
     detect_source,
 )
 from tasks.data.preparing.report import REJECTS, Remark
-from tasks.data.reading.chunk import Chunk
-from tasks.data.reading.slices import parse_split
+from tasks.data.reading.chunk import Chunk, parse_split
 
 INLINE_BELOW = 8  # chunks, of about a megabyte: converting these takes as long as starting processes
 _STAGED_KEYS = pa.schema([("row", pa.int64()), ("slot", pa.int32()), *KEYS])

@@ -131,8 +131,8 @@ def test_columns_are_renamed_before_anything_is_told():
         ),
         (
             {"output": "input"},
-            "columns.output=input: there is a column 'output' already; one column of a name is accepted; rename the other "
-            "one too",
+            "columns.output=input: there is a column 'output' already; one column of a name is accepted; rename the "
+            "other one too",
         ),
         (
             {"text": "output", "prompt": "output"},

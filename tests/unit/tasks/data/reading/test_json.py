@@ -206,5 +206,5 @@ def test_an_item_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(json_rows, "BLOCK_BYTES", 64)
     monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 2**20)
     file = write(tmp_path / "rows.json", json.dumps([{"a": 1}, {"a": "x" * 2**22}]))
-    with pytest.raises(DataError, match=r"rows.json:1: not a JSON array: an item of more than 1 MB at .*item \[1\]"):
+    with pytest.raises(DataError, match=r"rows.json:1: not a JSON array: an item of more than 64 MB at .*item \[1\]"):
         read(file)

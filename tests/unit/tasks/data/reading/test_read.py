@@ -15,9 +15,8 @@ from safetensors.numpy import save
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
-from tasks.data.reading.chunk import Broken, Row
+from tasks.data.reading.chunk import Broken, Row, parse_split
 from tasks.data.reading.python_rows import read_function
-from tasks.data.reading.slices import parse_split
 from tasks.fetch_model import fetch_model
 from tests.site import site
 from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
@@ -230,7 +229,7 @@ def test_a_name_alone_is_the_whole_split_and_a_slice_ends_with_the_last_row():
     ends = {"[:1000]": 1000, "[10:20]": 20, "[10:]": None, "[:10%]": None, "[-10:]": None, "[:-10]": None}
     assert {text: parse_split(f"train{text}")[1].last for text in ends} == ends  # where no count is needed
     assert parse_split("train[:1000]")[1].bounds(300) == (0, 300)
-    with pytest.raises(ConfigError, match=r"split='train\[:101%\]': 101% is more than all rows"):
+    with pytest.raises(ConfigError, match=r"split='train\[:101%\]': a split, or a part"):
         parse_split("train[:101%]")
 
 
@@ -305,7 +304,7 @@ def deep():
 @pytest.mark.parametrize(
     ("item", "problem", "reason"),
     [
-        ("['a']", "the function yielded list; accepted: a function that yields mappings", "not a mapping"),
+        ("['a']", "the function yielded list; accepted: a function that takes no", "not a mapping"),
         ("{'text': object()}", "not JSON: Type is not JSON serializable: object", "not JSON"),
         (
             "{'text': float('nan'), 'none': None}",
@@ -330,7 +329,7 @@ def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, fu
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("rows = 5", r"mine.py:rows is int; a function that takes no argument"),
+        ("rows = 5", r"mine.py:rows is int; accepted: a function that takes no argument"),
         ("", r"mine.py:rows is nothing"),
         ("def rows(path): ...", r"mine.py:rows\(path\): missing a required argument: 'path'"),
         ("def rows(): return 5", r"mine.py:rows returned int; .*; yield the rows"),

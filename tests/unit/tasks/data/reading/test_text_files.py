@@ -108,7 +108,7 @@ def test_a_document_that_is_blank_or_too_long_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
     for content, message in (
         (" \n", ": blank lines alone; at least one row is accepted; write it again or leave it out"),
-        ("x" * (2**20 + 1), ": a document of more than 1 MB; the file is read as one row; "
+        ("x" * (2**20 + 1), ": a document of more than 64 MB; the file is read as one row; "
                             "split it, or state split_by=paragraph or split_by=line"),
     ):  # fmt: skip
         file = write(tmp_path / "doc.md", content)
@@ -166,5 +166,5 @@ def test_a_paragraph_that_is_no_text_or_does_not_end_is_named(tmp_path: Path, mo
         read(write(tmp_path / "blank.txt", "\n\n"), split_by="paragraph")
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**10)
     monkeypatch.setattr(lines, "BLOCK_BYTES", 2**9)
-    with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 0 MB; .* state split_by=line"):
+    with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 64 MB; .* state split_by=line"):
         read(write(tmp_path / "rows.txt", "a\n\n" + "line\n" * 1000))
