@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import DATA
 from lineage.digest import DigestCache
 from lineage.fingerprint import canonical_json, short
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.recipe import Inputs, TrainingRecipe
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
-    from tasks.data.preparing.database import open_database
+    from tasks.data.preparing.decide import open_database
     from tasks.data.preparing.leakage import NamedSet, find
     from tasks.data.preparing.report import LEAKAGE
 

@@ -15,6 +15,7 @@ from lineage.model_files import TOKENIZER_FILES, require_own_files, require_soun
 from lineage.model_source import has_tokenizer
 from lineage.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.report import (
@@ -27,7 +28,6 @@ from tasks.data.preparing.report import (
     Labels,
     write_reports,
 )
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
 from tasks.data.tokens.template import Thinking
 from tasks.prepare_data import (
     PrepareConversations,
@@ -225,7 +225,7 @@ def add_overlaps(found: Examined, against: Sequence[Examined], directory: Path) 
     """
     import duckdb
 
-    from tasks.data.preparing.database import open_database
+    from tasks.data.preparing.decide import open_database
     from tasks.data.preparing.leakage import NamedSet, find
 
     sets = [

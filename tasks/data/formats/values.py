@@ -11,6 +11,7 @@ _SHOWN = 40  # characters of a text in a message
 _SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
 _BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _OUTER = ("type", "id", "index")  # beside a function; the index is that of a part of a stream
 
 
@@ -144,6 +145,11 @@ def as_json(value: object, what: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
         raise BadRowError(f"{what} is no JSON value: {cause}") from error
+
+
+def canonical(value: object) -> str:
+    """One text for equal rows."""
+    return _CANONICAL.encode(value)
 
 
 def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:

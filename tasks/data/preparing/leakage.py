@@ -15,9 +15,8 @@ import pyarrow.compute as pc
 
 from tasks.data.kinds import kind_of_columns, texts_of
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing.database import number
+from tasks.data.preparing.near_duplicates import shingles, whole_hashes
 from tasks.data.preparing.report import LEAKAGE, NUM_LISTED, Overlap
-from tasks.data.preparing.shingles import shingles, whole_hashes
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -71,7 +70,7 @@ def find(
             _list(trained, measured, connection)
     file = str(directory / LEAKAGE)
     connection.table("leaked").write_parquet(file)
-    count = number(connection, "SELECT count(DISTINCT held_out_row_id) FROM leaked")
+    [(count,)] = connection.execute("SELECT count(DISTINCT held_out_row_id) FROM leaked").fetchall()
     listed = connection.read_parquet(file).limit(NUM_LISTED)
     return count, [Overlap(**row) for row in listed.to_arrow_table().to_pylist()]
 

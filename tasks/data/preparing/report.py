@@ -13,6 +13,7 @@ from lineage.html import html_page
 
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
+MAX_PLACES = 5  # of rows that a remark names
 NUM_LISTED = 20  # of near-duplicates and overlaps in a report; files beside it hold all
 
 
@@ -26,6 +27,10 @@ class Remark:
 
     count: int = 0
     places: list[str] = field(default_factory=list)
+
+    def add(self, count: int, places: Sequence[str]) -> None:
+        self.count += count
+        self.places += places[: MAX_PLACES - len(self.places)]
 
 
 @dataclass(kw_only=True)

@@ -121,8 +121,8 @@ def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
         yield Chunk(rows=partial(_rows, items))
     if cut:
         found = f"the file ends inside its JSON array, at item [{text.index}]: it was cut here"
-        raw = shown(text.text[text.position :].encode("latin-1"))
-        yield parsed(Broken(where=f"{name}:{text.line}", reason="cut short", raw=raw, found=found))
+        rest = shown(text.text[text.position :].encode("latin-1"))
+        yield parsed(Broken(where=f"{name}:{text.line}", reason="cut short", raw=rest, found=found))
     elif not text.index:
         raise no_rows(name, ": an empty JSON array")
 

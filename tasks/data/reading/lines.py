@@ -84,7 +84,8 @@ def _unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
     """
     packing = compression_of(path)
     try:
-        with BufferedReader(_raw(path, packing), BLOCK_BYTES) as stream:
+        stream: BufferedReader = BufferedReader(_raw(path, packing), BLOCK_BYTES)
+        with stream:
             yield stream
     except OSError as error:  # of the disk, and of every decompressor
         if packing:

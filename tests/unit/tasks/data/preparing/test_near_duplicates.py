@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.preparing.near_duplicates import BANDS, NUM_BANDS, band_hashes, find
-from tasks.data.preparing.shingles import shingles
+from tasks.data.preparing.near_duplicates import BANDS, NUM_BANDS, band_hashes, find, shingles
 
 
 def grams(texts, size):
