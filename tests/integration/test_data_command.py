@@ -238,7 +238,7 @@ def test_of_more_than_twenty_it_is_said_how_many_and_all_are_kept_where_that_is_
     ]
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "rejects.jsonl" not in page and "near_duplicates.parquet" not in page
-    assert "The first 20 of 25; <code>posttrain data --out DIR</code> keeps all of them." in page
+    assert "and 5 more; --out DIR keeps all of them" in page
 
     _, out, _ = call(*words, "--out", "kept/here")
     kept = tmp_path / "kept" / "here"
