@@ -20,23 +20,13 @@ from flows.declare.pipeline import nearest
 from flows.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.errors import ConfigError, DataError
 from lineage.model_source import MODEL_OPTIONS
 from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
 from lineage.text_split import check_split
 from tasks.chat_template import check_name
-from tasks.data.examine import (
-    Examined,
-    add_overlaps,
-    examine,
-    examine_all,
-    fetch_tokenizer,
-    finished,
-    keep,
-    method_of,
-    with_labels,
-)
+from tasks.data.examine import Examined, add_labels, add_overlaps, examine, fetch_tokenizer, keep, method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
@@ -90,7 +80,7 @@ def run_data(options: argparse.Namespace) -> int:
         found = found or _examined(options, Path(directory))
         if options.out:
             keep(found, options.out)
-    _print(found, options, kept)
+        _print(found, options, kept)
     if found.refusals:
         rejects = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
         raise DataError("\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), rejects))
@@ -126,7 +116,7 @@ def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | 
         entry = resolve(word, index).entry
         manifest = entry.manifest() if entry else None
         if entry and manifest and manifest.produces in DATA and (entry.output / REPORT).exists():
-            return finished(word, Kind(manifest.produces), entry.output)
+            return Examined.of(word, Kind(manifest.produces), entry.output)
     return None
 
 
@@ -208,15 +198,20 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     rows = [each for each in rows if each.kind in (kind, None)]
     model = fetch_tokenizer(measure.model) if measure.model else None
     _say(f"reading {', '.join(each.source.path for each in rows)}")
-    found = examine(method, rows, directory / "rows", model).refused(*refusals)
+    found = examine(method, rows, directory / "rows", model)
+    found.refusals += refusals
     if found.num_trained is None:
         for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in against)]:
             _say(f"{what}: the rows are refused")
         return found
     if model:
         _say(f"tokenizing as {measure.model} does")
-        found = with_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
-    return _compared(found, against, directory)
+        add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
+    for source in against:
+        _say(f"reading {source.path}")
+    if against:
+        add_overlaps(found, against, directory)
+    return found
 
 
 def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> tuple[Kind, list[DataError]]:
@@ -229,21 +224,6 @@ def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> t
     if measure.kind and measure.kind != kind:
         refusals.append(first.refusal(measure.kind, f"by kind={measure.kind}; leave it out"))
     return kind, refusals
-
-
-def _compared(found: Examined, sources: Sequence[Source], directory: Path) -> Examined:
-    """Adds which rows of other sets the examined ones repeat."""
-    against: list[Examined] = []
-    refusals: list[PipelineError] = []
-    for number, source in enumerate(sources):
-        _say(f"reading {source.path}")
-        try:
-            against.append(examine_all(source, directory / f"against-{number}"))
-        except DataError as error:
-            refusals.append(DataError(f"not compared with {source.path}: {error}"))
-    if against:
-        add_overlaps(found, against, directory)
-    return found.refused(*refusals)
 
 
 def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) -> Source:
@@ -324,19 +304,19 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
     Args:
         kept: where all of it is.
     """
-    report, refused = found.report, "\n".join(map(str, found.refusals))
+    report, refused, (bad_rows, num_bad_rows) = found.report, "\n".join(map(str, found.refusals)), found.bad_rows()
     if kept is None:
         report.rejects = None
     if options.json:
         samples = report.labels.samples if report.labels else []
-        more = {"bad_rows": found.bad_rows, "num_bad_rows": found.num_bad_rows, "samples": samples}
+        more = {"bad_rows": bad_rows, "num_bad_rows": num_bad_rows, "samples": samples}
         print(json.dumps({**report.to_dict(), **more}, indent=2))
     else:
-        bad_rows = [row for row in found.bad_rows if row not in refused]  # stderr has the others
-        print("\n\n".join(map(_as_text, sections(report, kept, bad_rows, found.num_bad_rows))))
+        others = [row for row in bad_rows if row not in refused]  # stderr has them
+        print("\n\n".join(map(_as_text, sections(report, kept, others, num_bad_rows))))
     if options.html:
         try:
-            shown = sections(report, kept, found.bad_rows, found.num_bad_rows)
+            shown = sections(report, kept, bad_rows, num_bad_rows)
             options.html.write_text(render(report, shown), encoding="ascii")
         except FileNotFoundError as error:  # a link that leads nowhere
             raise _unwritable(options.html) from error
