@@ -65,6 +65,7 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 
 chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+	$(if $(CHAOS),,$(BIN)/python -m tests.chaos --each --kills 1 --steps 40 $(if $(SEED),--seed $(SEED)))
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

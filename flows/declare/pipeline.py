@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -144,21 +145,25 @@ class Pipeline:
         Raises:
             ConfigError: the stages form a cycle.
         """
-        return execution_order(self._upstream, self._data, self._training)
+        return list(self._order)
 
     def before(self, name: str) -> set[str]:
         """The stages that a stage waits for."""
         return before(name, self._upstream, self._data, self._training)
 
-    @property
+    @cached_property
+    def _order(self) -> list[str]:
+        return execution_order(self._upstream, self._data, self._training)
+
+    @cached_property
     def _upstream(self) -> dict[str, list[str]]:
         return {name: self.upstream(name) for name in self.stages}
 
-    @property
+    @cached_property
     def _data(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.produces in DATA]
 
-    @property
+    @cached_property
     def _training(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.trains]
 

@@ -93,14 +93,14 @@ def check_models(pipeline: Pipeline) -> None:
             )
     for name in pipeline.order():
         stage = pipeline.stages[name]
-        recipe = stage.method.recipe()
+        installs = bool(getattr(stage.method, "chat_template", None))
         config = _policy_config(pipeline, name)
         if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         _check_quantization(name, pipeline, config)
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
-        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
+        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
             root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
             fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
@@ -109,7 +109,7 @@ def check_models(pipeline: Pipeline) -> None:
                 "or start from a model that has one"
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
-        has_template[name] = policy_has or bool(recipe.get("chat_template"))
+        has_template[name] = policy_has or installs
 
 
 def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:

@@ -34,7 +34,7 @@ from lineage.fingerprint import fingerprint
 from lineage.sources import pin
 from lineage.store import Entry, Store, is_store
 from tasks.check_rows import POLICY, rows_slot
-from tasks.method import Training
+from tasks.method import Method, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,15 @@ class Memo:
 
     sources: dict[tuple[str, Source], PlannedInput] = field(default_factory=dict)
     stages: dict[tuple[str, str], tuple[State, str, str]] = field(default_factory=dict)
+    codes: dict[type[Method], str] = field(default_factory=dict)
+
+    def code_of(self, method: Method) -> str:
+        """Digest of a method's code, read once for all stages of its class; functions of rewards have their own."""
+        if getattr(method, "rewards", None):
+            return method.code_digest()
+        if type(method) not in self.codes:
+            self.codes[type(method)] = method.code_digest()
+        return self.codes[type(method)]
 
 
 def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
@@ -197,7 +206,7 @@ def _plan_stage(
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
     if (name, identity) not in memo.stages:
-        code = stage.method.code_digest()
+        code = memo.code_of(stage.method)
         entry = store.entry(name, identity)
         state, reason = judge(name, entry, stage.method, inputs, store)
         if state == "reuse":
@@ -220,7 +229,7 @@ def _tokenizer(planned: PlannedStage) -> str:
     if not isinstance(method, Training) or POLICY not in planned.inputs:
         return planned.fingerprint
     given = planned.inputs[POLICY]
-    template = method.recipe().get("chat_template")
+    template = getattr(method, "chat_template", None)
     return f"{given.tokenizer or given.fingerprint} {template}" if template else given.tokenizer or given.fingerprint
 
 

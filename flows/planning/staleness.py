@@ -283,8 +283,9 @@ def _reached(entry: Entry) -> str:
 
 def _why_stale(method: Method, inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
     """The fields that set this stage apart from the finished one that is most like it."""
-    recipe = method.recipe()
-    candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in earlier]
+    finished = list(earlier)
+    recipe = method.recipe() if finished else {}
+    candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in finished]
     if not candidates:
         return "never run"
     # `min` keeps the first of equals, and the newest comes first.

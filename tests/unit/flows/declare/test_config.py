@@ -255,3 +255,28 @@ def test_the_directory_is_found_among_the_overrides_in_either_form(stated):
 def test_a_directory_that_is_not_there_is_told():
     with pytest.raises(ConfigError, match="pipeline=toy --config-dir: argument --config-dir: expected one argument"):
         split_words(["pipeline=toy", "--config-dir"])
+
+
+def test_yaml_is_read_in_c_by_the_rules_of_omegaconf(tmp_path, monkeypatch):
+    (tmp_path / "pipeline").mkdir()
+    own = tmp_path / "pipeline" / "own.yaml"
+    own.write_text("# @package _global_\nname: own\ntags: [1e-5, 2026-11-23, on, '1', 0x10, .5]\n")
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the scanner in Python was called")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("yaml.scanner.Scanner.fetch_more_tokens", fail)
+        tree = Composer(["pipeline=own", "model=tiny"], tmp_path).tree()
+    assert tree["tags"] == [1e-05, "2026-11-23", True, "1", 16, 0.5]  # neither 1e-5 a string nor a date a date
+    own.write_text("# @package _global_\nname: own\nname: twice\n")
+    with pytest.raises(ConfigError, match="found duplicate key name"):
+        Composer(["pipeline=own", "model=tiny"], tmp_path)
+
+
+def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "own.yaml").write_text("# @package _global_\nname: '???'\nstore: ${code_drift}\n")
+    with pytest.raises(ConfigError, match=r"^name: has no value"):
+        Composer(["pipeline=own", "model=tiny"], tmp_path).tree()
+    assert Composer(["pipeline=own", "model=tiny", "name=given"], tmp_path).tree()["store"] == "warn"
