@@ -89,12 +89,12 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
     from tasks.data.preparing.decide import open_database
-    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.repeats import NamedSet
     from tasks.data.preparing.report import LEAKAGE
 
     others = [NamedSet(name=other, file=file) for other, file in sets.items()]
     with TemporaryDirectory(dir=found.parent) as scratch:
         connection = open_database(Path(scratch), ctx.resources.cpus_per_worker)
-        find([NamedSet(name=name, file=train)], others, connection, Path(scratch))
+        find_leakage([NamedSet(name=name, file=train)], others, connection, Path(scratch))
         connection.close()
         Path(scratch, LEAKAGE).rename(found)

@@ -202,7 +202,7 @@ def add_overlaps(found: Examined, sources: Sequence[Source], directory: Path) ->
 
     from tasks.data.preparing.convert_rows import detect_source
     from tasks.data.preparing.decide import open_database
-    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.repeats import NamedSet, find_leakage
 
     def of_both_sides(each: Examined, file: Path) -> NamedSet:
         duckdb.read_parquet([str(each.output / side) for side in (TRAIN, HELD_OUT)]).write_parquet(str(file))
@@ -225,7 +225,7 @@ def add_overlaps(found: Examined, sources: Sequence[Source], directory: Path) ->
     if len(sets) == 1:
         return
     with open_database(directory, os.cpu_count() or 1) as connection:
-        count, overlaps = find(sets[:1], sets[1:], connection, directory)
+        count, overlaps = find_leakage(sets[:1], sets[1:], connection, directory)
     own = (found.output / LEAKAGE).rename(directory / "own.parquet")
     duckdb.read_parquet([str(directory / LEAKAGE), str(own)]).write_parquet(str(found.output / LEAKAGE))
     found.report.counts["leaked_rows"] += count

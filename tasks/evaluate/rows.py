@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.values import canonical
+from tasks.data.formats.turns import canonical
 from tasks.data.kinds import HELD_OUT, IGNORED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer

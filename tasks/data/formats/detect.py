@@ -12,8 +12,7 @@ from functools import cached_property, lru_cache
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
-from tasks.data.formats.turns import images_are_not_read
-from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, is_nothing, named
+from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, images_are_not_read, is_nothing, named
 
 _NEAR = 3  # formats of which the message says why they do not fit
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})

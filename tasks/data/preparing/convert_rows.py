@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import Detected, detect, with_prompt, with_system
-from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, canonical, optional_name
+from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
 from tasks.data.kinds import ROW_KINDS, texts_of
-from tasks.data.preparing.near_duplicates import BANDS, band_hashes
+from tasks.data.preparing.repeats import BANDS, band_hashes
 from tasks.data.preparing.report import Remark, SourceReport
 from tasks.data.reading.chunk import Broken, Chunk, Row
 from tasks.data.reading.read import read_chunks

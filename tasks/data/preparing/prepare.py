@@ -18,12 +18,10 @@ from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import HELD_OUT, LABEL_NAMES, RESTING, TRAIN, kind_of_columns, messages_of, texts_of, tools_of
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing import leakage, near_duplicates
 from tasks.data.preparing.convert_rows import ConvertRows, Opened
 from tasks.data.preparing.decide import Decided, decide, draw_old, old_rows, open_database, read_old
-from tasks.data.preparing.leakage import NamedSet
-from tasks.data.preparing.near_duplicates import BANDS
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
+from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
 from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
 from tasks.data.preparing.staging import MAX_SHOWN, SideFiles, Staging, placed_rows, settle_rejects, stage
 from tasks.data.tokens.template import Template
@@ -147,13 +145,13 @@ def _check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: I
     connection.execute(
         f"CREATE VIEW near_keys AS SELECT row AS ordinal, content, row_id, {bands} FROM keys JOIN placed USING (row)"
     )
-    report.counts["near_duplicate_rows"], report.near_duplicates = near_duplicates.find(
+    report.counts["near_duplicate_rows"], report.near_duplicates = find_near_duplicates(
         connection, "near_keys", directory
     )
     files = [directory / side for side in (TRAIN, HELD_OUT)]
     report.lengths = _lengths(files, tokenizer)
     train, held_out = (NamedSet(name=file.stem, file=file) for file in files)
-    report.counts["leaked_rows"], report.leakage = leakage.find([train], [held_out], connection, directory)
+    report.counts["leaked_rows"], report.leakage = find_leakage([train], [held_out], connection, directory)
     report.counts |= _labels(connection, train.file)
 
 

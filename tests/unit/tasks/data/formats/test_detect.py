@@ -4,7 +4,7 @@ import pytest
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.detect import detect
-from tasks.data.formats.values import BadRowError
+from tasks.data.formats.turns import BadRowError
 from tests.data_command import call as call
 from tests.data_command import lines
 
