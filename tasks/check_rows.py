@@ -89,7 +89,7 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
     from tasks.data.preparing.decide import open_database
-    from tasks.data.preparing.repeats import NamedSet
+    from tasks.data.preparing.repeats import NamedSet, find_leakage
     from tasks.data.preparing.report import LEAKAGE
 
     others = [NamedSet(name=other, file=file) for other, file in sets.items()]

@@ -1,6 +1,7 @@
 """Rows that repeat others, nearly or on the other side of the split.
 
-**Near-duplicates** say nearly the same, found by MinHash: Broder 1997, "On the resemblance and containment of documents".
+**Near-duplicates** say nearly the same, found by MinHash: Broder 1997, "On the resemblance and containment of
+documents".
 
 A row's signature is 128 minima of hashes of its word 5-grams, of which the lowest byte is kept (b-bit minwise hashing:
 Li and Koenig 2010, arXiv:0910.3349). Eight of them are a band. Rows that share one of the 16 bands are compared
