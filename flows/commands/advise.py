@@ -150,11 +150,11 @@ class _Writer:
             return
         accepted = row.recommended or row.permissible
         if now is not None and accepted and self._keeps(field, now, row):
-            self._put(field, now, now, f"as set, inside {accepted.text}", row.source)
+            self._put(field, now, now, f"as set, inside {accepted.text}{_unit(field, row)}", row.source)
             return
         value, why = self._value(field, row)
         text = f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "its default"
-        self._put(field, value, now, f"{text}{why}", row.source)
+        self._put(field, value, now, f"{text}{_unit(field, row)}{why}", row.source)
         if field == "method.num_epochs" and self.method.num_steps is not None:
             self._put("method.num_steps", None, self.method.num_steps, "epochs are the length", row.source)
 
@@ -192,12 +192,12 @@ class _Writer:
         assert value is not None
         batch = int(self._chosen(_BATCH) or 1)
         if row.field == RATIO:
-            return int(float(value) * float(self._chosen("method.adapter.rank") or 1)), " x rank"
+            return int(float(value) * float(self._chosen("method.adapter.rank") or 1)), ""
         if row.field == "method.learning_rate":
             usual = next((int(each.advised) for each in self.case.rows(_BATCH) if each.advised), batch)
-            if usual != batch:
-                scaled = float(value) * BATCH_FACTOR ** math.log2(batch / usual)
-                return float(f"{scaled:.1g}"), f"; x{BATCH_FACTOR} for a batch twice as large as {usual}"
+            if usual != batch and row.recommended:
+                scaled = row.recommended.nearest(float(value) * BATCH_FACTOR ** math.log2(batch / usual))
+                return float(f"{scaled:.2g}"), f"; x{BATCH_FACTOR} per doubling of a batch of {usual}"
         if row.field == "method.schedule.warmup":
             steps = self._steps()
             if row.size == "short":
@@ -223,6 +223,10 @@ class _Writer:
 
     def _with_steps(self) -> Case:
         return replace(self.case, num_steps=self._steps())
+
+
+def _unit(field: str, row: Row) -> str:
+    return " x rank" if row.field == RATIO and field != RATIO else ""
 
 
 def _machine(planned: "PlannedStage") -> Iterator[Advised]:

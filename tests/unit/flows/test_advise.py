@@ -70,7 +70,10 @@ def test_a_rate_grows_with_the_batch_that_is_kept_and_a_value_inside_stays(capsy
         capsys, "stages.sft.method.global_batch_size=32", "stages.sft.method.optimizer.weight_decay=0.05"
     )
     assert values["method.global_batch_size"] == 32 and values["method.optimizer.weight_decay"] == 0.05
-    assert values["method.learning_rate"] == pytest.approx(2e-6 * 1.4, rel=0.1)
+    assert values["method.learning_rate"] == 2.8e-6
+    finish(plan("adapter=lora"), "corpus", "instructions", metrics={"train_rows": 20_000.0})
+    values, _ = advised(capsys, "adapter=lora", "stages.sft.method.learning_rate=1")
+    assert values["method.global_batch_size"] == 64 and values["method.learning_rate"] == 1e-4  # and not 1.4e-4
 
 
 def test_the_overrides_can_be_pasted_and_a_file_holds_them_with_reasons(capsys) -> None:
