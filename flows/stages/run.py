@@ -25,7 +25,7 @@ from lineage.sources import pin
 from lineage.store import Store
 from lineage.tracker import Event, Listener, Tracker
 from tasks.check_rows import EXAMPLES, POLICY, rows_slot
-from tasks.data.preparing.row_split import HELD_OUT
+from tasks.data.kinds import HELD_OUT
 from tasks.method import Method, Training
 
 

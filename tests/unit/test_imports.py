@@ -55,13 +55,9 @@ ALONE = {
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.actor_critic": "torch: PPO's file does not import it",
-    "tasks.data.tokens.quick_encoder": "tokenizers: what reads no vocabulary does not import it",
     # With its importer it would have more than 500 lines.
     "tasks.data.formats.known": "the table of formats; detect.py finds which one rows are in",
-    "tasks.data.formats.pairs": "formats of pairs; the table of all formats has 350 lines",
-    "tasks.data.preparing.decide": "which rows go where; prepare.py does what follows",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
-    "tasks.data.tokens.render_limits": "the process that renders a template within its limits",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
     "tasks.evaluate.measured": "what is measured of answers; evaluate.py asks the models",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
