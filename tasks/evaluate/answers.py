@@ -93,7 +93,8 @@ def answers_of(
 ) -> list[Answer]:
     """The answers that generated tokens are."""
     stops, found = _stop_tokens(model, tokenizer), list[Answer]()
-    for text, ids in zip(tokenizer.batch_decode([*tokens], skip_special_tokens=True), tokens, strict=True):
+    texts = tokenizer.batch_decode([*tokens], skip_special_tokens=True) if tokens else []  # else one, of nothing
+    for text, ids in zip(texts, tokens, strict=True):
         length = next((at for at, token in enumerate(ids) if token in stops), None)
         found.append(Answer(text=text, finished=length is not None, num_tokens=len(ids) if length is None else length))
     return found
