@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from flows.planning.estimates import Estimator, History
 from flows.planning.needs import needs, pool_of, runs_elsewhere
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, latest
@@ -202,6 +203,8 @@ def make(
     entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
     run.observer.running(run.title(planned), entry.metrics, run.checks.num_steps(planned, method))
     started = time.time()
+    estimator = Estimator(run.plan, History.of(run.plan.home))
+    predicted = estimator.estimate(planned)
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
         inputs=job_inputs(run.plan, planned, start.parents), token=token,
@@ -218,7 +221,9 @@ def make(
     if not files:
         raise StageError(planned.name, "it ended without writing any output", str(job.log))
     store = run.plan.pipeline.store
-    return certified(_manifest(run.plan, start, tracked.run_ids(), files, metrics, made_by), start.parents, store)
+    manifest = certified(_manifest(run.plan, start, tracked.run_ids(), files, metrics, made_by), start.parents, store)
+    estimator.record(planned, manifest, predicted)
+    return manifest
 
 
 def _manifest(
