@@ -296,7 +296,9 @@ def scratch_plan(
         name: _short(stage, num_steps, save_steps, one_micro_batch=one_micro_batch)
         for name, stage in pipeline.stages.items()
     }
-    plan = make_plan(replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation()))
+    plan = make_plan(
+        replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation(), advice="off")
+    )
     planned = [
         replace(each, state="run", reason="in short", restart=False, rerun_drifted=False) for each in plan.stages
     ]

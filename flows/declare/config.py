@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.compose import compose_tree, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
-from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
+from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, nearest
 from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
 from lineage.code import full_name, parsed, source_file
@@ -204,6 +204,7 @@ class Root:
     name: str
     store: str
     code_drift: CodeDrift
+    advice: Advise
     tracking: Tracking
     sources: dict[str, dict[str, object]]
     stages: dict[str, dict[str, object]]
@@ -264,6 +265,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         operation=Operation(
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),
+        advice=root.advice,
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
     return pipeline

@@ -61,6 +61,7 @@ def behind(name: str, upstream: Upstream) -> set[str]:
 
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
+Advise = Literal["warn", "strict", "off"]
 
 _NO_PAIRS = {
     (Kind.PREFERENCES, Kind.UNPAIRED): (
@@ -98,6 +99,7 @@ class Pipeline:
         accept_label_drop: stages that may train less than half the share of tokens that they trained the last time.
         restart: stages that begin at step 0 although they have checkpoints.
         operation: when it runs by itself, and what follows.
+        advice: whether values outside the ranges of ``tasks.advice`` are reported, or refused.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Pipeline:
     accept_label_drop: tuple[str, ...] = ()
     restart: tuple[str, ...] = ()
     operation: Operation = field(default_factory=Operation)
+    advice: Advise = "warn"
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
+from flows.planning.advice import Advice, advice_of
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
 from flows.planning.checks import (
     batch_notes,
@@ -70,6 +71,7 @@ class Plan:
 
     Args:
         notes: what else was decided, a line each.
+        advice: values outside the ranges of the reference documents.
         home: the store that it reads, and that its runs are noted in; a rehearsal has another one for its outputs.
     """
 
@@ -77,6 +79,7 @@ class Plan:
     stages: list[PlannedStage]
     home: Path
     notes: list[str] = field(default_factory=list)
+    advice: Advice = Advice()
 
     @property
     def stale(self) -> list[PlannedStage]:
@@ -108,6 +111,7 @@ class Plan:
             "store": str(self.pipeline.store),
             "stages": [self._row(planned) for planned in self.stages],
             **({"notes": self.notes} if self.notes else {}),
+            **({"advice": self.advice.to_dict()} if self.advice.found else {}),
         }
 
     def _row(self, planned: PlannedStage) -> dict[str, object]:
@@ -147,8 +151,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
             no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
-            and a reused stage's code changed, a stage cannot go on from its checkpoints, or the store's file system
-            does not lock across hosts.
+            and a reused stage's code changed, ``advice=strict`` and a value is outside its range, a stage cannot go on
+            from its checkpoints, or the store's file system does not lock across hosts.
     """
     check_store(pipeline)
     check_gates(pipeline)
@@ -184,7 +188,9 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # one note may be of several stages
-    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes)
+    lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
+    advice = advice_of(resolved, lengths)
+    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:

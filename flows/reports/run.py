@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from flows.planning.advice import advice_lines
 from flows.planning.estimates import Estimate
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
@@ -196,7 +197,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
     trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
-    needed = _estimate_table(estimates or {})
+    needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
     return printable_text("\n".join([*head, plain_text(table), *trained, *needed, verdict]))
 
 
