@@ -140,10 +140,10 @@ class History:
         return [run for run in self.runs if (run.features.hardware, run.features.family, run.features.method) == own]
 
     def row_tokens(self, features: Features) -> float | None:
-        """Tokens of a row of the same data, as a training of it counted them."""
-        same = [run.features for run in self.runs if run.features.rows == features.rows]
-        fitting = [each.row_tokens for each in same if each.method == features.method and each.row_tokens]
-        return fitting[-1] if fitting else None
+        """Tokens of a row of the same data, as the longest training of it counted them."""
+        own = (features.rows, features.method)
+        runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
+        return max(runs, key=lambda each: each.num_steps).row_tokens if runs else None
 
     def longest(self, features: Features) -> int | None:
         """Tokens that no row of the same data is longer than, since none was cut; None: not known."""
@@ -167,12 +167,11 @@ class History:
         if not near:
             return None
         same = [run for run in self.runs if run.features.hardware == features.hardware]
-        constant, slope = _fit(
-            [(run.features.flops / run.features.passes, run.seconds / run.features.passes) for run in same]
-        )
-        nearest = min(
-            near, key=lambda run: abs(run.features.flops / run.features.passes - features.flops / features.passes)
-        )
+        points = [(run.features.flops / run.features.passes, run.seconds / run.features.passes) for run in same]
+        constant, slope = _fit(points)
+        size = features.flops / features.passes
+        whole = [run for run in near if run.features.num_steps > FEW_STEPS] or near  # first steps differ
+        nearest = min(whole, key=lambda run: abs(run.features.flops / run.features.passes - size))
         ratio = nearest.seconds / (nearest.features.passes * constant + nearest.features.flops * slope)
         return ratio * (features.passes * constant + features.flops * slope)
 

@@ -108,6 +108,15 @@ def test_the_memory_of_a_rehearsal_counts_only_without_a_whole_run(demo):
     assert estimates(demo())["cpt"].memory == 2**31
 
 
+def test_tokens_and_time_are_those_of_a_whole_run_rather_than_of_its_rehearsal(demo):
+    remember(demo(), "sft", memory=2**30, seconds=100.0, num_steps=400, row_tokens=60.0)
+    seconds = estimates(demo())["sft"].seconds
+    remember(demo(), "sft", memory=2**30, seconds=0.1, num_steps=2, row_tokens=99.0)
+    after = estimates(demo())["sft"]
+    assert after.features.row_tokens == 60.0
+    assert after.seconds == pytest.approx(seconds, rel=0.01)
+
+
 def test_time_is_a_constant_of_each_pass_and_the_arithmetic(demo):
     base = estimates(demo())["cpt"].features
     for scale in (1, 3):  # 0.5 s a pass, and 1 s for 1e9 operations
