@@ -94,11 +94,14 @@ def test_rows_that_were_never_cut_do_not_grow_with_the_limit(demo):
     assert estimates(demo("stages.cpt.method.max_length=256"))["cpt"].memory > 2**30  # joined rows fill it
 
 
-def test_memory_of_the_rows_grows_as_in_the_nearest_run(demo):
-    features = remember(demo(), "cpt", memory=2**30, seconds=100.0)
-    halved = estimates(demo("resources.micro_batch_size=4"))["cpt"].memory
-    beside = 2**29 + features.model_bytes
-    assert halved == pytest.approx(beside + (2**30 - beside) / 2, rel=0.01)
+def test_memory_is_the_formula_and_what_the_nearest_run_needed_beside_it(demo):
+    before = estimates(demo())["cpt"].terms
+    remember(demo(), "cpt", memory=2**30, seconds=100.0)
+    remember(demo(), "cpt", memory=2**33, seconds=100.0, row_bytes=10 * before.total)
+    halved = estimates(demo("resources.micro_batch_size=4"))["cpt"]
+    assert halved.memory == 2**30 - (before.total - halved.terms.total)
+    wide = estimates(demo("stages.base.method.hidden_size=256"))["cpt"]
+    assert wide.memory == 2**30 + (wide.terms.total - before.total)
 
 
 def test_the_memory_of_a_rehearsal_counts_only_without_a_whole_run(demo):
