@@ -88,6 +88,7 @@ class Estimate:
 
     Args:
         memory: bytes of a worker at the peak, of which ``terms`` are by formula.
+        least: of these, those that are needed for sure: all, where a past run or joined rows say how long rows are.
         seconds: of the stage.
         runs: how many past runs it is corrected by; 0: by formula alone.
         error: of the predictions of these runs: the median share, of memory and of time; None: none was predicted.
@@ -95,6 +96,7 @@ class Estimate:
     """
 
     memory: int
+    least: int
     terms: Memory
     seconds: float
     runs: int
@@ -246,8 +248,11 @@ class Estimator:
         whole = seconds + (median(others) if others else _START_SECONDS)
         gpu_hours = asks(planned)[1] * whole / 3600
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
+        most = self._history.memory(features) or _process(features) + terms.total
+        reads = getattr(method, "reads", None)
+        is_known = bool(near) or (reads is not None and reads.joined)
         return Estimate(
-            memory=self._history.memory(features) or _process(features) + terms.total, terms=terms, seconds=whole,
+            memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
             runs=len(near), features=features, error=_error(near), gpu_hours=gpu_hours,
             price=None if price is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,

@@ -1,5 +1,6 @@
 """Whether each training fits into the memory of its workers; the cheapest change that makes it fit, as overrides."""
 
+import logging
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from tasks.context import Resources
 from tasks.estimate import describe
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.compatibility import check_compatible
+
+logger = logging.getLogger(__name__)
 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 _GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -66,7 +69,7 @@ def _of_gpu() -> int:
 
 
 def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:
-    """Refuses a plan with a training that does not fit, where ``check_memory`` is set.
+    """Refuses a plan with a training that does not fit, where ``check_memory`` is set; warns of what may not fit.
 
     Args:
         found: estimates of the stages that are to run.
@@ -75,7 +78,7 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
     Raises:
         ConfigError: names the stages, what they need, what there is, and what to change.
     """
-    changes, lines = [], []
+    changes, lines, refused = list[Change](), list[str](), list[str]()
     for planned in plan.stale:
         if planned.name not in found or runs_elsewhere(planned):
             continue
@@ -83,17 +86,21 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         if not held or need.memory <= held:
             continue
         change = cheapest(estimator, planned, held)
+        verb = "needs" if need.least > held else "may need, if its rows are as long as max_length allows,"
         what = "a GPU has" if planned.stage.resources.gpus_per_worker else "the machine has for it"
         lines.append(
-            f"stages.{planned.name} needs {_gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
+            f"stages.{planned.name} {verb} {_gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
             f"{what} {_gib(held)}; {_remedy(change)}"
         )
-        if planned.stage.resources.check_memory:
-            changes.append(change)
+        changes.append(change)
+        if planned.stage.resources.check_memory and need.least > held:
+            refused.append(lines.pop())
     if suggest:
         _write(suggest, [word for change in changes for word in change.overrides])
-    if changes:
-        raise ConfigError("\n".join(lines))
+    for line in lines:
+        logger.warning("%s", line)
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 def _remedy(change: Change) -> str:

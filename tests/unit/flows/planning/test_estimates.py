@@ -131,12 +131,13 @@ def test_time_is_a_constant_of_each_pass_and_the_arithmetic(demo):
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch, tmp_path):
     plan = demo()
+    remember(plan, "dpo", memory=2**30, seconds=1.0)
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     monkeypatch.setattr(fit, "capacity", lambda resources: 2**34)
     require_fits(plan, found, estimator)
     monkeypatch.setattr(fit, "capacity", lambda resources: found["dpo"].memory - 1)
-    with pytest.raises(ConfigError, match=r"^stages\.dpo needs .* per worker \(by formula: ") as refused:
+    with pytest.raises(ConfigError, match=r"^stages\.dpo needs .* per worker \(measured on 1 run") as refused:
         require_fits(plan, found, estimator, tmp_path / "suggest.yaml")
     assert "stages.dpo.resources.micro_batch_size=4 it needs" in str(refused.value)  # 7, 6 and 5 do not divide 16
     words = yaml.safe_load((tmp_path / "suggest.yaml").read_text())["overrides"]
@@ -146,6 +147,18 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch
     require_fits(smaller, estimator.estimates(smaller.stale), estimator)
     allowed = demo("stages.dpo.resources.check_memory=false")
     require_fits(allowed, estimates(allowed), Estimator(allowed, History()))
+
+
+def test_rows_of_unknown_length_are_warned_of_and_a_model_that_is_too_large_is_refused(demo, monkeypatch, caplog):
+    plan = demo()
+    estimator = Estimator(plan, History.of(plan.home))
+    found = estimator.estimates(plan.stale)
+    monkeypatch.setattr(fit, "capacity", lambda resources: found["dpo"].memory - 1)
+    require_fits(plan, found, estimator)
+    assert "stages.dpo may need, if its rows are as long as max_length allows, 0.7" in caplog.text
+    monkeypatch.setattr(fit, "capacity", lambda resources: 2**29)
+    with pytest.raises(ConfigError, match=r"stages\.sft needs"):
+        require_fits(plan, found, estimator)
 
 
 def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
@@ -177,12 +190,12 @@ def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, mon
     table = command("plan")
     assert table.returncode == 0, table.stderr
     assert "GiB per worker" in table.stdout
-    row = {row["stage"]: row for row in json.loads(command("plan", "--json").stdout)["stages"]}["sft"]
+    row = {row["stage"]: row for row in json.loads(command("plan", "--json").stdout)["stages"]}["cpt"]
     assert row["estimate"]["basis"] == "by formula"
     monkeypatch.setattr(fit, "capacity", lambda resources: row["estimate"]["memory_bytes"] - 1)
     for verb in ("plan", "run"):
         refused = command(verb, *(["--suggest", "fit.yaml"] if verb == "plan" else []))
         assert refused.returncode == 2
-        assert "stages.sft needs" in refused.stderr
-    assert "stages.sft.resources.micro_batch_size=4" in (tmp_path / "fit.yaml").read_text()
+        assert "stages.cpt needs" in refused.stderr
+    assert "stages.cpt.resources.micro_batch_size=4" in (tmp_path / "fit.yaml").read_text()
     assert command("plan", "--overrides-from", "fit.yaml").returncode == 0
