@@ -48,6 +48,7 @@ COMMANDS = {
     "cancel": "stop a run, and leave nothing running",
     "serve": "register every pipeline as a Prefect deployment, and run what is asked of it",
     "compat": "show what works with what, and why not; with overrides, whether the stages that they declare work",
+    "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
 }
 # The module of flows.commands with add_NAME(parser) and run_NAME(options), where it is not called NAME.

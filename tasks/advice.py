@@ -58,8 +58,12 @@ class Range:
         if sign:
             number = float(bound)
             return {"<": value < number, "<=": value <= number, ">": value > number}[sign]
+        return self.nearest(value) == value
+
+    def nearest(self, value: float) -> float:
+        """The number between the two bounds that is nearest to a value."""
         low, _, high = self.text.partition("..")
-        return float(low) <= value <= float(high or low)
+        return min(max(value, float(low)), float(high or low))
 
 
 @dataclass(frozen=True, kw_only=True)
