@@ -37,7 +37,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.checks import bf16_notes
+    from flows.planning.checks import bf16_notes, position_notes
     from flows.planning.disk_capacity import share_notes
     from flows.planning.estimates import Estimator, History
     from flows.planning.fit import require_fits
@@ -50,7 +50,8 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = make_plan(pipeline)
     faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
     shares = share_notes(plan, plan.stale)
-    plan = replace(plan, notes=[*plan.notes, *shares, *faster, *pending(plan)])
+    positions = position_notes(pipeline, [planned.name for planned in plan.stale])
+    plan = replace(plan, notes=[*plan.notes, *positions, *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     require_fits(plan, found, estimator, options.suggest)

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 
 from flows.planning.disk_capacity import model_of
-from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl, read_jsonl
@@ -246,7 +245,7 @@ class Estimator:
         by_formula = total.flops / (_speed(resources) * resources.num_workers)
         seconds = self._history.seconds(features) or by_formula
         whole = seconds + (median(others) if others else _START_SECONDS)
-        gpu_hours = asks(planned)[1] * whole / 3600
+        gpu_hours = planned.asks[1] * whole / 3600
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
         most = self._history.memory(features) or _process(features) + terms.total
         reads = getattr(method, "reads", None)
@@ -365,7 +364,7 @@ def _key(planned: PlannedStage, found: Architecture) -> Features:
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     kind = "gpu" if resources.gpus_per_worker else "cpu"
-    elsewhere = runs_elsewhere(planned)
+    elsewhere = planned.runs_elsewhere
     name = "cluster" if elsewhere else hardware().get(kind, "none")
     rows = planned.inputs.get(rows_slot(method))
     adapter = f"+{method.adapter.type}" if method.adapter else ""

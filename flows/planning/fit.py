@@ -11,7 +11,6 @@ import psutil
 import yaml
 
 from flows.planning.estimates import Estimate, Estimator
-from flows.planning.needs import runs_elsewhere
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
@@ -80,7 +79,7 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
     """
     changes, lines, refused = list[Change](), list[str](), list[str]()
     for planned in plan.stale:
-        if planned.name not in found or runs_elsewhere(planned):
+        if planned.name not in found or planned.runs_elsewhere:
             continue
         held, need = capacity(planned.stage.resources), found[planned.name]
         if not held or need.memory <= held:
