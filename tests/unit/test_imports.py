@@ -46,7 +46,6 @@ ALONE = {
     "flows.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
-    "flows.progress.stage_log": "the index: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
     "flows.run": "the plan and the processes of a run: its command's file parses alone, also for --help",
     "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",
@@ -57,6 +56,7 @@ ALONE = {
     "tasks.train.actor_critic": "torch: PPO's file does not import it",
     "tasks.data.tokens.quick_encoder": "tokenizers: what reads no vocabulary does not import it",
     # With its importer it would have more than 500 lines.
+    "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
     "tasks.data.formats.known": "the table of formats; detect.py finds which one rows are in",
     "tasks.data.formats.pairs": "formats of pairs; the table of all formats has 350 lines",
     "tasks.data.preparing.decide": "which rows go where; prepare.py does what follows",
