@@ -75,9 +75,10 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.prefect.deployments
 
-settings-page: $(READY)  ## docs/settings.md and docs/methods.md, rendered from the dataclasses and the table of what works with what
+settings-page: $(READY)  ## docs/settings.md, docs/methods.md and docs/diagnose.md, rendered from dataclasses, the table of what works with what, and rules
 	$(BIN)/python -m flows.reports.settings_page
 	$(BIN)/python -m flows.reports.methods_page
+	$(BIN)/python -m flows.reports.diagnosis_page
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock

@@ -93,7 +93,7 @@ def _flat(curves: Curves) -> Finding | None:
     loss = _fitted(curves)
     if loss is None or not _is_flat(loss):
         return None
-    factor = 10 if loss.first - loss.last < loss.error() else 5
+    factor = 10 if loss.first - loss.last <= loss.error() else 5
     return Finding(confidence="high", evidence=_ends(loss), change=rate(curves, factor))
 
 
