@@ -65,6 +65,7 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 
 chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+	$(if $(CHAOS),,$(BIN)/python -m tests.chaos --each --kills 1 --steps 40 $(if $(SEED),--seed $(SEED)))
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu
@@ -75,9 +76,10 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.prefect.deployments
 
-settings-page: $(READY)  ## docs/settings.md, docs/methods.md and docs/diagnose.md, rendered from dataclasses, the table of what works with what, and rules
+settings-page: $(READY)  ## docs/settings.md, methods.md, advice.md and diagnose.md, rendered from the dataclasses and tables of the code
 	$(BIN)/python -m flows.reports.settings_page
 	$(BIN)/python -m flows.reports.methods_page
+	$(BIN)/python -m flows.reports.advice_page
 	$(BIN)/python -m flows.reports.diagnosis_page
 
 lock: $(READY)  ## exact versions from pyproject.toml

@@ -49,6 +49,7 @@ COMMANDS = {
     "cancel": "stop a run, and leave nothing running",
     "serve": "register every pipeline as a Prefect deployment, and run what is asked of it",
     "compat": "show what works with what, and why not; with overrides, whether the stages that they declare work",
+    "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
 }
 # The module of flows.commands with add_NAME(parser) and run_NAME(options), where it is not called NAME.
@@ -62,10 +63,13 @@ _MODULES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped.
+    0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped; `plan --exit-code`: 4, not all is
+    finished.
     """
     if arguments is None:  # a process of its own, of whose imports the collection of garbage would take a fifth
         gc.set_threshold(_GARBAGE)
+        if sys.argv[1:2] == ["plan"]:  # keeps nearly all that it makes, and ends soon
+            gc.disable()
     try:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)

@@ -16,7 +16,7 @@ from lineage.dvc import FILE, DvcProject, View
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 
 # Overrides that change where and how a pipeline runs, never what it makes.
-_EXECUTION = ("resources", "tracking", "store", "code_drift")
+_EXECUTION = ("resources", "tracking", "store", "code_drift", "advice")
 
 
 def adopt_view(pipeline: Pipeline) -> None:
@@ -98,7 +98,7 @@ def _is_declared(plan: Plan, words: Sequence[str], names: Sequence[str], project
         return True
     try:
         declared = load_pipeline(*split_words(declaration))
-        stages = make_plan(replace(declared, store=plan.pipeline.store, code_drift="warn")).stages
+        stages = make_plan(replace(declared, store=plan.pipeline.store, code_drift="warn", advice="off")).stages
     except PipelineError:  # there is no such pipeline without the overrides
         return False
     known = {planned.name: planned.fingerprint for planned in stages}

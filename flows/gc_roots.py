@@ -34,7 +34,7 @@ def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str
         PipelineError: the pipeline cannot be planned, a record or MLflow cannot be read, or a REF names nothing.
     """
     restart = tuple(name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training))
-    planned = reads(make_plan(replace(pipeline, restart=restart, code_drift="warn")))
+    planned = reads(make_plan(replace(pipeline, restart=restart, code_drift="warn", advice="off")))
     found = dict.fromkeys(planned, "the pipeline of this command")
     with Index(store) as index:
         found |= {resolve(ref, index).node: f"--keep {ref}" for ref in keep}

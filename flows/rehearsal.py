@@ -275,7 +275,9 @@ def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps:
         ConfigError: the pipeline cannot work.
     """
     stages = {name: _short(stage, num_steps, save_steps) for name, stage in pipeline.stages.items()}
-    plan = make_plan(replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation()))
+    plan = make_plan(
+        replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation(), advice="off")
+    )
     planned = [
         replace(each, state="run", reason="in short", restart=False, rerun_drifted=False) for each in plan.stages
     ]

@@ -12,7 +12,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
-from flows.promotion.retrain import follow_up, promotion_due
+from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
 from flows.stages.run import Run
@@ -36,7 +36,7 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     seconds: dict[str, float] = {}
     execution_id = None
     said = None
-    if plan.stale or may_ask(plan) or promotion_due(plan):
+    if has_work(plan):
         seconds, execution_id, said = _run_stale(plan, words)
     show_declared(plan, words)
     wall = time.perf_counter() - start

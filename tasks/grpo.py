@@ -45,7 +45,7 @@ VARIANTS: dict[Loss, Variant] = {
     # A sum over tokens, divided by a constant length: arXiv:2503.20783.
     "dr_grpo": Variant(loss_type="dr_grpo", scale_rewards="none"),
     # As dapo, with equal bounds. TRL's divides by the tokens of a micro batch, which is no part of a recipe.
-    "bnpo": Variant(loss_type="dapo"),
+    "bnpo": Variant(loss_type="dapo", like="dapo"),
     # A ratio per completion: arXiv:2507.18071.
     "gspo": Variant(loss_type="grpo", sequence=True, epsilon=3e-4, epsilon_high=4e-4, like="grpo"),
     # A capped ratio without a gradient: arXiv:2506.13585.

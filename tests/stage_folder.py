@@ -8,22 +8,9 @@ from lineage.checkpoints import Checkpoints
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.heartbeat import Phase
 from tasks.method import Training
-from tests import tiny, training
-from tests.worker_group import one_thread
+from tests import training
 
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=None, save_minutes=None, keep_last=9)
-ROWS = {
-    "text": tiny.text_rows, "conversations": tiny.conversation_rows, "preferences": tiny.preference_rows,
-    "unpaired": tiny.unpaired_rows, "prompts": tiny.prompt_rows,
-}  # fmt: skip
-
-
-def write_inputs(root: Path) -> Path:
-    """A policy, a teacher, and rows of every kind of which some are held out."""
-    training.write_models(root)
-    for name, rows in ROWS.items():
-        tiny.write_rows(root / name, rows(50)[:40], rows(50)[40:])
-    return root
 
 
 class StageFolder:
@@ -45,7 +32,7 @@ class StageFolder:
             resume_from=self.store.path(resume) if resume else None, should_stop=should_stop,
             mark=lambda step, doing: self.marks.append((step, doing)),
         )  # fmt: skip
-        with one_thread():
+        with training.one_thread():
             return stage.run(training.inputs(self.root, stage), ctx)
 
     @property

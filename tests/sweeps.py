@@ -5,14 +5,11 @@ from collections.abc import Mapping
 from flows.declare.sweep import Objective, Sweep
 from flows.sweep.folder import TrialResult
 from flows.sweep.space import Values, read_values
-from lineage.manifest import Manifest, Provenance
+from lineage.manifest import Manifest
+from tests.written_store import ran_at
 
 RANDOM = {"_target_": "optuna.samplers.RandomSampler", "seed": 0}
 TPE = {"_target_": "optuna.samplers.TPESampler", "seed": 0}
-_PROVENANCE = Provenance(
-    start=0.0, end=1.0, hosts=[], python="", libraries={}, git_commit=None, git_dirty=None, code_digest="", seed=0,
-    resources={},
-)  # fmt: skip
 
 
 def sweep(**changes) -> Sweep:
@@ -35,7 +32,7 @@ def minimize(metric: str = "left/loss") -> Objective:
 def manifest(stage: str = "left", fingerprint: str = "0" * 64, **metrics: float) -> Manifest:
     return Manifest(
         pipeline="toy", stage=stage, method="M", recipe={}, fingerprint=fingerprint, inputs={}, files={},
-        output_digest="", metrics=metrics, provenance=_PROVENANCE,
+        output_digest="", metrics=metrics, provenance=ran_at(),
     )  # fmt: skip
 
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from lineage import checkpoints
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
+from lineage.digest import digest_files, digest_of
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.method import Inputs, Training
+from tasks.method import Input, Inputs, Training
 from tests.toy_loop import loop
 
 TROUBLE_FILE = "trouble"
@@ -53,6 +55,18 @@ class ToyInterrupted(Training):
         if ctx.rank == 0:
             (ctx.output_dir / "model.txt").write_text(state)
         return {"loss": 1.0 / self.num_steps, "train_seconds": 0.0}
+
+
+def unbroken(method: Training) -> str:
+    """The digest of the output of a toy training that nothing interrupts, on the model of the toy pipeline."""
+    with TemporaryDirectory() as folder:
+        model, output = Path(folder) / "model", Path(folder) / "output"
+        model.mkdir()
+        output.mkdir()
+        (model / "model.txt").write_text("0")
+        policy = Input(name="model", kind=Kind.CHECKPOINT, fingerprint="f" * 64, path=model)
+        method.run({"policy": policy}, TrainContext(output_dir=output, work_dir=Path(folder) / "work"))
+        return digest_of(digest_files(output))
 
 
 def meet(ctx: TrainContext) -> None:

@@ -1,8 +1,10 @@
 """Runs a method on tiny rows and a tiny policy, and collects what it reported."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +31,10 @@ from tests import tiny
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
+    from transformers import Trainer
+
+    from tasks.train.run import TrainingRun
 
 # Small enough to step in milliseconds; max_length cuts nothing.
 FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
@@ -62,6 +68,12 @@ OWN: dict[str, dict[str, object]] = {  # fields of one method
 }
 
 
+ROWS = {
+    "text": tiny.text_rows, "conversations": tiny.conversation_rows, "preferences": tiny.preference_rows,
+    "unpaired": tiny.unpaired_rows, "prompts": tiny.prompt_rows,
+}  # fmt: skip
+
+
 def method(name: str, **fields: object) -> Training:
     """The named method with the fields of these tests."""
     return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
@@ -73,14 +85,12 @@ def write_models(root: Path) -> None:
     tiny.write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
 
 
-def write_inputs(root: Path, *, num_rows: int = 40) -> Path:
+def write_inputs(root: Path, *, num_rows: int = 40, num_held_out: int = 0) -> Path:
     """A policy, a teacher and rows of every kind under ``root``."""
     write_models(root)
-    tiny.write_rows(root / "text", tiny.text_rows(num_rows))
-    tiny.write_rows(root / "conversations", tiny.conversation_rows(num_rows))
-    tiny.write_rows(root / "preferences", tiny.preference_rows(num_rows))
-    tiny.write_rows(root / "unpaired", tiny.unpaired_rows(num_rows))
-    tiny.write_rows(root / "prompts", tiny.prompt_rows(num_rows))
+    for name, rows in ROWS.items():
+        found = rows(num_rows + num_held_out)
+        tiny.write_rows(root / name, found[:num_rows], found[num_rows:])
     return root
 
 
@@ -116,14 +126,23 @@ class Trained:
         return [trajectory(metrics) for _, metrics in self.reports]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def train(
     stage: Training, root: Path, output: Path, *, policy: Path | None = None, resources: Resources | None = None
 ) -> Trained:
     """Runs a method in this process."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
     reports: list[tuple[int, Metrics]] = []
     ctx = TrainContext(
         output_dir=output,
@@ -131,11 +150,31 @@ def train(
         resources=resources or Resources(micro_batch_size=4),
         report=lambda step, metrics: reports.append((step, dict(metrics))),
     )
-    try:
+    with one_thread():
         metrics = stage.run(inputs(root, stage, policy=policy), ctx)
-    finally:
-        torch.set_num_threads(threads)
     return Trained(output=output, metrics=metrics, reports=reports)
+
+
+def fitted(stage: Training, given: Inputs, output: Path, **fields: Any) -> "tuple[TrainingRun, Trainer, list[float]]":
+    """Trains and saves nothing: the run, its trainer with the model as it is in training, and the losses."""
+    from tasks.train.run import TrainingRun
+
+    ctx = TrainContext(
+        output_dir=output, work_dir=output.parent / "work", report=lambda _step, _metrics: None,
+        **{"resources": Resources(micro_batch_size=4), **fields},
+    )  # fmt: skip
+    run = TrainingRun(stage, given, ctx)
+    trainer = stage.trainer(run)
+    run.fit(trainer)
+    return run, trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def answers(model: "Module") -> "Tensor":
+    """The last hidden states: a trainer replaces the forward of the head."""
+    import torch
+
+    with torch.no_grad():
+        return model.eval().base_model(input_ids=torch.arange(3, 60)[None]).last_hidden_state
 
 
 def weights(output: Path) -> "dict[str, Tensor]":

@@ -73,7 +73,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
 
     reports: list[tuple[int, Metrics]] = []
     batches: list[list[str]] = []
-    with _noted(batches), one_thread():
+    with _noted(batches), training.one_thread():
         context = asked.context(reports, rank)
         try:
             asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -117,19 +117,6 @@ class WorkerGroup:
         for process in self._processes:
             process.kill()
             process.join()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny matrices: more threads only wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def rows_of_steps(ranks: Sequence[Done]) -> Rows:

@@ -8,6 +8,7 @@ from pathlib import Path
 from lineage.digest import digest_files, digest_of
 from lineage.fingerprint import fingerprint, short
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.promotions import Event, append
 from lineage.store import Store
 
 KINDS = {"corpus": "text", "pairs": "preferences", "evaluate": "report", "reward": "reward_model"}
@@ -41,9 +42,9 @@ class WrittenStore:
         given = {slot: each if isinstance(each, InputRecord) else read(each) for slot, each in inputs.items()}
         identity = fingerprint(recipe, {slot: each.fingerprint for slot, each in given.items()})
         self._clock += 60
-        ran = Provenance(
-            start=self._clock - 10, end=self._clock, hosts=["here"], python="3.11", libraries={"torch": "2.13.0"},
-            git_commit="c" * 40, git_dirty=False, code_digest="d" * 64, seed=0, resources={"num_workers": 1},
+        ran = ran_at(
+            self._clock - 10, self._clock, libraries={"torch": "2.13.0"}, git_commit="c" * 40, git_dirty=False,
+            code_digest="d" * 64, resources={"num_workers": 1},
         )  # fmt: skip
         ran = replace(ran, **fields.pop("provenance", {}))
         entry = Store(self.root).entry(name, identity)
@@ -71,8 +72,22 @@ class WrittenStore:
         made["evaluate"] = self.stage("evaluate", {"cpt": policy, "dpo": made["dpo"], "text": made["corpus"]})
         return made
 
+    def event(self, manifest: Manifest, alias: str = "champion", **fields) -> None:
+        """Appends a promotion, or another event, on an artifact."""
+        known = {"action": "promote", "stage": manifest.stage, "digest": manifest.output_digest, "who": "me", "why": ""}
+        append(self.root, Event(alias=alias, fingerprint=manifest.fingerprint, **{**known, **fields}))
+
     def delete(self, manifest: Manifest) -> None:
         shutil.rmtree(self.root / manifest.stage / short(manifest.fingerprint))
+
+
+def ran_at(start: float = 0.0, end: float = 1.0, **fields) -> Provenance:
+    """What a manifest says of a run of those seconds."""
+    known = {
+        "hosts": ["here"], "python": "3.11", "libraries": {}, "git_commit": None, "git_dirty": None, "code_digest": "c",
+        "seed": 0, "resources": {},
+    }  # fmt: skip
+    return Provenance(start=start, end=end, **{**known, **fields})
 
 
 def read(manifest: Manifest) -> InputRecord:

@@ -11,11 +11,15 @@ from flows.commands.arguments import add_json, add_overrides, add_sweep, read_ov
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
 
+WORK = 4  # exit code of plan --exit-code where a run would do something
+
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_sweep(parser)
     add_json(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to a file, for run --plan FILE")
+    parser.add_argument("--exit-code", action="store_true", help=f"exit with {WORK} where a run would do something")
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -24,6 +28,7 @@ def run_plan(options: argparse.Namespace) -> int:
         from flows.reports.sweep import union_dict, union_text
         from flows.sweep.plan import read_sweep
 
+        _refuse_with_sweep(options, "out", "exit_code")
         sweep = read_sweep(options.overrides, options.config_dir)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
@@ -32,7 +37,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from flows.planning.checks import bf16_notes
     from flows.planning.disk_capacity import share_notes
     from flows.planning.plan import make_plan
-    from flows.promotion.retrain import pending
+    from flows.promotion.retrain import has_work, pending
     from flows.reports.run import plan_table
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
@@ -42,13 +47,28 @@ def run_plan(options: argparse.Namespace) -> int:
     shares = share_notes(plan, plan.stale)
     plan = replace(plan, notes=[*plan.notes, *shares, *faster, *pending(plan)])
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
-    return 0
+    if options.out:
+        from flows.planning.plan_file import write_plan
+
+        write_plan(plan, options.out, options.overrides, options.config_dir)
+    return WORK if options.exit_code and has_work(plan) else 0
+
+
+def _refuse_with_sweep(options: argparse.Namespace, *names: str) -> None:
+    from lineage.errors import ConfigError
+
+    for name in names:
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} with --multirun: it is for the plan of one run; leave one of them out"
+            )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_sweep(parser)
     add_json(parser)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="run what plan --out wrote; refuse anything else")
 
 
 def run_run(options: argparse.Namespace) -> int:
@@ -56,19 +76,30 @@ def run_run(options: argparse.Namespace) -> int:
     if options.multirun:
         from flows.sweep.run import run_sweep
 
+        _refuse_with_sweep(options, "plan")
         return run_sweep(
             options.overrides, options.config_dir, ["--multirun", *words_of(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
     from flows.planning.plan import make_plan
+    from flows.planning.plan_file import read_plan, require_approved
     from flows.run import run_plan as execute
     from lineage.store import create_store
 
+    approved = read_plan(options.plan) if options.plan else None
+    if approved and not options.overrides:
+        options.overrides = approved.overrides
+        options.config_dir = options.config_dir or approved.config_dir
     pipeline = load_pipeline(options.overrides, options.config_dir)
-    create_store(pipeline.store)
+    if not approved:
+        create_store(pipeline.store)
     adopt_view(pipeline)
-    return execute(make_plan(pipeline), words_of(options), as_json=options.json)
+    plan = make_plan(pipeline)
+    if approved:
+        require_approved(plan, approved)
+        create_store(pipeline.store)
+    return execute(plan, words_of(options), as_json=options.json)
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:

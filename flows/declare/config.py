@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.compose import compose_tree, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
-from flows.declare.pipeline import CodeDrift, Pipeline, Stage, nearest
+from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, nearest
 from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
 from lineage.code import full_name, parsed, source_file
@@ -24,6 +24,7 @@ from lineage.verdict import Approval
 from tasks.context import Precision, Resources
 from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
 from tasks.method import Schedule as LearningRate
+from tasks.recipe import SHORT_FORMS
 
 T = TypeVar("T")
 Node = Mapping[str, object]
@@ -191,6 +192,22 @@ class GateDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingDefaults:
+    """Fields that trainings take where their stage sets none: what ``preset=`` chooses.
+
+    Args:
+        every, sft: of all methods, and of SFT alone.
+        sft_adapter: of SFT where it trains an adapter, in place of those of ``sft``.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    every: dict[str, object]
+    sft: dict[str, object]
+    sft_adapter: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
@@ -204,6 +221,7 @@ class Root:
     name: str
     store: str
     code_drift: CodeDrift
+    advice: Advise
     tracking: Tracking
     sources: dict[str, dict[str, object]]
     stages: dict[str, dict[str, object]]
@@ -215,6 +233,7 @@ class Root:
     save: Literal["adapter"] | None
     precision: Precision | None
     gate: GateDefaults
+    training: TrainingDefaults
     aliases: dict[str, Alias]
     non_commercial_labels: tuple[str, ...]
     accept_label_drop: tuple[str, ...]
@@ -266,6 +285,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         operation=Operation(
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),
+        advice=root.advice,
     )
     _refuse_unknown_sources(pipeline, overrides, config_dir)
     return pipeline
@@ -302,18 +322,50 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     for key in defaults.keys() & taken:
         if defaults[key] is not None:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
+    kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
     if recipe.get("adapter", False) is None and recipe.get("quantization") == tree["quantization"]:
         recipe.pop("quantization", None)  # of all stages; this one has no adapter
     shared = tree["resources"]
     assert isinstance(shared, dict)
     # What a stage does not state about its resources, the root states for all.
     resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (
+        (f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does",) if kept else ()
+    )
     if recipe.get("precision") == "auto" and "precision" in taken:
         recipe["precision"] = resources.resolved_precision("auto")
         because = f"gpus_per_worker={resources.gpus_per_worker}"
-        notes = (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
+        notes += (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
     return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
+
+
+_LENGTH = ("num_steps", "num_epochs")  # one of them is set
+
+
+def _apply_training(cls: type[Training], recipe: dict[str, object], shared: TrainingDefaults) -> list[str]:
+    """Adds the fields of a preset to those of a stage; returns the fields that the stage sets to something else."""
+    defaults = dict(shared.every)
+    if cls.name() == "SFT":
+        defaults |= {**shared.sft, **(shared.sft_adapter if recipe.get("adapter") else {})}
+    ignored = LOOP_FIELDS - cls.applies if cls.has_own_loop else frozenset()
+    reads = getattr(cls, "reads", None)
+    if cls.has_own_loop or reads is None or not reads.trained:
+        ignored |= {"validation"}
+    taken = {field.name for field in fields(cls)} - ignored
+    for short, (setting, field) in SHORT_FORMS.items():
+        if recipe.get(short) is not None and isinstance(node := defaults.get(setting), Mapping):
+            defaults[setting] = {name: value for name, value in node.items() if name != field}
+    kept = []
+    for key, value in defaults.items():
+        if key in _LENGTH and any(recipe.get(name) is not None for name in _LENGTH):
+            kept += [name for name in _LENGTH if recipe.get(name) not in (None, defaults.get(name))]
+        elif key in taken and key not in recipe:
+            recipe[key] = value
+        elif key in taken and isinstance(value, Mapping):
+            recipe[key] = _merged(value, recipe[key])
+        elif key in taken and recipe[key] != value:
+            kept.append(key)
+    return kept
 
 
 def _refuse_ms_amp(tree: Node) -> None:

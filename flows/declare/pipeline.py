@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +61,7 @@ def behind(name: str, upstream: Upstream) -> set[str]:
 
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
+Advise = Literal["warn", "strict", "off"]
 
 _NO_PAIRS = {
     (Kind.PREFERENCES, Kind.UNPAIRED): (
@@ -98,6 +100,7 @@ class Pipeline:
         restart: stages that begin at step 0 although they have checkpoints.
         because: stage -> why its settings were changed, for the record: ``RULE:STAGE@FINGERPRINT`` of the doctor.
         operation: when it runs by itself, and what follows.
+        advice: whether values outside the ranges of ``tasks.advice`` are reported, or refused.
     """
 
     name: str
@@ -112,6 +115,7 @@ class Pipeline:
     restart: tuple[str, ...] = ()
     because: Mapping[str, str] = field(default_factory=dict)
     operation: Operation = field(default_factory=Operation)
+    advice: Advise = "warn"
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):
@@ -146,21 +150,25 @@ class Pipeline:
         Raises:
             ConfigError: the stages form a cycle.
         """
-        return execution_order(self._upstream, self._data, self._training)
+        return list(self._order)
 
     def before(self, name: str) -> set[str]:
         """The stages that a stage waits for."""
         return before(name, self._upstream, self._data, self._training)
 
-    @property
+    @cached_property
+    def _order(self) -> list[str]:
+        return execution_order(self._upstream, self._data, self._training)
+
+    @cached_property
     def _upstream(self) -> dict[str, list[str]]:
         return {name: self.upstream(name) for name in self.stages}
 
-    @property
+    @cached_property
     def _data(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.produces in DATA]
 
-    @property
+    @cached_property
     def _training(self) -> list[str]:
         return [name for name, stage in self.stages.items() if stage.method.trains]
 

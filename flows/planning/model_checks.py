@@ -93,14 +93,14 @@ def check_models(pipeline: Pipeline) -> None:
             )
     for name in pipeline.order():
         stage = pipeline.stages[name]
-        recipe = stage.method.recipe()
+        installs = bool(getattr(stage.method, "chat_template", None))
         config = _policy_config(pipeline, name)
         if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         _check_quantization(name, pipeline, config)
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
-        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not recipe.get("chat_template"):
+        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
             root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
             fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
@@ -109,7 +109,7 @@ def check_models(pipeline: Pipeline) -> None:
                 "or start from a model that has one"
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
-        has_template[name] = policy_has or bool(recipe.get("chat_template"))
+        has_template[name] = policy_has or installs
 
 
 def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
@@ -269,15 +269,33 @@ def check_merges(pipeline: Pipeline) -> None:
     """That each merge has the models that it combines, and that they are models of one kind, where that is known.
 
     Raises:
-        ConfigError: a slot, a weight or a base is lacking, or a model has another architecture, vocabulary or template.
+        ConfigError: a slot, a weight, a base or an adapter is lacking, or a model has another architecture, vocabulary
+            or template.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Merge):
             try:
                 stage.method.check_inputs(stage.inputs)
+                _require_adapters(pipeline, stage.method, stage.inputs)
                 _check_alike(pipeline, name)
             except ConfigError as error:
                 raise ConfigError(f"stages.{name}: {error}") from error
+
+
+def _require_adapters(pipeline: Pipeline, method: Merge, inputs: Mapping[str, str]) -> None:
+    """Requires an adapter of each stage whose output is merged as one."""
+    merges_own = method.combination is None and method.dtype is None
+    if not merges_own and method.space != "adapters":
+        return
+    for slot, given in inputs.items():
+        made = None if pipeline.is_source(given) else pipeline.stages[given].method
+        if isinstance(made, Training) and made.save is None:
+            what = "combination=null merges an adapter into its base" if merges_own else "space=adapters"
+            instead = "method.dtype=bf16 to convert a whole model" if merges_own else "method.space=weights"
+            raise ConfigError(
+                f"inputs.{slot}={given}: {what}, and {given} gives a whole model; set stages.{given}.method.save="
+                f"adapter, which needs an adapter (adapter=lora), or {instead}"
+            )
 
 
 def _check_alike(pipeline: Pipeline, name: str) -> None:

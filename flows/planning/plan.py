@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
+from flows.planning.advice import Advice, advice_of
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
 from flows.planning.checks import (
     batch_notes,
@@ -34,7 +35,7 @@ from lineage.fingerprint import fingerprint
 from lineage.sources import pin
 from lineage.store import Entry, Store, is_store
 from tasks.check_rows import POLICY, rows_slot
-from tasks.method import Training
+from tasks.method import Method, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Plan:
 
     Args:
         notes: what else was decided, a line each.
+        advice: values outside the ranges of the reference documents.
         home: the store that it reads, and that its runs are noted in; a rehearsal has another one for its outputs.
     """
 
@@ -77,6 +79,7 @@ class Plan:
     stages: list[PlannedStage]
     home: Path
     notes: list[str] = field(default_factory=list)
+    advice: Advice = Advice()
 
     @property
     def stale(self) -> list[PlannedStage]:
@@ -108,6 +111,7 @@ class Plan:
             "store": str(self.pipeline.store),
             "stages": [self._row(planned) for planned in self.stages],
             **({"notes": self.notes} if self.notes else {}),
+            **({"advice": self.advice.to_dict()} if self.advice.found else {}),
         }
 
     def _row(self, planned: PlannedStage) -> dict[str, object]:
@@ -129,6 +133,15 @@ class Memo:
 
     sources: dict[tuple[str, Source], PlannedInput] = field(default_factory=dict)
     stages: dict[tuple[str, str], tuple[State, str, str]] = field(default_factory=dict)
+    codes: dict[type[Method], str] = field(default_factory=dict)
+
+    def code_of(self, method: Method) -> str:
+        """Digest of a method's code, read once for all stages of its class; functions of rewards have their own."""
+        if getattr(method, "rewards", None):
+            return method.code_digest()
+        if type(method) not in self.codes:
+            self.codes[type(method)] = method.code_digest()
+        return self.codes[type(method)]
 
 
 def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
@@ -138,8 +151,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
             no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
-            and a reused stage's code changed, a stage cannot go on from its checkpoints, or the store's file system
-            does not lock across hosts.
+            and a reused stage's code changed, ``advice=strict`` and a value is outside its range, a stage cannot go on
+            from its checkpoints, or the store's file system does not lock across hosts.
     """
     check_store(pipeline)
     check_gates(pipeline)
@@ -175,7 +188,9 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # one note may be of several stages
-    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes)
+    lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
+    advice = advice_of(resolved, lengths)
+    return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:
@@ -197,7 +212,7 @@ def _plan_stage(
     recipe = stage.method.recipe()
     identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
     if (name, identity) not in memo.stages:
-        code = stage.method.code_digest()
+        code = memo.code_of(stage.method)
         entry = store.entry(name, identity)
         state, reason = judge(name, entry, stage.method, inputs, store)
         if state == "reuse":
@@ -220,7 +235,7 @@ def _tokenizer(planned: PlannedStage) -> str:
     if not isinstance(method, Training) or POLICY not in planned.inputs:
         return planned.fingerprint
     given = planned.inputs[POLICY]
-    template = method.recipe().get("chat_template")
+    template = getattr(method, "chat_template", None)
     return f"{given.tokenizer or given.fingerprint} {template}" if template else given.tokenizer or given.fingerprint
 
 

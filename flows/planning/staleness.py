@@ -59,6 +59,7 @@ class Hyperparameters:
         num_examples: that are trained on in a pass; None: not known yet.
         is_exact: whether ``num_examples`` was counted on tokens; else it is the number of prepared rows.
         warmup: steps; below 1: a share of all steps.
+        num_rows: that were prepared for it; None: not known yet.
     """
 
     learning_rate: float
@@ -70,6 +71,7 @@ class Hyperparameters:
     global_batch_size: int
     length_reason: str
     warmup: float
+    num_rows: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         """What ``plan --json`` adds to the stage's row."""
@@ -117,7 +119,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
         global_batch_size=method.global_batch_size, length_reason=_length_reason(method),
-        warmup=method.schedule.warmup,
+        warmup=method.schedule.warmup, num_rows=_train_rows(rows),
     )  # fmt: skip
 
 
@@ -143,9 +145,13 @@ def _length_reason(method: TrainingRecipe) -> str:
 def _prepared(method: TrainingRecipe, rows: Manifest | None) -> int | None:
     """The prepared rows, where each is about an example: neither chunks of text nor packs of rows."""
     tokenization = method.tokenization()
-    if rows is None or tokenization is None or tokenization.kind == Kind.TEXT or tokenization.packing:
+    if tokenization is None or tokenization.kind == Kind.TEXT or tokenization.packing:
         return None
-    return int(rows.metrics.get("train_rows", 0)) or None
+    return _train_rows(rows)
+
+
+def _train_rows(rows: Manifest | None) -> int | None:
+    return int(rows.metrics.get("train_rows", 0)) or None if rows else None
 
 
 def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer: str) -> Path:
@@ -283,8 +289,9 @@ def _reached(entry: Entry) -> str:
 
 def _why_stale(method: Method, inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
     """The fields that set this stage apart from the finished one that is most like it."""
-    recipe = method.recipe()
-    candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in earlier]
+    finished = list(earlier)
+    recipe = method.recipe() if finished else {}
+    candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in finished]
     if not candidates:
         return "never run"
     # `min` keeps the first of equals, and the newest comes first.

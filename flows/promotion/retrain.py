@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
-from flows.planning.verdicts import judgements, standing
+from flows.planning.verdicts import judgements, may_ask, standing
 from flows.prefect.address import configured_api_url
 from flows.promotion.promote import outcome, promote
 from flows.tracking import mirror_alias
@@ -51,6 +51,11 @@ def promotion_due(plan: Plan) -> bool:
     """Whether a finished model waits for its promotion: its run was stopped on the way there."""
     retrain = plan.pipeline.operation.retrain
     return retrain is not None and not plan.stale and _why_not(plan, retrain) == ""
+
+
+def has_work(plan: Plan) -> bool:
+    """Whether a run would do something: make a stage, ask a person, or promote a model."""
+    return bool(plan.stale) or may_ask(plan) or promotion_due(plan)
 
 
 def pending(plan: Plan) -> list[str]:

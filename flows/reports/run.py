@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from flows.planning.advice import advice_lines
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
@@ -162,7 +163,7 @@ def plan_table(plan: Plan) -> str:
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
     trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
-    return printable_text("\n".join([*head, plain_text(table), *trained, verdict]))
+    return printable_text("\n".join([*head, plain_text(table), *trained, *advice_lines(plan.advice), verdict]))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:

@@ -16,8 +16,9 @@ from lineage.errors import ConfigError
 _UNTIL = "{until}"  # in the name of a field: the stage that trials end with
 # Keys of the root that say which pipeline runs, where, when and how, and not what its stages produce.
 _NOT_VARIABLE = (
-    "name", "pipeline", "store", "tracking", "code_drift", "resources", "sweep", "aliases", "non_commercial_labels",
-    "accept_label_drop", "restart", "because", "tags", "schedule", "trigger", "retrain", "notify",
+    "name", "pipeline", "store", "tracking", "code_drift", "advice", "resources", "sweep", "aliases",
+    "non_commercial_labels", "accept_label_drop", "restart", "because", "tags", "schedule", "trigger", "retrain",
+    "notify",
 )  # fmt: skip
 
 

@@ -218,7 +218,7 @@ class ActorCritic:
         examples = rollouts.examples(step)
         with self.autocast():
             completions = rollouts.generate(self.policy, examples, step)
-        rewards_BK = rollouts.score(examples, completions)
+        rewards_BK = rollouts.score(step, examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
         prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
         own = self._measured([*zip(prompts, completions, strict=True)], temperature)

@@ -125,7 +125,7 @@ class WithRollouts(_BaseTrainer):
         self, inputs: object, prompts: object, completions: object, completion_ids: Sequence[Sequence[int]]
     ) -> "Tensor":
         step = self.state.global_step
-        rewards_BK = self.rollouts.score(self._examples, completion_ids)
+        rewards_BK = self.rollouts.score(step, self._examples, completion_ids)
         rewards_NK: Tensor = self.rollouts.gathered(rewards_BK)
         self.rollouts.watch(step, rewards_NK)
         self.rollouts.keep(step, self._examples, completion_ids, rewards_BK)

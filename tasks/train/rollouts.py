@@ -5,7 +5,7 @@ In a loop of its own:
     rollouts = Rollouts(run)
     examples = rollouts.examples(step)
     completion_ids = rollouts.generate(model, examples, step)
-    rewards_BK = rollouts.score(examples, completion_ids)
+    rewards_BK = rollouts.score(step, examples, completion_ids)
     metrics = rollouts.record(step, examples, completion_ids, rewards_BK)
 
 Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
@@ -130,12 +130,21 @@ class Rollouts:
         pad = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
-    def score(self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]]) -> "Tensor":
+    def score(self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]]) -> "Tensor":
         """The rewards (B, K) of completions, without their weights; on the training's device.
 
+        Args:
+            step: counted from 0.
+
         Raises:
-            PipelineError: a reward function raises, or a reward is non-finite; names row, function and value.
+            PipelineError: a reward function raises, or a reward is non-finite; names step, row, function and value.
         """
+        try:
+            return self._scores(examples, completion_ids)
+        except PipelineError as error:
+            raise type(error)(f"step {step + 1}, which is not taken: {error}") from error
+
+    def _scores(self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]]) -> "Tensor":
         texts = self.texts(completion_ids)
         prompts = [each["prompt"] for each in examples]
         names = dict.fromkeys(name for each in examples for name in each if name not in _TOKENS)

@@ -17,7 +17,6 @@ from tests.marked import left
 from tests.miniature import overrides_of, trainings_of, write_own_rows
 
 SAVE_STEPS = 3
-NUM_STEPS = 120  # of each training: enough that kills meet one that has a checkpoint
 TOY_TRAININGS = ("left", "right")
 # Two workers that step together: a stage that takes half a minute to start.
 CLUSTER = (
@@ -71,7 +70,7 @@ class Score:
 class Rounds:
     """Rounds below one folder, whose every kill and moment come from one seed."""
 
-    def __init__(self, folder: Path, seed: int, *, pipeline: str, toy: bool, cluster: bool) -> None:
+    def __init__(self, folder: Path, seed: int, pipeline: str, *, toy: bool, cluster: bool, num_steps: int) -> None:
         self._folder = folder
         self._chance = random.Random(seed)
         self._mark = secrets.token_hex(8)
@@ -87,7 +86,7 @@ class Rounds:
         self._trainings = trainings_of(pipeline)
         known = load_pipeline([f"pipeline={pipeline}"]).sources
         self._overrides = [
-            *overrides_of(pipeline, gated=False, num_steps=NUM_STEPS),
+            *overrides_of(pipeline, gated=False, num_steps=num_steps),
             *(word for word in own if word.split(".")[1] in known),
             *(CLUSTER if cluster else ()),
             f"resources.save_steps={SAVE_STEPS}",

@@ -10,7 +10,10 @@ import pytest
 from filelock import FileLock
 
 from flows.prefect.server import EmbeddedServer, send_events
+from tests import training
 from tests.command import TOY, Command
+from tests.worker_group import WorkerGroup
+from tests.written_store import WrittenStore
 
 # Prefect's client leaves a function for the end of the process that fails in a process forked from it, whose exit code
 # is then 1: a data loader's, for one. The processes of stages have no client of Prefect's.
@@ -88,15 +91,38 @@ def uri(tmp_path, migrated):
 
 
 @pytest.fixture
+def client(uri):
+    """MLflow's own, on the database of this test."""
+    from lineage.mlflow.address import connect
+
+    return connect(uri)
+
+
+@pytest.fixture
+def store(tmp_path) -> WrittenStore:
+    """A store without an artifact yet."""
+    return WrittenStore(tmp_path / "artifacts")
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For what trains in this process: tiny matrices, for which more threads only wait for each other.
+    """For what trains in this process.
 
     Prefect's client of an earlier test ends too: its websocket draws from ``random`` for each ping.
     """
-    import torch
-
     send_events()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with training.one_thread():
+        yield
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, a teacher and rows of every kind, some of them held out; no test changes it."""
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"), num_held_out=10)
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(2)
+    yield group
+    group.close()

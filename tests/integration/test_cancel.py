@@ -11,8 +11,7 @@ import pytest
 from tests.chaos.record import digests
 from tests.command import CONF, REPOSITORY, call, family, wait_until
 from tests.prefect_api import PrefectApi
-from tests.toy_interrupted import HOLD_FILE, ToyInterrupted
-from tests.unbroken import unbroken
+from tests.toy_interrupted import HOLD_FILE, ToyInterrupted, unbroken
 
 TOY = ["pipeline=toy-interrupted", "model=none", "tracking=none", "sources.rows.path=rows.txt"]
 WORDS = ["--config-dir", str(CONF), *TOY]

@@ -13,7 +13,6 @@ from tasks.method import Adapter
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.quantization import missing
 from tests import training
-from tests.stage_folder import write_inputs
 from tests.training import same, weights
 
 SETTINGS = (  # of one worker
@@ -58,11 +57,6 @@ def test_every_pair_that_works_is_in_one_training() -> None:
     pairs = pairs_that_work()
     trained = {frozenset(pair) for chosen in covering(pairs) for pair in combinations(chosen, 2)}
     assert pairs <= trained and len(pairs) > 50
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.slow  # as many trainings as pairs of an optimizer and an adapter, about

@@ -15,9 +15,9 @@ from tasks.disk_need import disk_need, model_shapes
 from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
+from tests.toy_interrupted import unbroken
 from tests.toy_methods import ToyTraining
 from tests.training import same, weights
-from tests.unbroken import unbroken
 
 TOY = (
     "stages.left.method.num_steps=24", "stages.left.method.step_seconds=0.2", "resources.save_steps=4",

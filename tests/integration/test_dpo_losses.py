@@ -1,22 +1,16 @@
 """DPO's losses and options: those of TRL are TRL's, and those of ours do not depend on micro batch and workers."""
 
-import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from datasets import load_dataset
 from trl import DPOTrainer
 
-from bench import plain_trl
 from lineage.errors import DataError
 from tasks.context import Resources
 from tasks.method import Adapter
 from tasks.train.dpo_losses import LOSSES, ReferenceSync
 from tests import training
-from tests.integration.test_resume import stop_and_go_on
-from tests.tiny_models import write_model
+from tests.integration.test_golden import plain_losses
 from tests.worker_group import Asked, WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,30 +18,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LORA = Adapter(rank=4, alpha=8)
 FAST = {"learning_rate": 3e-2}  # so that the order of the pairs' rewards changes within the first steps
 # Not sft, which TRL averages over the tokens of a micro batch, and not what needs other options.
-COMMON = plain_trl.common
 OF_TRL = [name for name, row in LOSSES.items() if not row.is_ours]
 OF_DIFFERENCE = [name for name, row in LOSSES.items() if row.difference and name != "hinge"]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def plain(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int, **options: object) -> list[float]:
-    """The losses of a plain TRL script with the fields of these tests."""
-    stage = training.method("dpo", **FAST)
-    argv = f"plain dpo --policy {root}/policy --rows {root}/preferences/train.parquet --output {tmp_path}/plain"
-    argv += f" --steps {stage.num_steps} --batch-size {stage.global_batch_size} --micro-batch-size {micro}"
-    argv += f" --max-length {stage.max_length} --learning-rate {stage.learning_rate} --no-gradient-checkpointing"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    args = plain_trl.arguments()
-    common = {**COMMON(args), "logging_steps": 1, **options}
-    monkeypatch.setattr(plain_trl, "common", lambda args: common)
-    rows = load_dataset("parquet", data_files=args.rows, split="train", cache_dir=str(tmp_path / "cache"))
-    trainer = plain_trl.trainer_for(args, rows)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return plain_losses("dpo", training.method("dpo", **FAST), root, tmp_path, monkeypatch, micro, **options)
 
 
 def ours(root: Path, tmp_path: Path, micro: int = 4, **fields: object) -> training.Trained:
@@ -120,59 +96,17 @@ def test_the_micro_batch_changes_no_loss_of_ours(root: Path, tmp_path: Path, ada
     assert whole.losses[2] != pytest.approx(whole.losses[0], abs=1e-2)
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    group = WorkerGroup(2)
-    yield group
-    group.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_two_workers_compare_the_pairs_of_the_whole_step(
-    root: Path, tmp_path: Path, group: WorkerGroup, adapter: Adapter | None
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter: Adapter | None
 ) -> None:
     one = ours(root, tmp_path, 8, losses=OWN, adapter=adapter).losses
     stage = training.method("dpo", **FAST, losses=OWN, adapter=adapter)
     for size in (4, 2):  # a step of one micro batch for each worker, and of two
         resources = Resources(micro_batch_size=size)
-        done = group.train(Asked(stage=stage, root=root, folder=tmp_path / f"two{size}", resources=resources))
+        done = two_workers.train(Asked(stage=stage, root=root, folder=tmp_path / f"two{size}", resources=resources))
         assert done[0].metric("loss") == pytest.approx(one, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"reference_sync": ReferenceSync(every_steps=1, mixup_alpha=0.3)},
-        {
-            "losses": {"kto_pair": 1.0, "aot_unpaired": 1.0, "sft": 0.1},
-            "adapter": Adapter(rank=4, alpha=8, dropout=0.1),
-        },
-    ],
-    ids=["reference_sync", "losses of ours"],
-)
-def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, fields: dict[str, object]) -> None:
-    stage = training.method("dpo", num_steps=6, **fields)
-    stop_and_go_on(
-        stage, root, tmp_path, Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
-    )
-
-
-QUICK = ("gpt2", "qwen3_moe")
-SLOW = ("llama", "qwen2", "mistral", "gemma2", "gemma3_text", "mixtral")
-
-
-@pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_architecture_starts_at_its_reference_and_learns(
-    root: Path, tmp_path: Path, architecture: str, precision: str
-) -> None:
-    policy = write_model(tmp_path / architecture, architecture, router_aux_loss_coef=0.0)
-    losses = {"sigmoid": 1.0, "kto_pair": 1.0, "aot": 1.0}
-    stage = training.method("dpo", num_steps=4, learning_rate=1e-2, precision=precision, losses=losses)
-    found = training.train(stage, root, tmp_path / "output", policy=policy).losses
-    assert found[0] == pytest.approx(2 * math.log(2) + 0.5, abs=1e-3 if precision == "fp32" else 2e-2)
-    assert found[3] < found[0] - 0.01
 
 
 def test_wpo_weights_pairs_on_every_forward(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """A data-parallel training that goes on with other workers reads the same rows, and follows the same losses."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import Adapter, Adaptive, Schedule, Validation
 from tests import training
-from tests.stage_folder import write_inputs
 from tests.training import same, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 
@@ -22,18 +20,6 @@ RESOURCES = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_
 # fp32 without dropout: other micro batches are other orders of additions, and each step hands its error on.
 TOLERANCE = 1e-5
 DROPOUT = Adapter(rank=4, alpha=8, dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[WorkerGroup]:
-    group = WorkerGroup(2)
-    yield group
-    group.close()
 
 
 def losses(*attempts: list[Done]) -> list[float]:
@@ -93,8 +79,9 @@ def test_workers_that_were_not_there_before_draw_numbers_of_their_own(
     assert len({stage.seed, *seeds[0]}) == 3  # not those of step 0, and not those of each other
 
 
-def test_two_workers_measure_and_adapt_as_one_and_resume_to_the_bit(tmp_path: Path, two_workers: WorkerGroup) -> None:
-    root = write_inputs(tmp_path / "inputs")
+def test_two_workers_measure_and_adapt_as_one_and_resume_to_the_bit(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup
+) -> None:
     adaptive = Adaptive(spike_z=1e-6, start_steps=1, plateau_steps=1, min_improvement=0.5, recovery_steps=3)
     stage = training.method(
         "sft", num_steps=6, schedule=Schedule(name="constant", warmup=0.0, adaptive=adaptive),

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -65,6 +66,14 @@ def evaluate(directory: Path, inputs: Mapping[str, Input], method: Evaluate = SM
     return dict(method.run(inputs, TrainContext(output_dir=directory, work_dir=directory)))
 
 
+@pytest.fixture(scope="module")
+def plain(inputs: dict[str, Input], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One evaluation of all that can be measured: its metrics, what it reported, and where it wrote."""
+    folder, seen = tmp_path_factory.mktemp("plain"), list[tuple[int, Metrics]]()
+    context = TrainContext(output_dir=folder, work_dir=folder, report=lambda *report: seen.append(report))
+    return SimpleNamespace(metrics=dict(SMALL.run(inputs, context)), seen=seen, folder=folder)
+
+
 def held_out(inputs: Mapping[str, Input], slot: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = pq.read_table(inputs[slot].path / "held_out.parquet").to_pylist()
     return rows
@@ -85,26 +94,43 @@ def answer_logp(directory: Path, prompt: object, answer: object) -> tuple[float,
     return sum(float(logps[place - 1, whole[place]]) for place in places), len(places)
 
 
-def test_accuracies_and_answer_perplexity_are_those_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path, inputs)
-    margins: dict[str, list[float]] = {
-        name: [
-            answer_logp(inputs[name].path, row["prompt"], row["chosen"])[0]
-            - answer_logp(inputs[name].path, row["prompt"], row["rejected"])[0]
-            for row in held_out(inputs, "pairs")
-        ]
+def test_accuracies_and_perplexities_are_those_computed_by_hand(
+    inputs: dict[str, Input], plain: SimpleNamespace
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    metrics, pairs = plain.metrics, held_out(inputs, "pairs")
+    scored = {
+        name: [[answer_logp(inputs[name].path, row["prompt"], row[side]) for side in SIDES] for row in pairs]
         for name in ("sft", "dpo")
     }
+    margins = {name: [chosen[0] - rejected[0] for chosen, rejected in found] for name, found in scored.items()}
     implicit = [dpo > sft for sft, dpo in zip(margins["sft"], margins["dpo"], strict=True)]
     assert metrics["dpo/preference_accuracy"] == pytest.approx(sum(implicit) / len(implicit))
     for name, values in margins.items():
         assert metrics[f"{name}/logp_accuracy"] == pytest.approx(sum(value > 0 for value in values) / len(values))
+    means = [[logp / count for logp, count in sides] for sides in scored["dpo"]]
+    share = sum(chosen > rejected for chosen, rejected in means) / len(means)
+    assert metrics["dpo/mean_logp_accuracy"] == pytest.approx(share)
+    assert metrics["dpo/mean_logp_accuracy"] != metrics["dpo/logp_accuracy"]  # which prefers short answers
+
     scores = [
         answer_logp(inputs["dpo"].path, row["messages"][:-1], row["messages"][-1:])  # type: ignore[index]
         for row in held_out(inputs, "conversations")
     ]
     perplexity = math.exp(-sum(logp for logp, _ in scores) / sum(count for _, count in scores))
     assert metrics["dpo/answer_perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs["sft"].path)
+    model = AutoModelForCausalLM.from_pretrained(inputs["sft"].path)
+    total = count = 0.0
+    for row in held_out(inputs, "text"):  # each document with its end
+        ids = [*tokenizer(str(row["text"]))["input_ids"], tokenizer.pad_token_id]
+        with torch.no_grad():
+            total += float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
+        count += len(ids) - 1
+    assert metrics["sft/text_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
 def test_single_answers_are_told_apart_as_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
@@ -136,21 +162,6 @@ def test_single_answers_are_told_apart_as_computed_by_hand(tmp_path: Path, input
     assert "single answers acc." in (tmp_path / "out" / "table.md").read_text()
     answered = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
     assert len(answered) == SMALL.num_prompts  # to the prompts of the single answers
-
-
-def test_text_perplexity_is_that_of_each_document_with_its_end(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(inputs["sft"].path)
-    model = AutoModelForCausalLM.from_pretrained(inputs["sft"].path)
-    total = count = 0.0
-    for row in held_out(inputs, "text"):
-        ids = [*tokenizer(str(row["text"]))["input_ids"], tokenizer.pad_token_id]
-        with torch.no_grad():
-            total += float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
-        count += len(ids) - 1
-    assert evaluate(tmp_path, inputs)["sft/text_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
 def greedy_text(directory: Path, prompt: object, max_new_tokens: int) -> tuple[str, bool]:
@@ -202,13 +213,14 @@ def test_an_exact_match_is_an_answer_that_is_the_reference_to_the_letter(
     assert "exact match ↑" in columns
 
 
-def test_answers_that_the_limit_cuts_off_are_counted(tmp_path: Path, inputs: dict[str, Input]) -> None:
+def test_answers_that_the_limit_cuts_off_are_counted(
+    tmp_path: Path, inputs: dict[str, Input], plain: SimpleNamespace
+) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    metrics = evaluate(tmp_path / "plain", inputs)
-    scores = read_scores(tmp_path / "plain")["unfinished_share"]
+    scores = read_scores(plain.folder)["unfinished_share"]
     assert len(scores.row_ids) == 2 * SMALL.num_prompts
-    assert metrics["dpo/unfinished_share"] == 1  # random models do not end their turn
+    assert plain.metrics["dpo/unfinished_share"] == 1  # random models do not end their turn
     # Every token is a stop token now.
     ending = write_policy(tmp_path / "ending", seed=2)
     GenerationConfig(eos_token_id=list(range(len(AutoTokenizer.from_pretrained(ending))))).save_pretrained(ending)
@@ -216,18 +228,21 @@ def test_answers_that_the_limit_cuts_off_are_counted(tmp_path: Path, inputs: dic
     assert (metrics["dpo/unfinished_share"], metrics["ending/unfinished_share"]) == (1, 0)
 
 
-def test_the_report_holds_metrics_answers_and_a_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path, inputs)
-    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_policy(plain: SimpleNamespace) -> None:
+    metrics, folder = plain.metrics, plain.folder
+    assert json.loads((folder / "metrics.json").read_text()) == metrics
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 4
     assert all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
-    table = re.sub(" +", " ", (tmp_path / "table.md").read_text())  # whatever the columns are padded to
+    table = re.sub(" +", " ", (folder / "table.md").read_text())  # whatever the columns are padded to
     assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
     assert table.count("| right answer | ") == 4  # a sample of each conversation that is asked, with what is right
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
     assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
+    assert [step for step, _ in plain.seen] == [1, 2, 3]
+    assert set(plain.seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"}
+    assert plain.seen[-1][1] == metrics
 
 
 def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict[str, Input]) -> None:
@@ -261,37 +276,33 @@ def test_each_field_changes_the_report(tmp_path: Path, inputs: dict[str, Input],
     assert (changed, files[1]) != (plain, files[0])
 
 
-def test_progress_is_reported_once_per_policy(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    seen: list[tuple[int, Metrics]] = []
-    context = TrainContext(
-        output_dir=tmp_path, work_dir=tmp_path, report=lambda step, metrics: seen.append((step, metrics))
-    )
-    metrics = SMALL.run(inputs, context)
-    assert [step for step, _ in seen] == [1, 2, 3]
-    assert set(seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"}
-    assert seen[-1][1] == metrics
-
-
-def test_a_policy_with_other_tokens_is_not_compared(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    """As a champion has whose base, and so its tokenizer, was made from scratch on an earlier corpus."""
-    champion = write_policy(tmp_path / "champion", seed=3)
-    file = champion / "tokenizer.json"
-    document = json.loads(file.read_text())
+def swap_tokens(directory: Path) -> None:
+    """As of a champion whose base, and so its tokenizer, was made from scratch on an earlier corpus."""
+    document = json.loads((directory / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    file.write_text(json.dumps(document))
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+
+
+def test_models_with_other_tokens_or_turns_are_not_compared(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    champion = write_policy(tmp_path / "champion", seed=3)
     given = Input(name="source:champion", kind=Kind.CHECKPOINT, fingerprint="c", path=champion)
+    swap_tokens(champion)
     with pytest.raises(ConfigError, match=r"champion \(source:champion\) and reference have different tokenizers"):
         evaluate(tmp_path, {**inputs, "champion": given})
-    write_tokenizer(champion)
+    file = write_tokenizer(champion) / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=1))  # other bytes, the same tokens
     assert "champion/answer_perplexity" in evaluate(tmp_path, {**inputs, "champion": given})
 
-
-def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    given = {slot: value for slot, value in inputs.items() if slot in Evaluate.consumes}
-    with pytest.raises(ConfigError, match="evaluate has no policy to measure; inputs of any other name"):
-        evaluate(tmp_path, given)
+    other = shutil.copytree(inputs["reward_model"].path, tmp_path / "reward")
+    judged = {**inputs, "reward_model": replace(inputs["reward_model"], path=other)}
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# #}")
+    with pytest.raises(ConfigError, match=r"reward_model .* have different chat templates"):
+        evaluate(tmp_path, judged)
+    swap_tokens(other)
+    with pytest.raises(ConfigError, match=r"reward_model .* different tokenizers.*train the reward model from"):
+        evaluate(tmp_path, judged)
 
 
 def asked(row: Mapping[str, object]) -> str:
@@ -388,33 +399,6 @@ def test_the_win_rate_is_over_the_answers_of_the_reference(tmp_path: Path, input
     assert evaluate(tmp_path / "apart", apart)["dpo/win_rate"] == metrics["dpo/win_rate"]
 
 
-def test_the_accuracy_per_token_does_not_depend_on_the_answers_length(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    metrics = evaluate(tmp_path, inputs)
-    means = [
-        [logp / count for logp, count in (answer_logp(inputs["dpo"].path, row["prompt"], row[side]) for side in SIDES)]
-        for row in held_out(inputs, "pairs")
-    ]
-    share = sum(chosen > rejected for chosen, rejected in means) / len(means)
-    assert metrics["dpo/mean_logp_accuracy"] == pytest.approx(share)
-    assert metrics["dpo/mean_logp_accuracy"] != metrics["dpo/logp_accuracy"]
-
-
-def test_a_reward_model_with_other_tokens_or_turns_is_refused(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    other = tmp_path / "reward"
-    shutil.copytree(inputs["reward_model"].path, other)
-    given = {**inputs, "reward_model": replace(inputs["reward_model"], path=other)}
-    template = other / "chat_template.jinja"
-    template.write_text(template.read_text() + "{# #}")
-    with pytest.raises(ConfigError, match=r"reward_model .* have different chat templates"):
-        evaluate(tmp_path, given)
-    document = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = document["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (other / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match=r"reward_model .* different tokenizers.*train the reward model from"):
-        evaluate(tmp_path, given)
-
-
 def test_rows_are_as_long_as_those_that_the_models_were_trained_on(tmp_path: Path, inputs: dict[str, Input]) -> None:
     free = replace(SMALL, max_length=None)
     with pytest.raises(
@@ -460,14 +444,15 @@ def test_rows_are_read_with_the_thinking_that_the_models_were_trained_on(
         assert found["sft/answer_perplexity"] != kept["sft/answer_perplexity"]
 
 
-def test_lost_rows_are_metrics_and_stand_in_the_table(tmp_path: Path, inputs: dict[str, Input]) -> None:
+def test_lost_rows_are_metrics_and_stand_in_the_table(
+    tmp_path: Path, inputs: dict[str, Input], plain: SimpleNamespace
+) -> None:
     metrics = evaluate(tmp_path / "short", inputs, replace(SMALL, max_length=24))
     assert metrics["pairs/prompts_cut"] > 0
     table = re.sub(" +", " ", (tmp_path / "short" / "table.md").read_text())
     assert f"| prompts_cut | pairs | {metrics['pairs/prompts_cut']:.0f} |" in table
-    whole = evaluate(tmp_path / "whole", inputs)
-    assert not any(whole[f"{kind}/rows_{what}"] for kind in ("text", "pairs") for what in ("dropped", "cut"))
-    assert "held-out rows" not in (tmp_path / "whole" / "table.md").read_text()
+    assert not any(plain.metrics[f"{kind}/rows_{what}"] for kind in ("text", "pairs") for what in ("dropped", "cut"))
+    assert "held-out rows" not in (plain.folder / "table.md").read_text()
 
 
 def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:
@@ -491,6 +476,7 @@ def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Pat
 @pytest.mark.parametrize(
     ("slots", "form", "message"),
     [
+        (("text", "conversations"), None, "evaluate has no policy to measure; inputs of any other name"),
         (
             ("reference", "sft"),
             None,
@@ -523,11 +509,13 @@ def test_what_one_sentence_is(text: str, expected: bool) -> None:
     assert is_one_sentence(text) is expected
 
 
-def test_models_that_are_held_in_bf16_measure_alike(tmp_path: Path, inputs: dict[str, Input]) -> None:
-    plain = evaluate(tmp_path, inputs)
+def test_models_that_are_held_in_bf16_measure_alike(
+    tmp_path: Path, inputs: dict[str, Input], plain: SimpleNamespace
+) -> None:
+    expected = plain.metrics
     ctx = TrainContext(output_dir=tmp_path / "bf16", work_dir=tmp_path, resources=Resources(weights="bf16"))
     rounded = SMALL.run(inputs, ctx)
-    names = [name for name in plain if "perplexity" in name]
-    assert names and all(rounded[name] == pytest.approx(plain[name], rel=2e-2) for name in names)
-    assert all(rounded[name] != plain[name] for name in names)
-    assert rounded["reward_model/accuracy"] == pytest.approx(plain["reward_model/accuracy"], abs=0.1)
+    names = [name for name in expected if "perplexity" in name]
+    assert names and all(rounded[name] == pytest.approx(expected[name], rel=2e-2) for name in names)
+    assert all(rounded[name] != expected[name] for name in names)
+    assert rounded["reward_model/accuracy"] == pytest.approx(expected["reward_model/accuracy"], abs=0.1)

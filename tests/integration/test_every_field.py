@@ -22,11 +22,6 @@ LORA = Adapter(rank=4, alpha=8)
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 CHANGES: dict[str, object] = {
     "learning_rate": 6e-3,
     "num_steps": 4,

@@ -21,7 +21,7 @@ from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
 from tasks.train.rollouts import Rollouts, sample
 from tasks.train.run import row_order
-from tests import tiny_models, training
+from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.trained_store import LORA, Made
 from tests.training import same, weights
@@ -102,7 +102,11 @@ PLAIN: dict[str, tuple[str, dict, dict]] = {
     ),
     "dapo": ("grpo", {"loss": "dapo", "mask_truncated": True}, {"mask_truncated_completions": True, "loss_type": "dapo"}),  # noqa: E501
     "dr_grpo": ("grpo", {"loss": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "bnpo": ("grpo", {"loss": "bnpo"}, {"loss_type": "bnpo"}),  # TRL's micro batch is the whole batch here
+    "bnpo": (  # TRL's micro batch is the whole batch here
+        "grpo",
+        {"loss": "bnpo", "num_iterations": 2},
+        {"loss_type": "bnpo", "num_iterations": 2},
+    ),
     "gspo": (
         "grpo",
         {"loss": "gspo", "num_iterations": 2},
@@ -111,6 +115,21 @@ PLAIN: dict[str, tuple[str, dict, dict]] = {
             "epsilon_high": 4e-4,
         },
     ),
+    "cispo": (
+        "grpo",
+        {"loss": "cispo", "num_iterations": 2},
+        {"num_iterations": 2, "loss_type": "cispo", "epsilon_high": 5.0},
+    ),
+    "sapo": ("grpo", {"loss": "sapo", "num_iterations": 2}, {"num_iterations": 2, "loss_type": "sapo"}),
+    "luspo": (
+        "grpo",
+        {"loss": "luspo", "num_iterations": 2},
+        {
+            "num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "luspo", "epsilon": 2e-3,
+            "epsilon_high": 2.5e-3,
+        },
+    ),
+    "vespo": ("grpo", {"loss": "vespo", "num_iterations": 2}, {"num_iterations": 2, "loss_type": "vespo"}),
     "rloo": ("rloo", {"normalize_advantages": True}, {"beta": 0.05, "normalize_advantages": True}),
 }  # fmt: skip
 
@@ -262,7 +281,11 @@ def test_every_loss_and_bound_changes_the_run_where_completions_are_trained_agai
 
 
 def test_the_micro_batch_changes_no_loss_by_more_than_last_bits(root: Path, tmp_path: Path) -> None:
-    for name, fields in (("grpo", {"loss": "bnpo"}), ("grpo", {"num_iterations": 2, "beta": 0.1}), ("rloo", {})):
+    for name, fields in (
+        ("grpo", {"loss": "bnpo", "num_iterations": 2}),
+        ("grpo", {"num_iterations": 2, "beta": 0.1}),
+        ("rloo", {}),
+    ):
         runs = [
             training.train(
                 training.method(name, **fields), root, tmp_path / f"{name}{size}",
@@ -289,6 +312,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "bound": ("grpo", {"epsilon": 0.1}, r"epsilon=0.1 with num_iterations=1.*set num_iterations=2"),
     "no bound": ("grpo", {"loss": "sapo", "num_iterations": 2, "epsilon": 0.1}, r"loss=sapo has no such bound"),
     "like": ("grpo", {"loss": "gspo"}, r"loss=gspo with num_iterations=1.*or loss=grpo"),
+    "as dapo": ("grpo", {"loss": "bnpo"}, r"loss=bnpo with num_iterations=1.*or loss=dapo"),
     "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),
     "name": ("grpo", {"rewards": {"reward_model": RewardFunction(function="exact")}}, r"this name is taken"),
     "answer": ("grpo", {"too_long": "cut_answer"}, r"too_long=cut_answer: prompts have no answer yet"),
@@ -321,7 +345,10 @@ def test_a_stage_without_a_reward_is_refused(root: Path, tmp_path: Path, fields:
 @pytest.mark.parametrize("name", training.REINFORCED)
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("failing", r"ValueError: no judge today for row 0"), ("non_finite", r"non_finite returned nan for row \d")],
+    [
+        ("failing", r"^step 1, which is not taken: .*ValueError: no judge today for row 0"),
+        ("non_finite", r"^step [12], which is not taken: .*non_finite returned nan for row \d"),
+    ],
 )
 def test_a_reward_that_fails_stops_before_its_step(
     root: Path, tmp_path: Path, name: str, function: str, message: str
@@ -331,6 +358,23 @@ def test_a_reward_that_fails_stops_before_its_step(
     with pytest.raises(PipelineError, match=message):
         training.train(stage, root, tmp_path / "output")
     assert reports == [] and not (tmp_path / "output" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_reward_that_fails_later_names_its_step(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls, spread = list[None](), completion_scores.spread
+
+    def worn(completions: list[str]) -> list[float]:
+        calls.append(None)
+        return spread(completions) if len(calls) < 3 else [float("inf")] * len(completions)
+
+    monkeypatch.setattr(completion_scores, "spread", worn)
+    with pytest.raises(
+        PipelineError, match=r"^step 3, which is not taken: rewards.spread returned inf for row 0 \(prompt"
+    ):
+        training.train(training.method(name, rewards=reward("spread"), num_steps=4), root, tmp_path / "output")
 
 
 def test_a_column_that_the_prompts_lack_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:

@@ -5,17 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import load_dataset
 
 from bench import plain_trl
+from tasks.method import Training
 from tests import golden_losses, training
 
 # Other CPUs add in another order: the trajectories differ in the seventh digit, and a defect in the third.
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize("case", golden_losses.CASES)
@@ -28,23 +25,35 @@ def test_losses_are_the_recorded_ones(root: Path, tmp_path: Path, case: str) -> 
     )
 
 
+def plain_losses(
+    name: str,
+    stage: Training,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    micro: int = 4,
+    **own: object,
+) -> list[float]:
+    """The losses of a plain TRL script with the fields of a stage, and options of TRL's own."""
+    kind = next(kind for slot, kind in stage.consumes.items() if slot != "policy")
+    argv = f"plain {name} --policy {root}/policy --rows {root}/{kind.value}/train.parquet --output {tmp_path}/plain"
+    argv += f" --steps {stage.num_steps} --batch-size {stage.global_batch_size} --micro-batch-size {micro}"
+    argv += f" --max-length {stage.max_length} --learning-rate {stage.learning_rate} --no-gradient-checkpointing"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", argv.split())
+        args = plain_trl.arguments()
+        common = {**plain_trl.common(args), "logging_steps": 1, **own}
+        patch.setattr(plain_trl, "common", lambda args: common)
+        rows = load_dataset("parquet", data_files=args.rows, split="train", cache_dir=str(tmp_path / "cache"))
+        trainer = plain_trl.trainer_for(args, rows)
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.mark.parametrize("name", plain_trl.METHODS)
 def test_losses_are_those_of_a_plain_trl_script(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datasets import load_dataset
-
     stage = training.method(name)
-    kind = next(kind for slot, kind in stage.consumes.items() if slot != "policy")
-    argv = f"plain {name} --policy {root}/policy --rows {root}/{kind.value}/train.parquet --output {tmp_path}/plain"
-    argv += f" --steps {stage.num_steps} --batch-size {stage.global_batch_size} --micro-batch-size 4"
-    argv += f" --max-length {stage.max_length} --learning-rate {stage.learning_rate}"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    args = plain_trl.arguments()
-    common = plain_trl.common(args)
-    monkeypatch.setattr(plain_trl, "common", lambda args: {**common, "logging_steps": 1})
-    rows = load_dataset("parquet", data_files=args.rows, split="train", cache_dir=str(tmp_path / "cache"))
-    trainer = plain_trl.trainer_for(args, rows)
-    trainer.train()
-    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    expected = plain_losses(name, stage, root, tmp_path, monkeypatch)
     assert training.train(stage, root, tmp_path / "output").losses == pytest.approx(expected, abs=1e-5)

@@ -22,8 +22,7 @@ from lineage.attempts import attempts
 from tests.chaos.record import digests
 from tests.command import Command, family, wait_until
 from tests.marked import MARK, left
-from tests.toy_interrupted import HOLD_FILE, TROUBLE_FILE, ToyInterrupted
-from tests.unbroken import unbroken
+from tests.toy_interrupted import HOLD_FILE, TROUBLE_FILE, ToyInterrupted, unbroken
 
 STEPS, HELD = 8, 5
 WORDS = ("pipeline=toy-interrupted", "model=none", "sources.rows.path=rows.txt")

@@ -102,3 +102,34 @@ METHOD, INPUTS = "stages.merge.method", "stages.merge.inputs"
 def test_what_cannot_be_merged_is_refused_with_the_plan(folder: Path, overrides: list[str], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         check(folder, *overrides)
+
+
+TUNED = """\
+# @package _global_
+defaults: [{/part: sft}, {/stage@stages.again.method: sft}, {/stage@stages.merge.method: merge}, _self_]
+name: tuned
+stages:
+  again: {inputs: {policy: cpt, rows: instructions}}
+  merge: {inputs: {policy: sft}}
+"""
+
+
+def test_a_merge_of_adapters_is_refused_with_the_plan_where_a_stage_gives_a_whole_model(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "tuned.yaml").write_text(TUNED)
+    lora = [f"stages.{stage}.method.{field}" for stage in ("sft", "again") for field in ("save=adapter", "adapter={}")]
+
+    def checked(*overrides: str) -> None:
+        check_merges(load_pipeline(["pipeline=tuned", "model=tiny", *overrides], tmp_path))
+
+    for overrides in (
+        ["+stages.merge.inputs.other=again", f"{METHOD}.combination=cat", f"{METHOD}.space=adapters"],
+        [],
+    ):
+        with pytest.raises(ConfigError, match=r"inputs.policy=sft: .* sft gives a whole model; set .*save=adapter"):
+            checked(*overrides)
+        checked(*overrides, *lora)
+    with pytest.raises(ConfigError, match=r"inputs.other=again: space=adapters, and again gives a whole model"):
+        checked("+stages.merge.inputs.other=again", f"{METHOD}.combination=cat", f"{METHOD}.space=adapters", *lora[:2])
+    checked(f"{METHOD}.dtype=bf16")
+    checked("+stages.merge.inputs.other=again", f"{METHOD}.combination=linear")

@@ -3,22 +3,8 @@
 import json
 from dataclasses import replace
 
-import pytest
-
-from lineage.mlflow.address import connect
 from lineage.mlflow.tracker import MlflowTracker
 from tests.tracked_stage import execution, record
-from tests.written_store import WrittenStore
-
-
-@pytest.fixture
-def client(uri):
-    return connect(uri)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "artifacts")
 
 
 def test_a_parent_that_mlflow_does_not_know_is_written_from_its_manifest(uri, client, store):

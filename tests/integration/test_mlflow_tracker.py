@@ -21,19 +21,8 @@ from lineage.run_file import RunFile
 from lineage.store import Entry
 from tests.command import wait_until
 from tests.tracked_stage import attempt, commit, execution, finish, record, report, start_of
-from tests.written_store import WrittenStore
 
 DEAD = replace(Owner.here(), pid=4194304)
-
-
-@pytest.fixture
-def client(uri):
-    return connect(uri)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "artifacts")
 
 
 def steps(client, run_id, name="loss"):

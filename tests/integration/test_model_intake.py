@@ -14,22 +14,20 @@ from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.plan import make_plan
 from flows.stages.inputs import job_inputs
 from lineage.artifact import Kind, Source
-from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError, StoppedError
+from lineage.errors import ConfigError
 from lineage.model_source import template_families, text_digest
 from lineage.sources import pin
 from tasks import remote_code
-from tasks.context import Resources, TrainContext
 from tasks.fetch_model import fetch_model
 from tasks.method import Adapter
 from tasks.tokenizers import tokenizer_of
 from tasks.train.models import whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
+from tests.integration.test_resume import stop_and_go_on
 from tests.model_directories import edit, write_adapter
 from tests.tiny_models import write_model
-from tests.training import same, weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ONLY_SFT = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt", "~stages.corpus")
@@ -47,37 +45,14 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def checkpoint(path: Path | str, **fields: object) -> Source:
     return replace(Source(path=str(path), kind=Kind.CHECKPOINT), **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4), Adapter(rank=2, alpha=4, quantization="nf4")])
-def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path, adapter):
+def test_it_resumes_to_the_bit_on_a_merged_base(root, tmp_path):
     source = checkpoint(write_adapter(tmp_path / "lora", write_model(tmp_path / "base", "llama")), model_kwargs=ROPE)
     directory = fetch_model(source, tmp_path / "cache")
-    stage = training.method("sft", num_steps=4, adapter=adapter)
-    reports: list[int] = []
-
-    def run(name: str, **fields: object) -> Path:
-        ctx = TrainContext(
-            output_dir=tmp_path / name, work_dir=tmp_path / "work", checkpoint_dir=tmp_path / f"{name}-checkpoints",
-            resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
-            report=lambda step, _: reports.append(step),
-        )  # fmt: skip
-        stage.run(training.inputs(root, stage, policy=directory), replace(ctx, **fields))
-        return tmp_path / name
-
-    unbroken = run("whole")
-    reports.clear()
-    with pytest.raises(StoppedError):
-        run("broken", should_stop=lambda: len(reports) == 1)
-    broken = run("broken", resume_from=Checkpoints(tmp_path / "broken-checkpoints").path(2))
-    assert reports == [1, 2, 3, 4] and same(weights(unbroken), weights(broken))
+    stop_and_go_on(training.method("sft", num_steps=6, adapter=Adapter(rank=2)), root, tmp_path, policy=directory)
 
 
 def test_a_stage_installs_the_template_of_a_family(root, tmp_path):

@@ -19,11 +19,6 @@ GREEDY = Sampling(top_k=1)
 ONE, FOUR = Resources(micro_batch_size=1), Resources(micro_batch_size=4)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def losses(
     root: Path, output: Path, *, policy: Path | None = None, resources: Resources = FOUR, **fields: object
 ) -> list[float]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tasks.method import Optimizer, Schedule, Training
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.validation import Validation
-from tests import stage_folder, tiny, training
+from tests import tiny, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
@@ -24,7 +24,7 @@ CONSTANT = Schedule(name="constant", warmup=0.0)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Inputs with matrices that are large enough for a state in few bits."""
-    folder = stage_folder.write_inputs(tmp_path_factory.mktemp("inputs"))
+    folder = training.write_inputs(tmp_path_factory.mktemp("inputs"), num_held_out=10)
     shutil.rmtree(folder / "policy")
     tiny.write_policy(folder / "policy", hidden_size=64)
     return folder

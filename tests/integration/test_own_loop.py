@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ConfigError, PipelineError, StoppedError
+from lineage.errors import ConfigError, PipelineError
 from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
@@ -20,6 +19,7 @@ from tasks.method import LOOP_FIELDS, Adapter, Optimizer, Schedule, Training, Va
 from tasks.train.compatibility import check_compatible
 from tasks.train.run import TrainingRun
 from tests import training
+from tests.integration.test_resume import stop_and_go_on
 
 STEPS = 5
 
@@ -64,8 +64,6 @@ class OptimizedLoop(Training):
     reads: ClassVar = TEXT
     applies: ClassVar = LOOP_FIELDS
 
-    fails_at: int | None = None
-
     def loop(self, run: TrainingRun) -> Metrics:
         from tasks.train.own_loop import Optimization, OwnLoop
 
@@ -82,16 +80,9 @@ class OptimizedLoop(Training):
                     loss = model(**batch).loss / len(batches)
                 loss.backward()
                 total += float(loss)
-            if step + 1 == self.fails_at:
-                raise InterruptedError
             num_tokens = sum(batch["input_ids"].numel() for batch in batches)
             loop.report(loss=total, num_tokens=num_tokens, grad_norm=optimization.step())
         return loop.metrics()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def method(**fields: object) -> PlainLoop:
@@ -101,38 +92,48 @@ def method(**fields: object) -> PlainLoop:
 def context(folder: Path, reports: dict[int, Metrics] | None = None, **fields: object) -> TrainContext:
     return TrainContext(
         output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
-        resources=Resources(micro_batch_size=4, save_steps=2),
+        resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
         report=lambda step, metrics: (reports if reports is not None else {}).update({step: dict(metrics)}),
         **fields,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_killed_and_resumed_it_ends_with_the_same_model_to_the_bit(root: Path, tmp_path: Path) -> None:
-    whole: dict[int, Metrics] = {}
-    given = training.inputs(root, method())
-    torch.manual_seed(0)  # a process may have drawn random numbers before
-    expected = method().run(given, context(tmp_path / "whole", whole))
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (PlainLoop, {}),
+        (PlainLoop, {"adapter": Adapter(rank=2, alpha=4), "save": "adapter"}),
+        *((OptimizedLoop, {"optimizer": Optimizer(name=name)}) for name in ("adamw_torch_fused", "adamw_8bit", "muon")),
+    ],
+)
+def test_stopped_and_resumed_it_ends_with_the_same_model_to_the_bit(
+    root: Path, tmp_path: Path, cls: type[Training], fields: dict[str, object]
+) -> None:
+    stage = cls(**{**training.FIELDS, "max_length": 16, "num_steps": 6, **fields})  # type: ignore[arg-type]
+    torch.manual_seed(1)  # a process may have drawn random numbers before
+    reports = stop_and_go_on(stage, root, tmp_path, context(tmp_path).resources)
+    output = tmp_path / "whole" / "output"
+    if stage.adapter:
+        assert (output / "base.json").exists() and not (output / "model.safetensors").exists()
+        adapter = load_file(output / "adapter_model.safetensors")
+        assert any(bool(tensor.any()) for name, tensor in adapter.items() if "lora_B" in name), "it was trained"
+    else:
+        assert not training.same(training.weights(output), training.weights(root / "policy"))
+    assert [step for step, _ in reports] == [*range(1, 7)]
+    assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "memory_gib"} <= reports[0][1].keys()
+    assert reports[-1][1]["num_tokens"] == 6 * 8 * 16
 
-    parts: dict[int, Metrics] = {}
-    killed = context(tmp_path / "parts", parts)
-    torch.manual_seed(1)
+
+def test_killed_it_goes_on_from_its_last_checkpoint(root: Path, tmp_path: Path) -> None:
+    given = training.inputs(root, method())
+    method().run(given, context(tmp_path / "whole"))
+    killed = context(tmp_path / "parts")
     with pytest.raises(InterruptedError):
         method(fails_at=4).run(given, killed)
     newest = Checkpoints(tmp_path / "parts" / "checkpoints").newest()
     assert newest and newest.step == 2
-    torch.manual_seed(2)
-    resumed = replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2")
-    found = method().run(given, resumed)
-
+    method().run(given, replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2"))
     assert training.same(*(training.weights(tmp_path / name / "output") for name in ("whole", "parts")))
-    assert not training.same(training.weights(tmp_path / "whole" / "output"), training.weights(root / "policy"))
-    timed = {"tokens_per_second", "memory_gib", "train_seconds"}
-    assert whole.keys() == parts.keys() == set(range(1, STEPS + 1))
-    for step, metrics in whole.items():
-        assert {**metrics, **dict.fromkeys(timed, 0)} == {**parts[step], **dict.fromkeys(timed, 0)}, step
-    assert {n: v for n, v in found.items() if n not in timed} == {n: v for n, v in expected.items() if n not in timed}
-    assert found["steps"] == STEPS and found["num_tokens"] == STEPS * 8 * 16
-    assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "memory_gib"} <= whole[1].keys()
 
 
 @pytest.mark.parametrize(
@@ -162,19 +163,6 @@ def test_with_the_optimizer_of_the_core_it_is_transformers_training(
             assert found["ours"][step][metric] == pytest.approx(found["theirs"][step][metric], rel=rel), (step, metric)
 
 
-@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_8bit", "muon"])
-def test_the_optimizer_of_the_core_is_resumed_to_the_bit(root: Path, tmp_path: Path, name: str) -> None:
-    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS, "optimizer": Optimizer(name=name)}
-    whole, killed = OptimizedLoop(**stated), OptimizedLoop(**stated, fails_at=4)  # type: ignore[arg-type]
-    given = training.inputs(root, whole)
-    whole.run(given, context(tmp_path / "whole"))
-    with pytest.raises(InterruptedError):
-        killed.run(given, context(tmp_path / "parts"))
-    resumed = replace(context(tmp_path / "parts"), resume_from=tmp_path / "parts" / "checkpoints" / "step-2")
-    whole.run(given, resumed)
-    assert training.same(*(training.weights(tmp_path / name / "output") for name in ("whole", "parts")))
-
-
 def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks.train.own_loop import Optimization
 
@@ -191,36 +179,10 @@ def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, mon
     assert found[0] == found[1] > 0
 
 
-def test_asked_to_stop_it_saves_and_ends(root: Path, tmp_path: Path) -> None:
-    ctx = context(tmp_path, should_stop=lambda: True)
-    with pytest.raises(StoppedError, match="stopped at step 1 of 5"):
-        method().run(training.inputs(root, method()), ctx)
-    assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
-    assert not (tmp_path / "output").exists()
-
-
 def test_a_loss_that_is_non_finite_ends_it(root: Path, tmp_path: Path) -> None:
     message = r"training diverged: at step 3 loss=nan.*last good checkpoint is that of step 2.*lower learning_rate"
     with pytest.raises(PipelineError, match=message):
         method(diverges_at=3).run(training.inputs(root, method()), context(tmp_path))
-
-
-def test_an_adapter_is_trained_alone_and_resumed_to_the_bit(root: Path, tmp_path: Path) -> None:
-    adapted = partial(method, adapter=Adapter(rank=2, alpha=4), save="adapter")
-    given = training.inputs(root, adapted())
-    torch.manual_seed(0)
-    adapted().run(given, context(tmp_path / "whole"))
-    torch.manual_seed(0)
-    killed = context(tmp_path / "parts")
-    with pytest.raises(InterruptedError):
-        adapted(fails_at=4).run(given, killed)
-    adapted().run(given, replace(killed, resume_from=tmp_path / "parts" / "checkpoints" / "step-2"))
-
-    output = tmp_path / "whole" / "output"
-    assert (output / "base.json").exists() and not (output / "model.safetensors").exists()
-    whole, parts = (load_file(tmp_path / each / "output" / "adapter_model.safetensors") for each in ("whole", "parts"))
-    assert training.same(whole, parts)
-    assert any(bool(tensor.any()) for name, tensor in whole.items() if "lora_B" in name), "it was trained"
 
 
 @pytest.mark.parametrize(

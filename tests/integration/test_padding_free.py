@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.trainer.utils import add_fused_lm_head
 
 from tasks.train import padding_free
 from tasks.train.padding_free import (
@@ -39,35 +38,13 @@ def batch(*, same_start: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("same_start", [0, 3])
-@pytest.mark.parametrize("max_logits", [2**27, 1])  # one product, or TRL's chunks
-def test_log_probabilities_and_gradients_equal_trls(
-    policy: Path, same_start: int, max_logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(padding_free, "MAX_LOGITS", max_logits)
-    padded, packed = (AutoModelForCausalLM.from_pretrained(policy).train() for _ in range(2))
-    add_fused_lm_head(padded, outputs=("log_probs", "is_top1"))
-    install(packed)
-    inputs = batch(same_start=same_start)
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    labels[:, :2] = -100
-    layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
-    expected = padded(**inputs, labels=labels, fused_lm_head=True)
-    found = packed(**inputs, **layout, labels=labels, fused_lm_head=True)
-    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-5, rtol=0)
-    assert (found.is_top1 == expected.is_top1).all()
-    assert (found.label_mask == expected.label_mask).all()
-    for output in (expected, found):
-        (output.log_probs * torch.arange(8)).sum().backward()
-    for (name, left), right in zip(padded.named_parameters(), packed.parameters(), strict=True):
-        torch.testing.assert_close(right.grad, left.grad, atol=1e-4, rtol=1e-4, msg=name)
-
-
 @pytest.mark.parametrize("architecture", sorted(PADDING_FREE))
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("max_logits", [2**27, 1])  # one product, or TRL's chunks
 def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
-    architecture: str, checkpointing: bool
+    architecture: str, checkpointing: bool, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(padding_free, "MAX_LOGITS", max_logits)
     settings = {"sliding_window": None, "use_sliding_window": False, "pad_token_id": 0, "bos_token_id": 1}
     config = AutoConfig.for_model(
         architecture, vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, head_dim=8,
@@ -76,17 +53,25 @@ def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     model = AutoModelForCausalLM.from_config(config).train()
     inputs = batch(same_start=3)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, :2] = -100
     logits = model(**inputs).logits[:, :-1]
     expected = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+    weights = torch.arange(expected.shape[1])
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     assert is_padding_free(model)
     install(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
     layout = pack(inputs["attention_mask"], common_tokens(inputs["input_ids"], inputs["attention_mask"]))
-    found = model(**inputs, **layout, labels=labels, use_cache=False).log_probs
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    found.sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    found = model(**inputs, **layout, labels=labels, use_cache=False)
+    torch.testing.assert_close(found.log_probs, expected, atol=1e-5, rtol=0)
+    assert (found.label_mask == (labels[:, 1:] != -100)).all()
+    assert (found.is_top1 == (logits.argmax(-1) == labels[:, 1:])).all()
+    (found.log_probs * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_an_unknown_architecture_keeps_trls_forward(policy: Path) -> None:

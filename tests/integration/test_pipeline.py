@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from tests.command import Command
 from tests.miniature import MODEL, STEPS, write_own_rows
+from tests.mlflow_walk import walk
 
 PIPELINE = "cpt-sft-dpo"
 LICENCE = "sources.corpus.labels=[cc-by-sa-4.0]"
@@ -114,60 +116,26 @@ def test_one_field_reruns_its_stage_and_evaluate(quickstart, stages):
     assert set(quickstart.states("resources.num_workers=2", "resources.micro_batch_size=2").values()) == {"reuse"}
 
 
-def address(folder: Path) -> str:
+def client_of(folder: Path) -> MlflowClient:
     """Of the database of now, spelled anew: MLflow keeps a connection by spelling, also to a file that is gone."""
-    return f"sqlite:///{folder}/{'./' * next(_looks)}mlflow.db"
+    return MlflowClient(f"sqlite:///{folder}/{'./' * next(_looks)}mlflow.db")
 
 
-def registered_versions(folder: Path) -> dict[str, int]:
-    from mlflow import MlflowClient
-
-    versions = MlflowClient(address(folder)).search_model_versions(f"name = '{PIPELINE}'")
-    return {version.tags["posttrain.stage"]: int(version.version) for version in versions}
-
-
-def walk(folder: Path) -> dict:
-    """What MLflow's own client finds from the alias on: each run with its recipe, data and parent models."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(address(folder))
-
-    def visit(run_id: str) -> dict:
-        run = client.get_run(run_id)
-        models = [client.get_logged_model(given.model_id) for given in run.inputs.model_inputs]
-        assert run.info.status == "FINISHED"
-        return {
-            "stage": run.data.tags["posttrain.stage"],
-            "recipe": run.data.params,
-            "loss": [(point.step, point.value) for point in client.get_metric_history(run_id, "loss")],
-            "data": sorted((each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs),
-            "parents": [
-                visit(model.source_run_id) if model.source_run_id else model.name
-                for model in sorted(models, key=lambda model: model.name)
-            ],
-        }
-
-    version = client.get_model_version_by_alias(PIPELINE, "champion")
-    return {"source": version.source, "digest": version.tags["posttrain.digest"], "run": visit(version.run_id)}
+def champions_walk(folder: Path) -> list[dict]:
+    """What MLflow's own client finds from the alias on, but the number of the version."""
+    client = client_of(folder)
+    version, *hops = walk(client, PIPELINE, client.get_model_version_by_alias(PIPELINE, "champion").version)
+    return [{**version, "version": None}, *hops]
 
 
-def test_from_the_alias_a_reader_reaches_the_base_model_and_all_data(quickstart, stages, champion):
-    found = walk(quickstart.folder)
-    assert found["source"] == Path(champion["output"]).as_uri()
-    run, seen = found["run"], []
-    while True:
-        seen.append((run["stage"], [name for name, _ in run["data"]]))
-        if not run["parents"]:
-            break
-        [run] = run["parents"]
-    assert [stage for stage, _ in seen] == ["dpo", "sft", "cpt", "base"]
-    assert all(names for _, names in seen)
-
-
-def test_losses_are_recorded_live_at_their_steps_once(quickstart, champion):
-    lines = (Path(champion["output"]).parent / "metrics.jsonl").read_text().splitlines()
+def test_from_the_alias_a_reader_reaches_the_base_model_all_data_and_each_loss_once(quickstart, stages, champion):
+    version, *hops = champions_walk(quickstart.folder)
+    assert Path(version["tags"]["posttrain.output"].removeprefix("file://")) == output(champion)
+    assert [hop["stage"] for hop in hops] == ["dpo", "sft", "cpt", "base"]
+    assert all(hop["data"] for hop in hops)
+    lines = (output(champion).parent / "metrics.jsonl").read_text().splitlines()
     reported = [(line["step"], line["metrics"]["loss"]) for line in map(json.loads, lines)]
-    assert walk(quickstart.folder)["run"]["loss"] == reported
+    assert [(step, value) for step, value, _ in hops[0]["metrics"]["loss"]] == reported
 
 
 def test_weights_are_not_uploaded(quickstart, champion):
@@ -176,11 +144,11 @@ def test_weights_are_not_uploaded(quickstart, champion):
 
 
 def test_losing_mlflow_loses_no_lineage(quickstart, champion):
-    before = walk(quickstart.folder)
+    before = champions_walk(quickstart.folder)
     (quickstart.folder / "mlflow.db").rename(quickstart.folder / "lost.db")
     result = quickstart("rebuild")
     assert result.returncode == 0, result.stderr
-    assert walk(quickstart.folder) == before
+    assert champions_walk(quickstart.folder) == before
 
 
 def test_a_label_is_found_upstream_and_downstream(quickstart, champion):
@@ -193,7 +161,9 @@ def test_a_label_is_found_upstream_and_downstream(quickstart, champion):
     assert "champion" in impact.stdout
     artifacts = json.loads(quickstart("impact", "label:cc-by-sa-4.0", "--json").stdout)["artifacts"]
     registered = {each["stage"]: each["registered_version"] for each in artifacts}
-    assert registered == {**dict.fromkeys(("corpus", "evaluate")), **registered_versions(quickstart.folder)}
+    versions = client_of(quickstart.folder).search_model_versions(f"name = '{PIPELINE}'")
+    numbers = {version.tags["posttrain.stage"]: int(version.version) for version in versions}
+    assert registered == {**dict.fromkeys(("corpus", "evaluate")), **numbers}
 
 
 def test_the_whole_record_is_intact_until_a_byte_changes(quickstart, stages, champion):
@@ -232,27 +202,6 @@ def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
     for name in ("model.safetensors", "tokenizer.json"):
         assert (output(here["cpt"]) / name).read_bytes() == (output(there["cpt"]) / name).read_bytes()
     assert losses(here["sft"]) == pytest.approx(losses(there["sft"]), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_lora_trains_every_stage_and_leaves_merged_models_with_their_adapters(own):
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    rows = own.run("store=lora", "adapter=lora", "adapter.rank=4")
-    for name in ("cpt", "sft", "reward", "dpo"):
-        assert (output(rows[name]) / "adapter" / "adapter_model.safetensors").exists()
-    assert losses(rows["dpo"])[0] == pytest.approx(0.693147, abs=1e-3)
-    AutoModelForCausalLM.from_pretrained(output(rows["dpo"]))
-    before, after = (load_file(output(rows[name]) / "model.safetensors") for name in ("sft", "dpo"))
-    assert any(not before[key].equal(after[key]) for key in before)
-
-    alone = own.run("store=lora", "adapter=lora", "adapter.rank=4", "save=adapter")
-    for name in ("cpt", "sft", "reward", "dpo"):
-        assert not (output(alone[name]) / "model.safetensors").exists()
-        assert losses(alone[name]) == losses(rows[name])  # each on the base that it found, merged
-    assert alone["evaluate"]["metrics"] == rows["evaluate"]["metrics"]
-    assert own("verify", "store=lora").returncode == 0
 
 
 def test_a_bad_row_is_named_before_anything_trains(own):

@@ -17,8 +17,8 @@ from lineage.errors import PipelineError
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
+from tests.toy_interrupted import unbroken
 from tests.toy_methods import ToyTraining
-from tests.unbroken import unbroken
 from tests.users_prefect import UsersPrefect
 
 # Two stages at once, of which one ends while the server is away.

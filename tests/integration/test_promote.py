@@ -104,47 +104,51 @@ def test_promote_and_rollback_from_the_command_line(toy):
     assert [event.action for event in read_events(toy.folder / "artifacts")] == ["promote", "promote", "rollback"]
 
 
-def test_what_the_alias_names_already_is_no_event(move, toy):
-    name = node(toy, "left")
-    assert move(name).event is not None
-    assert move(name).event is None
-    assert len(read_events(toy.folder / "artifacts")) == 1
-
-
 def test_a_model_needs_a_passing_verdict_or_force(move, toy):
+    store, name = toy.folder / "artifacts", node(toy, "left")
     with pytest.raises(GateError, match=r"no gate has judged it.*--force"):
         move("toy-gated/model")
     with pytest.raises(GateError, match=r"refuses left:\n  beats_parent: worse.*\nthe evidence is in "):
         move(node(toy, "left", *WORSE))
-    assert read_events(toy.folder / "artifacts") == []
-    passing = move(node(toy, "left"), "other", force=True).event
+    assert read_events(store) == []
+    passing = move(name, "other", force=True).event
     assert passing is not None and not passing.forced and passing.verdict
+    assert move(name, "other").event is None  # what the alias names already is no event
+    append(store, event_on(entry(toy, node(toy, "gate")), "reject"))
+    with pytest.raises(GateError, match="was rejected by ada: no"):  # nor is it passed over by asking nobody
+        move(name, "third")
     forced = move(node(toy, "left", *WORSE), force=True).event
     assert forced is not None and forced.forced and forced.verdict is None and forced.why == "because"
+    assert [event.action for event in read_events(store)] == ["promote", "reject", "promote"]
+
+
+def event_on(gate: Path, action: str) -> Event:
+    manifest = json.loads((gate / "manifest.json").read_text())
+    return Event(
+        action=action, fingerprint=manifest["fingerprint"], digest=manifest["output_digest"], who="ada", why="no"
+    )
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_one_changed_byte_of_the_model_is_refused(move, toy, force):
-    name = node(toy, "left")
-    (entry(toy, name) / "output" / "model.txt").write_text("0 -> 9.9")
-    with pytest.raises(ArtifactError, match=r"model\.txt has SHA-256"):
-        move(name, force=force)
-
-
-def test_one_changed_byte_of_the_verdict_is_refused(move, toy):
-    name = node(toy, "gate", *WORSE)
-    verdict = entry(toy, name) / "output" / "verdict.json"
+def test_one_changed_byte_is_refused(move, toy, force):
+    first, gate = node(toy, "left"), entry(toy, node(toy, "gate", *WORSE))
+    verdict = gate / "output" / "verdict.json"
     verdict.write_text(verdict.read_text().replace('"refuse"', '"pass"').replace('"worse"', '"better"'))
-    with pytest.raises(ArtifactError, match=r"verdict\.json has SHA-256"):
-        move(node(toy, "left", *WORSE))
-
-
-def test_a_damaged_holder_is_not_rolled_back_to(move, toy):
-    first = node(toy, "left")
+    if not force:
+        with pytest.raises(ArtifactError, match=r"verdict\.json has SHA-256"):
+            move(node(toy, "left", *WORSE))
+        result = toy("run", *WORSE)  # nor is it reused
+        assert result.returncode == 1 and "verdict.json has SHA-256" in result.stderr
+    model = entry(toy, first) / "output" / "model.txt"
+    intact = model.read_text()
+    model.write_text("0 -> 9.9")
+    with pytest.raises(ArtifactError, match=r"model\.txt has SHA-256"):
+        move(first, force=force)
+    model.write_text(intact)
     move(first)
     move(node(toy, "left", *BETTER), force=True)
-    (entry(toy, first) / "output" / "model.txt").write_text("0 -> 9.9")
-    with pytest.raises(ArtifactError, match=r"model\.txt has SHA-256"):
+    model.write_text("0 -> 9.9")
+    with pytest.raises(ArtifactError, match=r"model\.txt has SHA-256"):  # nor is it rolled back to
         move(None)
     assert len(read_events(toy.folder / "artifacts")) == 2
 
@@ -152,25 +156,26 @@ def test_a_damaged_holder_is_not_rolled_back_to(move, toy):
 def test_a_verdict_against_another_champion_is_refused(move, toy):
     first, second = node(toy, "left"), node(toy, "left", *BETTER)
     move(first)
-    with pytest.raises(GateError, match=rf"compared left with no champion, and alias champion names {first} now"):
-        move(second)
+    for alias in ("champion", "production"):
+        with pytest.raises(GateError, match=rf"compared left with no champion, and alias champion names {first} now"):
+            move(second, alias)
     assert toy("run", *BETTER).returncode == 0
     move(second)
     move(None)
     assert move(second).event is not None  # compared with the model that it replaces
 
 
-@pytest.mark.parametrize("name", ["latest", "v3", "a b", "", "a/b"])
-def test_an_alias_has_a_name_that_mlflow_takes_too(move, name):
-    with pytest.raises(ConfigError, match="is no name for an alias"):
-        move("toy-gated/left", name)
-
-
-def test_only_models_have_aliases(move):
-    with pytest.raises(ConfigError, match="is text; an alias names a model"):
-        move("toy-gated/data")
-    with pytest.raises(ConfigError, match="is the source"):
-        move("source:rows")
+@pytest.mark.parametrize(
+    ("model", "alias", "message"),
+    [
+        *(("toy-gated/left", name, "is no name for an alias") for name in ("latest", "v3", "a b", "", "a/b")),
+        ("toy-gated/data", "champion", "is text; an alias names a model"),
+        ("source:rows", "champion", "is the source"),
+    ],
+)
+def test_models_alone_have_aliases_of_names_that_mlflow_takes_too(move, model, alias, message):
+    with pytest.raises(ConfigError, match=message):
+        move(model, alias)
 
 
 def test_every_gate_has_a_say_whichever_ended_last(move, toy):
@@ -187,66 +192,30 @@ def test_every_gate_has_a_say_whichever_ended_last(move, toy):
         move(node(toy, "left"))
 
 
-def test_a_verdict_from_before_there_was_a_champion_serves_no_other_alias_either(move, toy):
-    move(node(toy, "left"))
-    with pytest.raises(GateError, match="compared left with no champion"):
-        move(node(toy, "left", *BETTER), "production")
-
-
-def test_a_rejection_is_not_passed_over_by_asking_nobody(move, toy):
-    name, gate = node(toy, "left"), entry(toy, node(toy, "gate"))
-    manifest = json.loads((gate / "manifest.json").read_text())
-    store = toy.folder / "artifacts"
-    append(
-        store,
-        Event(
-            action="reject", fingerprint=manifest["fingerprint"], digest=manifest["output_digest"], who="ada", why="no"
-        ),
-    )
-    with pytest.raises(GateError, match="was rejected by ada: no"):
-        move(name, "other")
-
-
-def test_an_altered_verdict_ends_a_run_that_reuses_it(toy):
-    verdict = entry(toy, node(toy, "gate", *WORSE)) / "output" / "verdict.json"
-    verdict.write_text(verdict.read_text().replace('"refuse"', '"pass"'))
-    result = toy("run", *WORSE)
-    assert result.returncode == 1
-    assert "verdict.json has SHA-256" in result.stderr
-
-
 COMMERCIAL = "aliases.production.commercial=true"
 
 
-def test_an_alias_that_was_marked_commercial_stays_so_until_it_is_unmarked(move, toy):
-    label = "sources.rows.labels=[CC-BY-NC-4.0]"
-    move(node(toy, "left"), "production", COMMERCIAL)
-    with pytest.raises(GateError, match="alias production is commercial"):
-        move(node(toy, "left", *BETTER), "production", label, force=True)
-    assert move(
-        node(toy, "left", *BETTER), "production", "aliases.production.commercial=false", label, force=True
-    ).event
+LABEL = "sources.rows.labels=[CC-BY-NC-4.0]"
 
 
 def test_a_commercial_alias_takes_no_model_with_a_non_commercial_label(move, toy):
-    name = node(toy, "left")
-    label = "sources.rows.labels=[CC-BY-NC-4.0]"
+    name, better = node(toy, "left"), node(toy, "left", *BETTER)
     with pytest.raises(GateError) as refused:
-        move(name, "production", COMMERCIAL, label, force=True)
+        move(name, "production", COMMERCIAL, LABEL, force=True)
     with Index(toy.folder / "artifacts") as index:
         [source] = index.sources("rows")
-    data, model = node(toy, "data"), node(toy, "model")
-    ways = [f"{source} -> {data} -> {name}", f"{source} -> {data} -> {model} -> {name}"]
-    assert f"{source} has the label CC-BY-NC-4.0: {ways[0]}" in str(refused.value)
+    assert f"{source} has the label CC-BY-NC-4.0: {source} -> {node(toy, 'data')} -> {name}" in str(refused.value)
     assert read_events(toy.folder / "artifacts") == []
-    assert move(name, "staging", COMMERCIAL, label).event.labels == ["CC-BY-NC-4.0"]
+    assert move(name, "staging", COMMERCIAL, LABEL).event.labels == ["CC-BY-NC-4.0"]
     assert move(name, "production", COMMERCIAL, "sources.rows.labels=[mit]").event is not None
-    move(node(toy, "left", *BETTER), "production", COMMERCIAL, force=True)
+    with pytest.raises(GateError, match="alias production is commercial"):  # until it is unmarked
+        move(better, "production", LABEL, force=True)
+    move(better, "production", COMMERCIAL, force=True)
     with pytest.raises(GateError, match="alias production is commercial"):  # the label came later
-        move(None, "production", COMMERCIAL, label)
-    custom = "non_commercial_labels=[mit]"
+        move(None, "production", COMMERCIAL, LABEL)
     with pytest.raises(GateError, match="has the label mit"):
-        move(name, "production", COMMERCIAL, custom, "sources.rows.labels=[mit]")
+        move(name, "production", COMMERCIAL, "non_commercial_labels=[mit]", "sources.rows.labels=[mit]")
+    assert move(name, "production", "aliases.production.commercial=false", LABEL, force=True).event
 
 
 def test_a_label_that_a_manifest_records_counts_without_being_stated(tmp_path, prefect_url, monkeypatch):
@@ -291,14 +260,11 @@ def test_a_verdict_that_demands_approval_needs_one(move, toy, prefect_url):
     process.communicate(timeout=60)
     with pytest.raises(GateError, match="demands a person's approval, which is not given yet"):
         move(name)
-    manifest = json.loads((entry(toy, gate) / "manifest.json").read_text())
     for action in ("reject", "approve"):
         with locked(store):
-            event = Event(
-                action=action, fingerprint=manifest["fingerprint"], digest=manifest["output_digest"], who="ada", why=""
-            )
-            append(store, event)
+            append(store, event_on(entry(toy, gate), action))
         if action == "reject":
             with pytest.raises(GateError, match="was rejected by ada"):
                 move(name)
+    manifest = json.loads((entry(toy, gate) / "manifest.json").read_text())
     assert move(name).event.verdict == manifest["fingerprint"]

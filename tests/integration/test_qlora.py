@@ -1,36 +1,32 @@
 """QLoRA: an adapter on a base in 4 bits trains, saves, resumes to the bit, and becomes a model that loads alone."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
 from lineage.artifact import Kind
-from lineage.checkpoints import Checkpoints
-from lineage.errors import StoppedError
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.gate import Gate
+from tasks.merge import Merge
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.models import whole_model
 from tasks.train.quantized_base import Quantizer
-from tests import training
+from tests import tiny, training
+from tests.integration.test_merge import STEP, merge
 from tests.tiny_models import MIXTURES, write_model
-from tests.training import same, weights
+from tests.trained_store import Made
+from tests.training import weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QLORA = Adapter(rank=4, alpha=8, dropout=0.1, quantization="nf4")
 NF4 = Quantizer(setting=Quantization(format="nf4"), compute_dtype=torch.float32)
 ATTENTION = replace(QLORA, target_modules="q_proj,v_proj")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def run(stage: Training, root: Path, folder: Path, reports: list[float], **fields: object) -> Path:
@@ -46,37 +42,6 @@ def run(stage: Training, root: Path, folder: Path, reports: list[float], **field
 
 def _plain(metrics: Metrics) -> float:
     return training.trajectory(metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, cls in training.METHODS.items() if not cls.has_own_loop])
-def test_it_resumes_to_the_bit_from_its_adapter_and_loads_alone(root: Path, tmp_path: Path, name: str) -> None:
-    stage = training.method(name, num_steps=5, adapter=QLORA)
-    whole: list[float] = []
-    parts: list[float] = []
-    unbroken = run(stage, root, tmp_path / "whole", whole)
-    with pytest.raises(StoppedError, match="stopped at step 3 of 5"):
-        run(stage, root, tmp_path / "broken", parts, should_stop=lambda: len(parts) == 2)
-    shutil.rmtree(tmp_path / "broken" / "work")
-    saved = Checkpoints(tmp_path / "broken" / "checkpoints")
-    resumed = run(stage, root, tmp_path / "broken", parts, resume_from=saved.path(3))
-    assert parts == whole
-    assert same(weights(resumed), weights(unbroken))
-    assert (resumed / "adapter/adapter_model.safetensors").read_bytes() == (
-        unbroken / "adapter/adapter_model.safetensors"
-    ).read_bytes()
-
-    found = saved.read(3).files.keys()
-    assert {"adapter_model.safetensors", "optimizer.pt"} <= found
-    assert "model.safetensors" not in found  # the base is not in it
-    with safe_open(saved.path(3) / "adapter_model.safetensors", "pt") as file:
-        dtypes = {file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118  # no mapping
-    assert dtypes == {torch.float32}
-
-    auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-    model = auto.from_pretrained(unbroken)
-    assert model.dtype == torch.float32
-    assert "quantization_config" not in model.config
 
 
 def test_a_base_in_4_bits_changes_the_run_and_precision_its_products(root: Path, tmp_path: Path) -> None:
@@ -141,3 +106,50 @@ def test_an_adapter_on_experts_reloads_as_it_was_trained(root: Path, tmp_path: P
     name = "model.layers.0.mlp.experts.gate_up_proj"
     torch.testing.assert_close(again.get_parameter(name), saved.get_parameter(name))
     assert not torch.equal(saved.get_parameter(name), whole_model(Kind.CHECKPOINT, policy).get_parameter(name))
+
+
+# The shipped pipeline: one adapter through both stages, into 16 bits, judged against the full chain.
+NAME = "pipeline=qlora-sft-dpo"
+
+
+@pytest.mark.parametrize("model", ["tiny", "directory"])
+def test_one_adapter_goes_through_both_stages_on_four_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if model == "directory":
+        tiny.write_policy(tmp_path / "directory")
+    pipeline = load_pipeline([NAME, f"model={model}"])
+    make_plan(pipeline)
+    sft, dpo = (pipeline.stages[name].method for name in ("qlora-sft", "qlora-dpo"))
+    for method in (sft, dpo):
+        assert isinstance(method, Training) and method.adapter and method.quantization
+        assert (method.adapter.type, method.quantization.format, method.save) == ("lora", "nf4", "adapter")
+    assert isinstance(dpo, Training) and dpo.adapter_in == "continue"
+    assert pipeline.stages["qlora-dpo"].inputs["policy"] == "qlora-sft"
+    merged, gate = pipeline.stages["merge"], pipeline.stages["gate"]
+    assert isinstance(merged.method, Merge) and merged.method.dtype == "bf16"
+    assert (gate.inputs["candidate"], gate.inputs["parent"]) == ("merge", "dpo")
+    assert isinstance(gate.method, Gate)
+    bounds = {name: rule.max_regression for name, rule in gate.method.rules.items()}
+    tiny_bounds = {"right_answers": 0.15, "prefers_chosen": 0.15, "keeps_answers": 1.0, "keeps_language": 0.5}
+    own = tiny_bounds if model == "tiny" else {}
+    every = ("right_answers", "prefers_chosen", "keeps_answers", "keeps_language")
+    assert bounds == {**dict.fromkeys(every, 0.1), **own}
+    assert all(rule.against == "parent" for rule in gate.method.rules.values())
+
+
+def test_the_adapter_of_both_stages_is_merged_into_sixteen_bits(tmp_path: Path) -> None:
+    made = Made(tmp_path, training.write_inputs(tmp_path / "inputs"))
+    base = made.base()
+    fields = {
+        "adapter": Adapter(rank=4, alpha=8), "quantization": Quantization(format="nf4"), "save": "adapter", **STEP,
+    }  # fmt: skip
+    sft = made.trained("sft", base, **fields)
+    dpo = made.trained("dpo", sft, adapter_in="continue", **fields)
+    metrics = merge(tmp_path / "merged", Merge(dtype="bf16"), policy=dpo)
+    assert metrics["merge/logps_difference"] < 0.05
+    found, start = weights(tmp_path / "merged"), weights(base.path)
+    assert {each.dtype for each in found.values()} == {torch.bfloat16}
+    moved = {name for name, each in found.items() if not torch.equal(each, start[name].bfloat16())}
+    assert moved == {name for name in start if name.endswith("_proj.weight")}

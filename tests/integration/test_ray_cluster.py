@@ -13,8 +13,7 @@ import pytest
 
 from tests.chaos.record import digests
 from tests.command import TOY, Command, family, wait_until
-from tests.toy_interrupted import TROUBLE_FILE, ToyInterrupted
-from tests.unbroken import unbroken
+from tests.toy_interrupted import TROUBLE_FILE, ToyInterrupted, unbroken
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
 HOST = "127.0.0.2"  # of this machine alone; for 127.0.0.1 Ray takes an address that others reach

@@ -1,4 +1,4 @@
-"""MLflow refilled from a store's manifests."""
+"""MLflow refilled from a store's manifests, and what tells that the two part ways."""
 
 import json
 import shutil
@@ -11,20 +11,7 @@ from lineage.errors import ArtifactError
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import Key
 from lineage.mlflow.registry import aliases, links, refill, set_alias
-from lineage.promotions import Event, append
-from tests.written_store import WrittenStore
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "artifacts")
-
-
-def promotion(manifest, alias="champion", action="promote"):
-    return Event(
-        action=action, fingerprint=manifest.fingerprint, digest=manifest.output_digest, stage=manifest.stage,
-        who="me", why="good", alias=alias,
-    )  # fmt: skip
+from tests.command import TOY, Command
 
 
 def test_every_artifact_gets_its_run_model_and_version_once(uri, store):
@@ -67,11 +54,11 @@ def test_metrics_come_back_with_their_steps_and_times(uri, store):
 
 def test_aliases_come_back_to_their_present_holders(uri, store):
     made = store.chain()
-    for event in (promotion(made["cpt"]), promotion(made["dpo"]), promotion(made["base"], alias="baseline")):
-        append(store.root, event)
+    for promoted, alias in (("cpt", "champion"), ("dpo", "champion"), ("base", "baseline")):
+        store.event(made[promoted], alias)
     assert refill(uri, store.root).added["aliases"] == 2
     assert links(uri, ["p"]).aliases["p"] == {"champion": Key.of(made["dpo"]), "baseline": Key.of(made["base"])}
-    append(store.root, promotion(made["cpt"], action="rollback"))
+    store.event(made["cpt"], action="rollback")
     assert refill(uri, store.root).added == {"executions": 0, "runs": 0, "models": 0, "versions": 0, "aliases": 1}
     assert links(uri, ["p"]).aliases["p"]["champion"] == Key.of(made["cpt"])
 
@@ -129,3 +116,82 @@ def test_a_database_whose_driver_is_not_installed_is_an_error_that_says_so(monke
     monkeypatch.setitem(sys.modules, "psycopg2", None)
     with pytest.raises(ArtifactError, match=r"postgresql://127.0.0.1:1/x cannot be opened: .*install the driver"):
         aliases("postgresql://me:secret@127.0.0.1:1/x", ["p"])
+
+
+# What `posttrain verify` says when MLflow and the store part ways.
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, prefect_url):
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "rows.txt").write_text("rows")
+    toy = Command(folder, *TOY, environment={"PREFECT_API_URL": prefect_url}, tracked=True)
+    toy.run()
+    assert toy("promote", "toy/left", "--alias", "champion", "--force", "--why", "test").returncode == 0
+    assert toy("verify").returncode == 0, toy("verify").stdout
+    return folder
+
+
+@pytest.fixture
+def toy(recorded, tmp_path):
+    shutil.copytree(recorded, tmp_path / "copy", symlinks=True)
+    return Command(tmp_path / "copy", tracked=True)
+
+
+def faults(toy: Command, *arguments: str) -> str:
+    result = toy("verify", *arguments)
+    assert result.returncode == 1, result.stdout
+    return result.stdout
+
+
+@pytest.fixture
+def client(toy):
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{toy.folder / 'mlflow.db'}")
+
+
+def test_a_lost_database_is_named_and_not_made_by_the_look(toy):
+    (toy.folder / "mlflow.db").unlink()
+    assert "mlflow.db is gone, which 4 manifests were recorded in" in faults(toy)
+    assert not (toy.folder / "mlflow.db").exists()
+
+
+def delete_run(client):
+    client.delete_run(client.get_model_version_by_alias("toy", "champion").run_id)
+
+
+def delete_version(client):
+    client.delete_model_version("toy", client.get_model_version_by_alias("toy", "champion").version)
+
+
+def move_alias(client):
+    [other] = client.search_model_versions("name='toy' and tags.`posttrain.stage`='right'")
+    client.set_registered_model_alias("toy", "champion", other.version)
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (delete_run, ["no finished run of it"]),
+        (delete_version, ["no registered version of it", "alias champion"]),
+        (move_alias, ["alias champion: registered model toy has it at right@"]),
+    ],
+)
+def test_what_was_deleted_or_moved_by_hand_is_named_and_rebuild_mends_it(toy, client, harm, found):
+    harm(client)
+    told = faults(toy)
+    assert all(each in told for each in found)
+    if harm == delete_run:
+        assert found[0] in faults(toy, "toy/left") and toy("verify", "toy/right").returncode == 0
+    assert toy("rebuild").returncode == 0
+    assert toy("verify").returncode == 0
+
+
+def test_a_run_of_what_the_store_lost_is_an_orphan(recorded):
+    toy = Command(recorded, tracked=True)
+    shutil.move(recorded / "artifacts" / "right", recorded / "right")
+    try:
+        assert "orphaned" in faults(toy)
+    finally:
+        shutil.move(recorded / "right", recorded / "artifacts" / "right")

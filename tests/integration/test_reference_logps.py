@@ -12,9 +12,7 @@ from tasks.method import Adapter, Input, Quantization, Training, Validation
 from tasks.train import models, reference_logps
 from tasks.train.compatibility import refusals
 from tasks.train.rule import Case
-from tasks.train.run import TrainingRun
 from tests import tiny, training
-from tests.integration.test_resume import stop_and_go_on
 from tests.tiny_models import write_model
 from tests.trained_store import Made
 from tests.training import same, weights
@@ -27,11 +25,6 @@ BEFORE = Resources(micro_batch_size=4, precompute_reference=True)
 FAST = {"learning_rate": 1e-2}
 CLOSE = {"abs": 1e-5, "rel": 1e-5}
 METRICS = ("loss", "rewards/chosen", "rewards/margins", "logps/chosen")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def stage(**fields: object) -> Training:
@@ -101,12 +94,9 @@ def test_the_reference_of_a_carried_adapter_has_it(root: Path, tmp_path: Path, a
     for resources in (LIVE, BEFORE):
         options = {"losses": {"sigmoid": 1.0, "kto_pair": 1.0}, "adapter_in": adapter_in, "save": "adapter"}
         method = stage(adapter=LORA, **options)
+        given = {**training.inputs(root, method), "policy": policy}
         output = tmp_path / f"{resources.precompute_reference}"
-        ctx = TrainContext(output_dir=output, work_dir=tmp_path / "work", resources=resources)
-        run = TrainingRun(method, {**training.inputs(root, method), "policy": policy}, ctx)
-        trainer = method.trainer(run)
-        run.fit(trainer)
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(training.fitted(method, given, output, resources=resources)[2])
     assert losses[1] == pytest.approx(losses[0], **CLOSE)
 
 
@@ -173,13 +163,6 @@ def test_the_start_is_proven_against_them(root: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(reference_logps, "logps", lambda *given: [each - 1 for each in original(*given)])
     with pytest.raises(PipelineError, match="policy and reference differ at step 0"):
         training.train(stage(), root, tmp_path / "output", resources=BEFORE)
-
-
-def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path) -> None:
-    resources = Resources(
-        micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None, precompute_reference=True
-    )
-    stop_and_go_on(stage(num_steps=6), root, tmp_path, resources)
 
 
 def test_the_plan_refuses_it_where_there_is_nothing_to_compute() -> None:

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from lineage.checkpoints import Checkpoints
+from lineage.digest import digest_files
 from lineage.errors import StoppedError
+from tasks.best import KeepBest
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Training
+from tasks.train.dpo_losses import ReferenceSync
 from tests import training
 from tests.training import same, weights
 
@@ -21,11 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA = Adapter(rank=4, alpha=8, dropout=0.1)
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def context(
@@ -44,8 +42,8 @@ def drawn() -> dict[str, float]:
     return {"random": random.random(), "numpy": float(np.random.random())}
 
 
-def run(stage: Training, root: Path, ctx: TrainContext) -> Metrics:
-    return stage.run(training.inputs(root, stage), ctx)
+def run(stage: Training, root: Path, ctx: TrainContext, policy: Path | None = None) -> Metrics:
+    return stage.run(training.inputs(root, stage, policy=policy), ctx)
 
 
 def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:
@@ -59,40 +57,75 @@ def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, fl
 @pytest.mark.parametrize("name", training.NAMES)
 def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:
     stage = training.method(name, num_steps=6, adapter=adapter, lr_schedule="cosine")
-    stop_and_go_on(stage, root, tmp_path, SAVING)
+    stop_and_go_on(stage, root, tmp_path)
 
 
-def stop_and_go_on(stage: Training, root: Path, tmp_path: Path, resources: Resources) -> None:
-    """Trains six steps twice, once stopped at the third, and asserts that no bit differs."""
+NF4 = replace(LORA, quantization="nf4")
+SLOW = pytest.mark.slow
+OPTIONS: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("sft", {"adapter": LORA, "save": "adapter"}, {}),
+    ("dpo", {"adapter": LORA, "precision": "bf16"}, {"weights": "bf16"}),
+    ("dpo", {"reference_sync": ReferenceSync(every_steps=1, mixup_alpha=0.3)}, {}),
+    ("dpo", {"adapter": LORA, "losses": {"kto_pair": 1.0, "aot_unpaired": 1.0, "sft": 0.1}}, {}),
+    ("dpo", {}, {"precompute_reference": True}),
+]
+ADAPTERS = [
+    ("sft", Adapter(type="adalora", rank=4, target_rank=1)),
+    ("sft", Adapter(rank=4, init="pissa_niter_4")),
+    ("dpo", Adapter(rank=4, init="lora_ga")),
+    ("dpo", Adapter(type="vera", rank=4)),
+    ("sft", Adapter(type="osf", rank=4)),
+    *((name, NF4) for name, cls in training.METHODS.items() if not cls.has_own_loop),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "resources"),
+    [*OPTIONS, *(pytest.param(name, {"adapter": each}, {}, marks=SLOW) for name, each in ADAPTERS)],
+)
+def test_so_it_is_with_every_option_that_has_a_state(
+    root: Path, tmp_path: Path, name: str, fields: dict[str, object], resources: dict[str, object]
+) -> None:
+    stop_and_go_on(training.method(name, num_steps=6, **fields), root, tmp_path, replace(SAVING, **resources))
+
+
+def stop_and_go_on(
+    stage: Training, root: Path, tmp_path: Path, resources: Resources = SAVING, policy: Path | None = None
+) -> list[tuple[int, Metrics]]:
+    """Trains six steps twice, once stopped at the third, and asserts that no bit differs; what was reported."""
     whole: list[tuple[int, Metrics]] = []
-    unbroken = run(stage, root, context(tmp_path / "whole", whole, resources=resources))
+    unbroken = run(stage, root, context(tmp_path / "whole", whole, resources=resources), policy)
 
     parts: list[tuple[int, Metrics]] = []
     broken = tmp_path / "broken"
     asked_after = 3 if stage.has_own_loop else 2  # transformers' loop logs a step after it asked
+    stopping = context(broken, parts, should_stop=lambda: len(parts) == asked_after, resources=resources)
     with pytest.raises(StoppedError, match="stopped at step 3 of 6"):
-        run(stage, root, context(broken, parts, should_stop=lambda: len(parts) == asked_after, resources=resources))
+        run(stage, root, stopping, policy)
+    assert not (broken / "output").exists()
     store = Checkpoints(broken / "checkpoints")
     assert store.steps() == [2, 3]
     shutil.rmtree(broken / "work")
-    resumed = run(stage, root, context(broken, parts, resume_from=store.path(3), resources=resources))
+    resumed = run(stage, root, context(broken, parts, resume_from=store.path(3), resources=resources), policy)
 
     assert timeless(parts) == timeless(whole)
-    assert same(weights(broken / "output"), weights(tmp_path / "whole" / "output"))
+    assert digest_files(broken / "output") == digest_files(tmp_path / "whole" / "output")
     assert resumed["num_tokens"] == unbroken["num_tokens"]
     assert resumed["steps"] == 6
     assert resumed["train_seconds"] > store.read(3).train_seconds
+    return whole
 
 
 def test_a_checkpoint_holds_all_that_a_resume_needs(root: Path, tmp_path: Path) -> None:
-    stage = training.method("sft", num_steps=3)
-    run(stage, root, context(tmp_path, []))
+    reports: list[tuple[int, Metrics]] = []
+    run(training.method("sft", num_steps=3), root, context(tmp_path, reports))
     found = Checkpoints(tmp_path / "checkpoints").read(2)
     needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert needed <= found.files.keys()
     assert not any(name.endswith(".bin") for name in found.files)
     state = json.loads((tmp_path / "checkpoints" / "step-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
+    assert found.metrics["loss"] == pytest.approx(sum(metrics["loss"] for _, metrics in reports[:2]) / 2)
 
 
 def test_saving_changes_no_bit_and_none_falls_on_the_last_step(root: Path, tmp_path: Path) -> None:
@@ -111,6 +144,8 @@ def test_saving_changes_no_bit_and_none_falls_on_the_last_step(root: Path, tmp_p
         ({"save_steps": 2, "keep_last": 5}, [2, 4]),
         ({"save_steps": None, "save_minutes": 1e-9, "keep_last": 9}, [1, 2, 3, 4]),
         ({"save_steps": None, "save_minutes": 60.0}, []),
+        ({"save_steps": None, "save_epochs": 0.5}, [3]),  # of 40 rows, 8 a step
+        ({"save_steps": 1, "keep_last": 1, "keep_best": KeepBest(metric="loss", mode="max", n=2)}, [1, 2, 4]),
     ],
 )
 def test_when_it_saves_and_what_it_keeps(root: Path, tmp_path: Path, fields: dict, steps: list[int]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.command import Command
 from tests.generations import TOY_RETRAIN, Generations, champion
 from tests.miniature import MODEL, STEPS, write_own_rows
-from tests.webhook import save_block, webhook
+from tests.web_server import save_block, webhook
 
 
 @pytest.fixture

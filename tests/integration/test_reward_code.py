@@ -25,6 +25,8 @@ ALWAYS = ["assert True"]
         ("", 0), ("def double(x:", 0), ("double = " + "(" * 90_000, 0), ("x = 1\n" * 20_000, 0),
         ("def double(x): raise SystemExit(0)", 0), ("print('passed')\nimport sys\nsys.exit(0)", 0),
         ("import os\nos._exit(0)", 0), ("import os\nos.write(1, b'\\ntoken 0\\n' * 10)", 0),
+        ("import builtins\nc = compile\nbuiltins.compile = lambda *_: c('pass', 'test', 'exec')", 0),
+        ("import builtins\nbuiltins.enumerate = lambda tests: ((index, 'pass') for index in range(3))", 0),
     ],
 )  # fmt: skip
 def test_the_share_of_tests_that_pass(completion, value):

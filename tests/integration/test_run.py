@@ -12,8 +12,8 @@ import pytest
 from lineage.store import Entry
 from tests.command import TOY, Command, family, wait_until, wait_until_gone
 from tests.prefect_api import PrefectApi
+from tests.toy_interrupted import unbroken
 from tests.toy_methods import ToyTraining
-from tests.unbroken import unbroken
 
 HERE = socket.gethostname()
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")

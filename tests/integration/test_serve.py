@@ -18,7 +18,7 @@ from flows.prefect.open_runs import OpenFlow
 from lineage.owner import Owner
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi
-from tests.webhook import save_block, webhook
+from tests.web_server import save_block, webhook
 
 pytestmark = pytest.mark.integration
 

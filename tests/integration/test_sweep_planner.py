@@ -1,4 +1,4 @@
-"""Trials as plans: composed once, with the same result as each by itself."""
+"""Trials as plans: composed once, with the same result as each by itself; and those of the shipped sweeps."""
 
 import pytest
 
@@ -6,7 +6,9 @@ from flows.declare.compose import Composer, compose_tree
 from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
 from flows.sweep.plan import Planner, count_stages, read_sweep, varying
+from flows.sweep.space import fixed_overrides
 from lineage.errors import ConfigError
+from tasks.evaluate.report import POLICY_METRICS
 from tests.command import CONF
 
 RATE = "stages.left.method.learning_rate"
@@ -110,3 +112,42 @@ def test_the_command_line_has_the_last_word_on_what_is_fixed(words):
 def test_a_stage_in_the_foreground_is_refused(words):
     with pytest.raises(ConfigError, match=r"trial 0: .*launcher=foreground: a sweep runs stages side by side"):
         read_sweep([*words, f"{RATE}=0.1,0.2", "stages.left.resources.launcher=foreground"], CONF)
+
+
+# The sweeps of ``conf/sweep/`` on the default pipeline: read and planned, none is run.
+BETA = "stages.dpo.method.beta=tag(log,interval(0.01,0.5))"
+
+
+def test_optuna_judges_by_a_metric_that_evaluate_has():
+    stated = read_sweep(["sweep=optuna", BETA, "adapter=full,lora"])
+    stage, policy, metric = stated.sweep.objectives["best"].metric.split("/")
+    names = [planned.name for planned in stated.plan.stages]
+    assert stage in names and policy in names and metric in POLICY_METRICS
+    assert list(stated.params) == ["stages.dpo.method.beta", "adapter"]
+
+
+def test_asha_prunes_by_a_stage_of_the_pipeline():
+    assert read_sweep(["sweep=asha", BETA]).sweep.pruning.stage == "dpo"
+    with pytest.raises(ConfigError, match=r"sweep\.pruning\.stage=dpp.*did you mean dpo"):
+        read_sweep(["sweep=asha", "sweep.pruning.stage=dpp", BETA])
+
+
+@pytest.mark.parametrize("stage", ["dpo", "sft"])
+def test_the_learning_rate_experiment_is_of_the_stage_that_is_named(stage):
+    stated = read_sweep(["sweep=lr-range", f"sweep.until={stage}"])
+    plans = [planned.plan for planned in stated.known]
+    methods = [plan.stage(stage).stage.method for plan in plans]
+    assert [method.num_steps for method in methods] == [20] * 5
+    assert f"stages.{stage}.method.num_epochs=null" in fixed_overrides(
+        stated.sweep
+    )  # a pipeline's own would be a second
+    assert len({method.learning_rate for method in methods}) == 5
+    assert all(plan.stages[-1].name == stage for plan in plans)
+
+
+def test_the_command_line_has_the_last_word_on_rates_and_steps():
+    stated = read_sweep(
+        ["sweep=lr-range", "stages.dpo.method.learning_rate=1e-6,1e-5", "stages.dpo.method.num_steps=9"]
+    )
+    methods = [planned.plan.stage("dpo").stage.method for planned in stated.known]
+    assert [(method.learning_rate, method.num_steps) for method in methods] == [(1e-6, 9), (1e-5, 9)]

@@ -1,5 +1,6 @@
 """Trials that Optuna proposes: how many, which, and what a kill leaves of them."""
 
+import subprocess
 import sys
 
 import optuna
@@ -9,6 +10,7 @@ from flows.declare.sweep import Pruning
 from flows.sweep.plan import check_sweep
 from flows.sweep.study import Study
 from lineage.errors import ConfigError
+from tests.command import REPOSITORY
 from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, space_of, sweep
 
 SPACE = {
@@ -193,28 +195,25 @@ def _pruned(folder, losses, *, objective=None, pruner=None, direction="minimize"
 LOSSES = [[3, 2, 1], [3, 2, 1], [3, 9, 9], [3, 1, 0.5]]
 
 
-def test_the_trial_that_is_worse_than_the_median_is_pruned(tmp_path):
-    assert _pruned(tmp_path, LOSSES) == [2]
+RISING = [[1, 2], [1, 2], [1, 0]]
+THRESHOLD = {"_target_": "optuna.pruners.ThresholdPruner", "upper": 5.0}
+BRACKETS = {"_target_": "optuna.pruners.HyperbandPruner", "min_resource": 1, "max_resource": 2, "reduction_factor": 2}
 
 
-def test_a_loss_that_is_to_fall_under_an_objective_that_is_to_rise(tmp_path):
-    assert _pruned(tmp_path, LOSSES, objective=maximize()) == [2]
-
-
-@pytest.mark.parametrize(("direction", "pruned"), [("maximize", [2]), ("minimize", [])])
-def test_the_direction_of_pruning_is_read(tmp_path, direction, pruned):
-    assert _pruned(tmp_path, [[1, 2], [1, 2], [1, 0]], direction=direction) == pruned
-
-
-@pytest.mark.parametrize("objective", [maximize(), minimize()])
-def test_thresholds_are_of_the_metric_as_it_is(tmp_path, objective):
-    pruner = {"_target_": "optuna.pruners.ThresholdPruner", "upper": 5.0}
-    assert _pruned(tmp_path, LOSSES, objective=objective, pruner=pruner) == [2]
-
-
-def test_hyperband_prunes_within_its_brackets(tmp_path):
-    pruner = {"_target_": "optuna.pruners.HyperbandPruner", "min_resource": 1, "max_resource": 2, "reduction_factor": 2}
-    assert _pruned(tmp_path, [[1, 1], [5, 5], [6, 6], [7, 7]], pruner=pruner) == [2, 3]
+@pytest.mark.parametrize(
+    ("losses", "changes", "pruned"),
+    [
+        (LOSSES, {}, [2]),  # worse than the median
+        (LOSSES, {"objective": maximize()}, [2]),  # a loss that is to fall under an objective that is to rise
+        (RISING, {"direction": "maximize"}, [2]),
+        (RISING, {"direction": "minimize"}, []),
+        (LOSSES, {"objective": maximize(), "pruner": THRESHOLD}, [2]),  # of the metric as it is
+        (LOSSES, {"objective": minimize(), "pruner": THRESHOLD}, [2]),
+        ([[1, 1], [5, 5], [6, 6], [7, 7]], {"pruner": BRACKETS}, [2, 3]),
+    ],
+)
+def test_a_pruner_prunes_by_metric_and_direction(tmp_path, losses, changes, pruned):
+    assert _pruned(tmp_path, losses, **changes) == pruned
 
 
 @pytest.mark.parametrize(
@@ -240,3 +239,60 @@ def test_a_metric_that_is_never_reported_prunes_nothing_and_is_warned_of(tmp_pat
         study.tell(complete(number, best=1.0))
     (warning,) = caplog.messages
     assert "left reports no such metric" in warning and "did you mean loss?" in warning
+
+
+# Runs its trials; of the one whose number is given, it dies by SIGKILL in the middle.
+_SCRIPT = """
+import os, signal, sys, time
+from functools import partial
+from pathlib import Path
+from flows.sweep.folder import SweepFiles
+from flows.sweep.study import Study, best_and_plots
+from tests.sweeps import RANDOM, complete, maximize, space_of, sweep
+
+settings = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
+space, folder = space_of({"lr": "interval(0,1)"}), Path(sys.argv[1])
+study = Study(settings, space, folder)
+files = SweepFiles(folder, settings, space, [], None, partial(best_and_plots, settings, space))
+with study.owning():
+    for number, params in iter(study.ask, None):
+        print(number, params["lr"], flush=True)
+        if str(number) == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+        files.add(complete(number, params, best=1.0))
+        study.tell(complete(number, params, best=1.0))
+"""
+
+
+def start(folder, dies_in="none"):
+    return subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, folder, dies_in], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+
+
+def lines(process) -> list[str]:
+    out, _ = process.communicate(timeout=60)
+    return out.splitlines()
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_was_at_comes_again_and_the_rest_as_if_nothing_had_been(tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir(), halves.mkdir()
+    both = start(whole), start(halves, dies_in="2")
+    once, first = (lines(each) for each in both)
+    assert both[1].returncode == -9
+    second = lines(start(halves))
+    assert first + second[1:] == once
+    assert second[0] == first[-1]
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sweep_and_no_trial_is_run_twice(tmp_path):
+    both = start(tmp_path), start(tmp_path)
+    found = [line for each in both for line in lines(each)]
+    assert sorted(int(line.split()[0]) for line in found) == list(range(6))
+    assert all(each.returncode == 0 for each in both)
+    assert len((tmp_path / "trials.csv").read_text().splitlines()) == 7
+    assert not list(tmp_path.glob("*.tmp")) and not list((tmp_path / "processes").iterdir())

@@ -10,12 +10,8 @@ from tasks.data.tokens import cache as module
 from tasks.data.tokens import cache as write_tokens
 from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
-from tests import tiny, training
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+from tests import training
+from tests.tiny_models import write_model
 
 
 def test_processes_give_the_tokens_that_one_gives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +43,7 @@ def test_a_stage_with_another_learning_rate_tokenizes_nothing(
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
 def test_packed_rows_have_the_loss_that_they_have_alone(root: Path, tmp_path: Path, architecture: str) -> None:
     """Without padding either way; padded where not packed, with windows; a mixture of experts."""
-    policy = root / "policy" if architecture == "llama" else write_policy(tmp_path / "policy", architecture)
+    policy = write_model(tmp_path / "policy", architecture, sliding_window=8)
     options = Tokenization(kind=Kind.CONVERSATIONS, max_length=128, packing="best_fit")
     stage = training.method("sft")
     packs = load_or_make(options, training.inputs(root, stage)["rows"], root / "policy", None, 1)
@@ -63,18 +59,3 @@ def test_packed_rows_have_the_loss_that_they_have_alone(root: Path, tmp_path: Pa
     assert packed.metrics["packs"] == len(packs)
     for name in ("num_tokens", "trained_tokens_percent", "rows"):
         assert packed.metrics[name] == alone.metrics[name]
-
-
-def write_policy(directory: Path, architecture: str) -> Path:
-    """Random weights of an architecture, with the tests' tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    tiny.write_tokenizer(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    config = AutoConfig.for_model(
-        architecture, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, sliding_window=8, bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory

@@ -1,12 +1,6 @@
 """The training methods on a tiny model: what they start from, what changes them, and what must not."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache
+import math
 from pathlib import Path
 
 import pytest
@@ -17,62 +11,27 @@ from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.method import Adapter
 from tests import tiny, training
+from tests.tiny_models import ARCHITECTURES, write_model
 from tests.training import same, weights
+from tests.worker_group import Asked, WorkerGroup
 
 LORA = Adapter(rank=4, alpha=8)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def worker_losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """Losses of a method on two gloo workers; all that are quick tests, or all others, are trained at once."""
-
-    @cache
-    def trained(names: tuple[str, ...]) -> dict[str, list[float]]:
-        return losses_of_workers(names, root, tmp_path_factory.mktemp("workers"))
-
-    def losses(name: str) -> list[float]:
-        is_slow = name in training.TRAINED_LIKE
-        return trained(tuple(each for each in training.METHODS if (each in training.TRAINED_LIKE) == is_slow))[name]
-
-    return losses
-
-
-def losses_of_workers(names: Sequence[str], root: Path, output: Path) -> dict[str, list[float]]:
-    """Both ranks must report the same."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.ddp_worker", str(root), str(output), *names]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=500) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-    losses = [json.loads((output / f"losses{rank}.json").read_text()) for rank in range(2)]
-    assert losses[0] == losses[1]
-    return dict(losses[0])
+SUPERVISED = ("cpt", "sft", "reward", "dpo", "kto", "orpo", "simpo", "cpo")
 
 
 @pytest.mark.parametrize("name", training.FEW)
 def test_micro_batches_and_workers_keep_the_trajectory(
-    root: Path, tmp_path: Path, worker_losses: Callable[[str], list[float]], name: str
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
 ) -> None:
     stage = training.method(name)
     runs = [
         training.train(stage, root, tmp_path / f"micro{size}", resources=Resources(micro_batch_size=size)).losses
         for size in ((2, 4, 8) if name == "online_dpo" else (1, 2, 4))  # a pair is in one micro batch
     ]
-    for losses in (*runs[1:], worker_losses(name)):
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=Resources(micro_batch_size=2))
+    ranks = [[training.trajectory(each) for _, each in done.reports] for done in two_workers.train(asked)]
+    assert ranks[0] == ranks[1]
+    for losses in (*runs[1:], ranks[0]):
         assert losses == pytest.approx(runs[0], abs=1e-4)
 
 
@@ -140,11 +99,30 @@ def test_workers_that_are_not_those_of_resources_are_refused(root: Path, tmp_pat
 
 def test_reports_carry_trls_names(root: Path, tmp_path: Path) -> None:
     run = training.train(training.method("dpo"), root, tmp_path / "output")
-    step, metrics = run.reports[-1]
-    assert step == 3
+    assert [step for step, _ in run.reports] == [1, 2, 3]
+    assert all(0.05 < metrics["memory_gib"] < 100 for _, metrics in run.reports)  # torch alone takes hundreds of MiB
+    metrics = run.reports[-1][1]
     assert {"loss", "learning_rate", "grad_norm", "num_tokens", "tokens_per_second"} < metrics.keys()
     assert {"rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen"} < metrics.keys()
     assert not {"entropy", "logits/chosen"} & metrics.keys()
     assert run.metrics["steps"] == 3
     assert run.metrics["num_tokens"] == metrics["num_tokens"] > 0
     assert run.metrics["train_seconds"] > 0
+
+
+OTHERS = [pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES if each not in ("gpt2", "qwen3_moe")]
+PAIRS = {"sigmoid": 1.0, "kto_pair": 1.0, "aot": 1.0}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3_moe", *OTHERS])
+@pytest.mark.parametrize("name", [each for each in training.NAMES if each.values[0] in SUPERVISED])
+def test_every_architecture_trains(root: Path, tmp_path: Path, name: str, architecture: str, precision: str) -> None:
+    policy = write_model(tmp_path / architecture, architecture, router_aux_loss_coef=0.0)
+    fields = {"losses": PAIRS} if name == "dpo" else {"adapter": LORA if precision == "bf16" else None}
+    stage = training.method(name, num_steps=4, learning_rate=1e-2, precision=precision, **fields)
+    found = training.train(stage, root, tmp_path / "output", policy=policy).losses
+    assert found[0] != found[3] and math.isfinite(found[3])
+    if name == "dpo":  # it starts at its reference and learns
+        assert found[0] == pytest.approx(2 * math.log(2) + 0.5, abs=1e-3 if precision == "fp32" else 2e-2)
+        assert found[3] < found[0] - 0.01

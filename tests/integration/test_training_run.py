@@ -86,11 +86,6 @@ def stage(cls: type[Training], **fields: object) -> Training:
     return cls(**{**training.FIELDS, **fields})  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["full", "lora"])
 def test_a_trainer_that_logs_its_loss_alone_is_counted_by_us(
     root: Path, tmp_path: Path, adapter: Adapter | None
@@ -189,14 +184,6 @@ def test_dpo_of_a_mixture_of_experts_is_proven_on_the_preference_loss(root: Path
     first = training.train(training.method("dpo"), root, tmp_path / "output", policy=policy).reports[0][1]
     assert first["aux_loss"] > 0.5
     assert first["loss"] - first["aux_loss"] == pytest.approx(0.6931, abs=1e-3)
-
-
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gemma3", "gpt2"])
-@pytest.mark.parametrize("name", ["sft", "reward"])
-def test_other_architectures_train(root: Path, tmp_path: Path, architecture: str, name: str) -> None:
-    policy = write_model(tmp_path / architecture, architecture)
-    run = training.train(training.method(name, num_steps=1), root, tmp_path / "output", policy=policy)
-    assert run.losses[0] > 0
 
 
 def test_a_generation_config_that_could_not_be_saved_is_repaired(root: Path, tmp_path: Path) -> None:

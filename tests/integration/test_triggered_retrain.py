@@ -5,7 +5,7 @@ import pytest
 from tests.command import Command, wait_until
 from tests.generations import TOY_RETRAIN, Generations, champion
 from tests.triggered_runs import Server, serving
-from tests.webhook import save_block, webhook
+from tests.web_server import save_block, webhook
 
 WORDS = (*TOY_RETRAIN, "notify=custom-webhook/ops")
 TRIGGER = "trigger={sources: [rows], poll: 0.3, settle: 0.5}"

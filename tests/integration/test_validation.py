@@ -11,15 +11,10 @@ from lineage.errors import DataError, StoppedError
 from tasks.method import Adapter, Validation
 from tasks.train import fit as training_loop
 from tests import training
-from tests.stage_folder import StageFolder, write_inputs
+from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
 STEADY = {"num_steps": 9, "lr_schedule": "constant", "warmup_ratio": 0.0}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
@@ -105,15 +100,6 @@ def test_the_best_of_the_measured_models_is_the_output_of_one_that_ended_early(r
     assert metrics["val/loss"] == metrics["held_out_loss"] == measured(ran)[2]
     assert ran.store.steps() == [2]
     assert same(load_file(ran.store.path(2) / "model.safetensors"), weights(ran.output))
-
-
-def test_checkpoints_by_epochs(root: Path, tmp_path: Path) -> None:
-    ran, plain = StageFolder(tmp_path / "ran", root, save_epochs=0.5), StageFolder(tmp_path / "plain", root)
-    stage = training.method("sft", num_steps=9)
-    ran(stage)
-    plain(stage)
-    assert ran.store.steps() == [3, 5, 8]  # of 40 rows, 8 a step
-    assert same(weights(ran.output), weights(plain.output))
 
 
 def test_without_held_out_rows_it_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:

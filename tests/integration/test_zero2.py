@@ -21,7 +21,6 @@ from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
 from tests.miniature import MODEL, write_own_rows
-from tests.stage_folder import write_inputs
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps
 
@@ -29,18 +28,6 @@ pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
 LORA = Adapter(rank=4, alpha=8)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def plain_workers() -> Iterator[WorkerGroup]:
-    group = WorkerGroup(2)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +55,12 @@ def zero_workers() -> Iterator[WorkerGroup]:
     ],
 )
 def test_losses_are_those_of_plain_data_parallelism(
-    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup, name, fields, tolerance
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, name, fields, tolerance
 ) -> None:
     stage = training.method(name, num_steps=4, max_grad_norm=0.1, **fields)  # clips at every step
     plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
     zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
-    expected, found = plain_workers.train(plain), zero_workers.train(zero)
+    expected, found = two_workers.train(plain), zero_workers.train(zero)
     for metric in ("loss", "grad_norm", "learning_rate", "num_tokens"):
         assert found[0].metric(metric) == pytest.approx(expected[0].metric(metric), rel=tolerance)
     assert rows_of_steps(found) == rows_of_steps(expected)
@@ -110,7 +97,7 @@ def test_stopped_and_resumed_is_unbroken_to_the_bit(
 
 
 def test_the_best_model_is_measured_and_loaded_as_without_zero(
-    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup
 ) -> None:
     best = Best(mode="max", every_steps=1)  # the loss falls: the first is the best
     # The first step has a learning rate of 0: the same weights are measured.
@@ -118,7 +105,7 @@ def test_the_best_model_is_measured_and_loaded_as_without_zero(
     plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
     zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
     exact = replace(plain, folder=tmp_path / "exact", stage=replace(stage, precision="fp32"))
-    groups = [(plain_workers, plain), (zero_workers, zero), (plain_workers, exact)]
+    groups = [(two_workers, plain), (zero_workers, zero), (two_workers, exact)]
     bf16, found, fp32 = (group.train(asked)[0].reports[0][1]["held_out_loss"] for group, asked in groups)
     assert abs(found - bf16) < 0.1 * abs(fp32 - bf16)
     best_weights = load_file(zero.folder / "checkpoints" / "step-1" / "model.safetensors")
@@ -127,13 +114,13 @@ def test_the_best_model_is_measured_and_loaded_as_without_zero(
 
 
 def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
-    root: Path, tmp_path: Path, plain_workers: WorkerGroup, zero_workers: WorkerGroup
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup
 ) -> None:
     stage = training.method("sft", num_steps=4)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=ZERO)
     zero_workers.train(replace(asked, stop_after=2))
     with pytest.raises(ConfigError, match="written with num_workers=2 and zero_stage=2, and num_workers=2 with zero_s"):
-        plain_workers.train(replace(asked, resources=PLAIN, resume_step=2))
+        two_workers.train(replace(asked, resources=PLAIN, resume_step=2))
 
 
 def test_the_command_stops_refuses_other_workers_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:

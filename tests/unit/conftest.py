@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.written_store import WrittenStore
+
 SLOW_TO_IMPORT = {"accelerate", "mlflow", "peft", "prefect", "ray", "torch", "transformers", "trl"}
 
 
@@ -29,3 +31,9 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # a test's own monkeypatch ends before the fixtures that it came after
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WrittenStore:
+    """A store without an artifact yet; a file may have a ``store`` of its own."""
+    return WrittenStore(tmp_path / "store")

@@ -46,6 +46,7 @@ ALONE = {
     "flows.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
+    "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
     "flows.run": "the plan and the processes of a run: its command's file parses alone, also for --help",
     "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",

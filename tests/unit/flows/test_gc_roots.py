@@ -15,7 +15,6 @@ from flows.sweep.folder import TrialResult
 from lineage.errors import ArtifactError, ConfigError
 from lineage.gc import TOKENS
 from lineage.owner import Owner
-from lineage.promotions import Event, append
 from lineage.store import Store
 from tests.written_store import WrittenStore, node
 
@@ -34,10 +33,6 @@ def roots(toy, written):
 
 def is_kept(roots, *manifests):
     return {node(each) for each in manifests} <= roots.keys()
-
-
-def event(made, alias="champion", action="promote", **fields) -> Event:
-    return Event(action=action, alias=alias, fingerprint=made.fingerprint, stage=made.stage, who="", why="", **fields)
 
 
 def run_of(written, pipeline="q", **fields):
@@ -61,8 +56,8 @@ def test_what_the_command_states_and_keeps_are_roots(roots, written, toy):
 
 def test_a_promoted_model_is_a_root_for_ever(roots, written):
     made = written.chain()
-    append(written.root, event(made["dpo"]))
-    append(written.root, event(made["base"]))
+    written.event(made["dpo"])
+    written.event(made["base"])
     assert is_kept(roots(), made["dpo"], made["corpus"], made["cpt"])
     manifest = Store(written.root).entry("dpo", made["dpo"].fingerprint).path / "manifest.json"
     text = manifest.read_text()
@@ -81,7 +76,7 @@ def test_what_comes_to_be_referenced_later_is_seen_with_its_ancestors(roots, wri
     made = written.chain()
     before = roots()
     run_of(written, reads=[node(made["pairs"])])
-    append(written.root, event(made["cpt"]))
+    written.event(made["cpt"])
     now = add_present(written.root, before)
     assert is_kept(now, made["pairs"], made["cpt"], made["base"], made["corpus"]) and TOKENS in now
     assert not is_kept(now, made["dpo"])

@@ -1,14 +1,7 @@
-import pytest
-
 from flows.reports.lineage import ancestry_tree
 from lineage.graph.ancestry import ancestry
 from lineage.graph.index import Index
-from tests.written_store import WrittenStore, node
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
+from tests.written_store import node
 
 
 def tree(store, manifest) -> list[str]:

@@ -2,10 +2,9 @@
 
 import base64
 import csv
-import http.server
 import json
 import os
-import threading
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from flows.reports.run import summary
 from lineage.secrets import redacted
 from lineage.store import MARKER
 from tests.command import CONF, Command
+from tests.web_server import serving
 from tests.written_store import WrittenStore
 
 ESC = "\x1b"
@@ -68,9 +68,10 @@ def test_an_older_store_without_the_marker_is_one(tmp_path, capsys):
         (["status", f"store=/tmp/{'a' * 300}"], "File name too long; names of at most 255 bytes are accepted"),
         (["data", "/sys/kernel/nothing", "--html", "a" * 300], "File name too long; names of at most 255"),
         (["diff", "p/dpo", "store=x"], r"diff: 1 REFs are given \(p/dpo\); give two"),
+        (["data", "rows.txt", "split=train", "split=train[:1]"], "split: is given twice"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_with_what_to_do(words, found, capsys):
+def test_a_place_or_a_word_that_cannot_be_is_refused_with_what_to_do(words, found, capsys):
     import re
 
     assert main(words) == 2
@@ -141,7 +142,7 @@ def test_what_is_no_secret_of_an_address_stays(text, shown):
     assert redacted(text) == shown
 
 
-class _Guarded(http.server.BaseHTTPRequestHandler):
+class _Guarded(BaseHTTPRequestHandler):
     """Files for one user alone."""
 
     content = b'{"text": "one"}\n{"text": "two"}\n'
@@ -158,25 +159,18 @@ class _Guarded(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def guarded():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Guarded) as server:
+    with serving(_Guarded) as server:
         server.let_in = []
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_web_server_is_shown_the_credentials_that_variables_hold(guarded, monkeypatch, capfd):
     monkeypatch.setenv("MY_USER", "ann")
     monkeypatch.setenv("MY_PASSWORD", "PW-7")
-    url = f"http://127.0.0.1:{guarded.server_port}/rows.jsonl"
+    url = f"{guarded.url}/rows.jsonl"
     assert main(["data", url]) == 2
     assert main(["data", url, "credentials.username=MY_USER", "credentials.password=MY_PASSWORD", "held_out=1"]) == 0
     said = capfd.readouterr()
@@ -193,7 +187,7 @@ def test_a_password_in_the_address_of_mlflow_is_used_and_never_printed(guarded, 
     result = toy("doctor", f"tracking.uri={uri}", "tracking.mlflow=true", "--json")
     assert "PW-7" not in result.stdout + result.stderr
     (found,) = (each for each in json.loads(result.stdout)["findings"] if each["check"] == "mlflow")
-    assert found["level"] == "ok" and f"http://127.0.0.1:{guarded.server_port}" in found["found"]
+    assert found["level"] == "ok" and guarded.url in found["found"]
 
 
 def test_the_next_command_of_a_run_has_no_password(toy):
@@ -263,11 +257,6 @@ def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
 def test_no_escape_of_a_store_is_in_the_end_of_a_run():
     plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
     assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
-
-
-def test_of_data_too(toy):
-    result = toy("data", "rows.txt", "split=train", "split=train[:1]")
-    assert result.returncode == 2 and "split: is given twice" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,15 @@ from lineage.certificate import (
 from lineage.errors import ArtifactError
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.store import Store
+from tests.written_store import ran_at
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}
 RECIPE = {"method": "SFT", "version": 1, "learning_rate": 0.1, "num_steps": 6}
 
 
 def ran(**fields: object) -> Provenance:
-    known: dict[str, object] = {
-        "start": 1.0, "end": 2.0, "hosts": ["here"], "python": "3.11", "libraries": {"torch": "2"}, "git_commit": None,
-        "git_dirty": None, "code_digest": "c", "seed": 0, "resources": RESOURCES,
-        "hardware": {"cpu": "one"},
-    }  # fmt: skip
-    return Provenance(**{**known, **fields})
+    known = {"end": 2.0, "libraries": {"torch": "2"}, "resources": RESOURCES, "hardware": {"cpu": "one"}}
+    return ran_at(**{**known, **fields})
 
 
 def given(name: str, fingerprint: str) -> InputRecord:

@@ -1,18 +1,11 @@
 import json
 from dataclasses import replace
 
-import pytest
-
 from flows.reports.diff import diff_text
 from lineage.fingerprint import short
 from lineage.graph.diff import diff
 from lineage.graph.index import Index
-from tests.written_store import WrittenStore, node
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
+from tests.written_store import node
 
 
 def answer(store, a, b) -> dict:

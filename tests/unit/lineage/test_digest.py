@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from lineage import code
 from lineage.artifact import Kind, Source
-from lineage.code import code_digest, code_digest_now
+from lineage.code import _statements, code_digest, code_digest_now
 from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError
 from lineage.sources import pin as pin_with
@@ -167,3 +168,17 @@ def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path,
     assert code_digest_now("mine") == before and parsed == []
     (tmp_path / "mine.py").write_text("import another_of_mine\n")
     assert code_digest_now("mine") != before and parsed == [b"import another_of_mine\n"]
+
+
+def test_imports_are_found_in_every_statement_that_holds_others():
+    for path in [*Path("tasks").rglob("*.py"), *Path("lineage").rglob("*.py"), *Path("flows").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        kinds = ast.Import | ast.ImportFrom
+        found = [node for node in _statements(tree) if isinstance(node, kinds)]
+        assert {id(node) for node in found} == {id(node) for node in ast.walk(tree) if isinstance(node, kinds)}, path
+    held = (
+        "try:\n import a\nexcept E:\n import b\nelse:\n import c\nfinally:\n import d\nmatch x:\n case 1:\n  import e\n"
+    )
+    nested = "class C:\n def f(self):\n  with x:\n   for y in z:\n    import f\n   else:\n    import g\n"
+    names = [node.names[0].name for node in _statements(ast.parse(held + nested)) if isinstance(node, ast.Import)]
+    assert sorted(names) == list("abcdefg")

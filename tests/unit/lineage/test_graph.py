@@ -10,14 +10,8 @@ from lineage.graph.ancestry import ancestry
 from lineage.graph.impact import impact
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
-from lineage.promotions import Event, append
 from lineage.stated_labels import LABELS, Statement, record_labels, stated_labels
-from tests.written_store import WrittenStore, node
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
+from tests.written_store import node
 
 
 def graph(store, manifest):
@@ -59,10 +53,7 @@ def test_a_parent_that_is_gone_is_named_as_missing(store):
 
 def test_the_json_is_that_of_the_page(store):
     made = store.chain()
-    append(
-        store.root,
-        Event(action="promote", alias="champion", fingerprint=made["dpo"].fingerprint, stage="dpo", who="me", why=""),
-    )
+    store.event(made["dpo"])
     document = json.loads(json.dumps(graph(store, made["dpo"]).to_dict("p/dpo")))
     assert document["ref"] == "p/dpo" and document["root"] == node(made["dpo"])
     rows = {row["name"]: row for row in document["nodes"]}
@@ -101,14 +92,9 @@ def found(store, ref: str) -> str:
         return resolve(ref, index).node
 
 
-def promote(store, alias, manifest, stage=None):
-    event = Event(action="promote", alias=alias, fingerprint=manifest.fingerprint, stage=stage, who="me", why="")
-    append(store.root, event)
-
-
 def test_every_form_finds_the_artifact(store, monkeypatch):
     dpo = store.chain()["dpo"]
-    promote(store, "champion", dpo)
+    store.event(dpo, stage=None)  # as a version wrote it that did not know the stage
     entry = store.root / "dpo" / short(dpo.fingerprint)
     monkeypatch.chdir(store.root.parent)
     forms = [
@@ -144,7 +130,7 @@ def test_an_alias_of_a_fingerprint_that_two_stages_share_means_the_promoted_one(
     left = store.stage("left", {}, recipe={"method": "Same"})
     right = store.stage("right", {}, recipe={"method": "Same"})
     assert left.fingerprint == right.fingerprint
-    promote(store, "champion", right, "right")
+    store.event(right)
     assert found(store, "alias:champion") == node(right)
     with pytest.raises(ConfigError, match=f"names 2 things: {node(left)}, {node(right)}"):
         found(store, left.fingerprint)

@@ -1,31 +1,32 @@
 import hashlib
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.reports.impact import impact_text
 from lineage.digest import digest_file
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.promotions import Event, append
-from tests.impact_answers import answer, text
-from tests.written_store import WrittenStore, node
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
+from lineage.graph.impact import impact
+from lineage.graph.index import Index
+from tests.written_store import node
 
 
 def stages(answer: dict) -> set[str]:
     return {row["stage"] for row in answer["artifacts"]}
 
 
-def promote(store, alias, manifest):
-    event = Event(
-        action="promote", alias=alias, fingerprint=manifest.fingerprint, stage=manifest.stage, who="me", why=""
-    )
-    append(store.root, event)
+def answer(store, ref: str) -> dict:
+    with Index(store.root) as index:
+        return json.loads(json.dumps(impact(ref, index).to_dict()))
+
+
+def text(store, ref: str) -> str:
+    """As a person reads it."""
+    with Index(store.root) as index:
+        return impact_text(impact(ref, index))
 
 
 def test_a_source_reaches_all_that_was_made_from_any_version_of_it(store):
@@ -68,7 +69,7 @@ def test_a_base_model_is_answered_for_also_when_it_is_gone_and_another_takes_its
 
 def test_registered_versions_and_aliases_are_named(store):
     made = store.chain()
-    promote(store, "champion", made["dpo"])
+    store.event(made["dpo"])
     found = answer(store, "label:cc-by-nc-4.0")
     assert found["aliases"] == {"champion": node(made["dpo"])}
     assert {row["stage"]: row["registered_model"] for row in found["artifacts"]} == {
@@ -80,8 +81,8 @@ def test_registered_versions_and_aliases_are_named(store):
 def test_a_rollback_is_offered_where_the_holder_before_never_met_it(store):
     clean = store.stage("dpo", {}, recipe={"beta": 5})
     made = store.chain()
-    promote(store, "champion", clean)
-    promote(store, "champion", made["dpo"])
+    store.event(clean)
+    store.event(made["dpo"])
     shown = text(store, "source:pairs")
     assert f"alias champion is held by {node(made['dpo'])}; 0 s: posttrain rollback --alias champion" in shown
     assert "rollback" not in text(store, node(clean))

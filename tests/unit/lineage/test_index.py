@@ -10,12 +10,7 @@ import pytest
 from lineage.fingerprint import short
 from lineage.graph import index as index_scan
 from lineage.graph.index import Index
-from tests.written_store import WrittenStore, node
-
-
-@pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
+from tests.written_store import node
 
 
 def content(root: Path) -> dict[str, list]:

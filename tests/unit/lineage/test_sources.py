@@ -18,7 +18,7 @@ from lineage.fingerprint import canonical_json
 from lineage.remote_files import open_remote, remote_versions
 from lineage.secrets import secrets_of, without_secrets
 from lineage.sources import pin as pin_with
-from tests.site import site
+from tests.web_server import site
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -47,6 +47,11 @@ def hub(**fields) -> Source:
         (Source(path=__file__, allow_code=True), r"sources.rows.allow_code=true: .* runs no code"),
         (Source(path=__file__, revision="abc"), r"sources.rows.revision=abc: .* has no revisions; .*remove revision"),
         (Source(path="quickstart:corpus", streaming=True, sample_count=1), "quickstart:corpus is no hub data set"),
+        (
+            Source(path=__file__, columns={"prompt": "q", "text": "q"}),
+            r"columns: the rows' column 'q' has two names of ours; one is accepted",
+        ),
+        (Source(path="memory://bucket/model", kind=Kind.CHECKPOINT), "a model is not read from a URL"),
     ],
 )
 def test_what_nothing_would_read_is_refused(source, message):
@@ -104,12 +109,6 @@ def test_sources_whose_columns_were_stated_the_other_way_round_keep_their_finger
     }  # fmt: skip
     assert found.fingerprint == hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     assert found.record.reading == {"columns": {"prompt": "q", "completion": "a"}}
-
-
-def test_one_column_has_one_name(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"columns: the rows' column 'q' has two names of ours; one is accepted"):
-        pinned(Source(path=str(tmp_path / "rows.jsonl"), columns={"prompt": "q", "text": "q"}))
 
 
 @pytest.mark.parametrize("value", ["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "AKIAIOSFODNN7EXAMPLE", "hf_abc", ""])
@@ -190,6 +189,7 @@ def package(tmp_path, monkeypatch):
 
 def test_a_function_is_pinned_to_its_code_and_what_that_imports(package):
     before = pin("python:mine.rows.rows")
+    assert pin("python:mine.rows.others").fingerprint != before.fingerprint
     (package / "apart.py").write_text("unrelated = 1\n")
     assert pin("python:mine.rows.rows").fingerprint == before.fingerprint
     (package / "words.py").write_text("WORDS = 2\n")
@@ -198,10 +198,6 @@ def test_a_function_is_pinned_to_its_code_and_what_that_imports(package):
     assert len({before.fingerprint, imported.fingerprint, pin("python:mine.rows.rows").fingerprint}) == 3
     assert before.record.revision == before.source.revision
     assert "mine" not in sys.modules  # and CODE, once run, would have raised
-
-
-def test_another_function_of_the_same_file_is_another_source(package):
-    assert pin("python:mine.rows.rows").fingerprint != pin("python:mine.rows.others").fingerprint
 
 
 def test_a_file_is_pinned_to_its_bytes_wherever_it_lies(tmp_path, monkeypatch):
@@ -364,23 +360,16 @@ def test_a_file_system_that_tells_no_version_is_refused(monkeypatch, bucket):
         remote_versions("rows", "memory://bucket")
 
 
-def test_a_model_is_not_read_from_a_url():
-    source = Source(path="memory://bucket/model", kind=Kind.CHECKPOINT)
-    with pytest.raises(ConfigError, match="a model is not read from a URL"):
-        pinned(source)
-
-
-def test_a_file_system_is_given_what_the_named_variables_hold(drive):
+def test_a_file_system_is_given_what_the_named_variables_hold_and_what_it_says_of_it_is_not_repeated(
+    drive, monkeypatch
+):
     credentials = {"token": "DRIVE_TOKEN"}
     (url,) = remote_versions("rows", "gs://drive/a.jsonl", credentials)
     with open_remote(url, credentials) as file:
         assert file.read() == b"one"
-
-
-def test_what_a_file_system_says_of_a_secret_is_not_repeated(drive, monkeypatch):
     monkeypatch.setenv("DRIVE_TOKEN", "another secret")
     with pytest.raises(ConfigError, match=r"the token \$DRIVE_TOKEN is not known") as error:
-        remote_versions("rows", "gs://drive/a.jsonl", {"token": "DRIVE_TOKEN"})
+        remote_versions("rows", "gs://drive/a.jsonl", credentials)
     assert "another secret" not in str(error.value)
 
 

@@ -9,19 +9,16 @@ import pytest
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError, PipelineError, StageError
 from lineage.lock import Lock
-from lineage.manifest import Manifest, Provenance
+from lineage.manifest import Manifest
 from lineage.store import Store
 from tests.finished import save
+from tests.written_store import ran_at
 
 
 def manifest(**changes) -> Manifest:
-    provenance = Provenance(
-        start=0.0, end=1.0, hosts=["here"], python="3.11", libraries={}, git_commit=None, git_dirty=None,
-        code_digest="c", seed=0, resources={},
-    )  # fmt: skip
     fields = {
         "pipeline": "p", "stage": "dpo", "method": "m", "recipe": {"beta": 0.1}, "fingerprint": "f" * 64, "inputs": {},
-        "files": {"model.txt": "d"}, "output_digest": "o", "metrics": {"loss": 1.0}, "provenance": provenance,
+        "files": {"model.txt": "d"}, "output_digest": "o", "metrics": {"loss": 1.0}, "provenance": ran_at(),
     }  # fmt: skip
     return Manifest(**{**fields, **changes})
 

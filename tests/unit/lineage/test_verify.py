@@ -1,9 +1,6 @@
 import pytest
 
-from lineage.digest import DigestCache, digest_files, digest_of
-from lineage.fingerprint import fingerprint as fingerprint_of
-from lineage.lock import Lock
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.digest import DigestCache, digest_file
 from lineage.promotions import Event, append
 from lineage.store import Store
 from lineage.verify.store import (
@@ -17,47 +14,22 @@ from lineage.verify.store import (
     check_view,
     read_store,
 )
-
-
-def commit(root, stage, inputs=None, text="weights", **recipe):
-    inputs = inputs or {}
-    fingerprint = fingerprint_of({"stage": stage, **recipe}, {slot: each.fingerprint for slot, each in inputs.items()})
-    entry = Store(root).entry(stage, fingerprint)
-    lock = Lock(entry.path)
-    lock.try_acquire()
-    entry.begin()
-    (entry.output / "model.txt").write_text(text)
-    files = digest_files(entry.output)
-    provenance = Provenance(
-        start=0.0, end=1.0, hosts=["h"], python="3", libraries={}, git_commit=None, git_dirty=None, code_digest="c",
-        seed=0, resources={},
-    )  # fmt: skip
-    manifest = Manifest(
-        pipeline="p", stage=stage, method="m", recipe={"stage": stage, **recipe}, fingerprint=fingerprint,
-        inputs=inputs, files=files,
-        output_digest=digest_of(files), metrics={}, provenance=provenance, produces="checkpoint",
-    )  # fmt: skip
-    entry.commit(manifest, lock)
-    with lock.holding():
-        pass
-    return entry, manifest
+from tests.written_store import WrittenStore
 
 
 @pytest.fixture
-def store(tmp_path):
+def written(tmp_path):
     """data file -> a -> b."""
-    (tmp_path / "rows.txt").write_text("rows")
-    root = tmp_path / "store"
-    digest = DigestCache(tmp_path / "none").digest(tmp_path / "rows.txt")
-    source = SourceRecord(
-        path=str(tmp_path / "rows.txt"), kind="rows", revision=None, split="train", labels=[],
-        files={str(tmp_path / "rows.txt"): digest}, dvc=None,
-    )  # fmt: skip
-    rows = InputRecord(artifact="source:rows", fingerprint="5" * 64, digest=digest, source=source)
-    _, a = commit(root, "a", {"rows": rows})
-    given = InputRecord(artifact="a", fingerprint=a.fingerprint, digest=a.output_digest)
-    commit(root, "b", {"policy": given})
-    return root
+    written, rows = WrittenStore(tmp_path / "store"), tmp_path / "rows.txt"
+    rows.write_text("rows")
+    source = written.source("rows", path=str(rows), files={str(rows): digest_file(rows)})
+    written.stage("b", {"policy": written.stage("a", {"rows": source}, output="weights")}, output="weights")
+    return written
+
+
+@pytest.fixture
+def store(written):
+    return written.root
 
 
 def place(root, stage):
@@ -72,9 +44,9 @@ def node(root, stage):
 @pytest.mark.parametrize(
     ("file", "old", "new", "fault", "why"),
     [
-        ("output/model.txt", "weights", "weightz", Fault.CHANGED, "model.txt has SHA-256"),
-        ("output/model.txt", "weights", None, Fault.MISSING, "model.txt"),
-        ("manifest.json", '"stage": "a"\n  }', '"stage": "z"\n  }', Fault.CHANGED, "manifest.json: its"),
+        ("output/content.txt", "weights", "weightz", Fault.CHANGED, "content.txt has SHA-256"),
+        ("output/content.txt", "weights", None, Fault.MISSING, "content.txt"),
+        ("manifest.json", '"method": "A"', '"method": "Z"', Fault.CHANGED, "manifest.json: its"),
         ("manifest.json", '"output_digest": "', '"output_digest": "0', Fault.CHANGED, "manifest.json: its"),
     ],
     ids=["flipped byte", "missing file", "edited recipe", "edited digest"],
@@ -130,9 +102,8 @@ def test_a_parent_that_is_gone_is_named(store):
     assert "never finished" in by_fault[Fault.NOTE].why
 
 
-def test_a_parent_that_was_made_again_with_other_bytes_is_named(store):
-    rows = Store(store).entry("a", place(store, "a").name).manifest().inputs
-    commit(store, "a", rows, text="other weights")
+def test_a_parent_that_was_made_again_with_other_bytes_is_named(written, store):
+    written.stage("a", Store(store).entry("a", place(store, "a").name).manifest().inputs, output="other weights")
     fault, what, why = one(store)
     assert (fault, what) == (Fault.CHANGED, node(store, "b") + " input policy")
     assert "which now has" in why
@@ -147,12 +118,12 @@ def test_data_that_moved_on_is_a_note(store):
 
 def test_a_view_of_what_is_not_there_is_orphaned_and_one_with_other_bytes_is_changed(store, tmp_path):
     view = store / "pipelines" / "p" / "b"
-    _, manifest = commit(tmp_path / "elsewhere", "b", beta=0.2)
+    manifest = WrittenStore(tmp_path / "elsewhere").stage("b", {}, recipe={"beta": 0.2})
     (view / "output").mkdir(parents=True)
     (view / "manifest.json").write_text(manifest.to_json())
     assert one(store)[:2] == (Fault.ORPHANED, "p/b")
     (view / "manifest.json").write_text(Store(store).entry("b", place(store, "b").name).manifest().to_json())
-    (view / "output" / "model.txt").write_text("weightz")
+    (view / "output" / "content.txt").write_text("weightz")
     assert one(store)[:2] == (Fault.CHANGED, "p/b")
 
 

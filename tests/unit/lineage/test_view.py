@@ -13,11 +13,6 @@ REPORTS = [{"step": 1, "time": 1.5, "metrics": {"loss": 2.0}}, {"step": 2, "time
 
 
 @pytest.fixture
-def store(tmp_path):
-    return WrittenStore(tmp_path / "store")
-
-
-@pytest.fixture
 def view(store):
     return View(store.root, "p")
 

@@ -47,13 +47,6 @@ def test_the_adapter_goes_to_every_training_stage(adapter):
     assert all((each is not None) == (adapter == "lora") for each in adapters)
 
 
-def test_one_stage_may_have_its_own_adapter():
-    pipeline = load_pipeline(["adapter=lora", "stages.dpo.method.adapter.rank=4", "stages.sft.method.adapter=null"])
-    assert pipeline.stages["dpo"].method.adapter.rank == 4
-    assert pipeline.stages["sft"].method.adapter is None
-    assert pipeline.stages["cpt"].method.adapter.rank == 16
-
-
 def test_what_is_written_is_said_for_all_stages_or_for_one():
     stages = load_pipeline(["adapter=lora", "save=adapter", "stages.dpo.method.save=null"]).stages
     assert [stages[name].method.save for name in ("cpt", "sft", "reward", "dpo")] == ["adapter"] * 3 + [None]
@@ -79,7 +72,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("stages.left.input.policy=model", "stages.left.input: unknown key.*did you mean inputs"),
         ("sources.row.path=x", "sources.row: no stage reads this source.*did you mean rows"),
         ("stor=x", "stor: unknown key.*did you mean store"),
-        ("modle=tiny", "modle: unknown key; accepted: name, store, .*pipeline, model; did you mean model"),
+        ("modle=tiny", "modle: unknown key; accepted: name, store, .*pipeline, model, preset; did you mean model"),
         ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
         (
             "resources.keep_best=loss",
@@ -117,6 +110,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("name=a/b", "no name for a pipeline or a stage"),
         ("stages.left.method._target_=tasks.method.Method", "lacks consumes, produces"),
         ("a b c", "is no override .*write key=value"),
+        ("stages.left.method.learning_rate=[", "is no override"),
         ("stages.left.resources.launcher=rocket", "'auto', 'process', 'cluster' or 'foreground'"),
         ("stages.left.resources.launcher=process", None),
     ],
@@ -225,15 +219,6 @@ def test_a_file_that_changed_is_read_again(tmp_path):
     assert (before["name"], compose_tree(GROUPS, tmp_path / "groups")["name"]) == ("toy", "other")
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [("hydra.run.dir=x", "none of its hydra"), (f"{RATE}=1,2", "several values"), (f"{RATE}=[", "no override")],
-)
-def test_a_value_that_no_field_can_have_is_refused(word, said):
-    with pytest.raises(ConfigError, match=said):
-        compose_tree([*GROUPS, word], CONF)
-
-
 @pytest.mark.parametrize("overrides", [[], ["store=elsewhere"], ["store=a", "store='b c'"], ["store=${name}"]])
 def test_the_store_is_the_one_that_a_run_would_write(overrides, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -255,3 +240,28 @@ def test_the_directory_is_found_among_the_overrides_in_either_form(stated):
 def test_a_directory_that_is_not_there_is_told():
     with pytest.raises(ConfigError, match="pipeline=toy --config-dir: argument --config-dir: expected one argument"):
         split_words(["pipeline=toy", "--config-dir"])
+
+
+def test_yaml_is_read_in_c_by_the_rules_of_omegaconf(tmp_path, monkeypatch):
+    (tmp_path / "pipeline").mkdir()
+    own = tmp_path / "pipeline" / "own.yaml"
+    own.write_text("# @package _global_\nname: own\ntags: [1e-5, 2026-11-23, on, '1', 0x10, .5]\n")
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the scanner in Python was called")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("yaml.scanner.Scanner.fetch_more_tokens", fail)
+        tree = Composer(["pipeline=own", "model=tiny"], tmp_path).tree()
+    assert tree["tags"] == [1e-05, "2026-11-23", True, "1", 16, 0.5]  # neither 1e-5 a string nor a date a date
+    own.write_text("# @package _global_\nname: own\nname: twice\n")
+    with pytest.raises(ConfigError, match="found duplicate key name"):
+        Composer(["pipeline=own", "model=tiny"], tmp_path)
+
+
+def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "own.yaml").write_text("# @package _global_\nname: '???'\nstore: ${code_drift}\n")
+    with pytest.raises(ConfigError, match=r"^name: has no value"):
+        Composer(["pipeline=own", "model=tiny"], tmp_path).tree()
+    assert Composer(["pipeline=own", "model=tiny", "name=given"], tmp_path).tree()["store"] == "warn"

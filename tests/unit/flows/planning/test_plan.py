@@ -104,3 +104,18 @@ def test_plan_json_has_the_fields_of_the_contract(toy):
     model = next(row for row in document["stages"] if row["stage"] == "model")
     assert left["inputs"]["policy"] == model["fingerprint"]
     assert f"/left/{left['fingerprint'][:16]}/output" in left["output"]
+
+
+def test_code_is_read_once_for_all_stages_of_a_class_and_again_for_the_next_plan(toy, monkeypatch):
+    from tests.toy_methods import ToyTraining
+
+    read = []
+
+    def code_digest(method, *, now: bool = False) -> str:
+        read.append(type(method).__name__)
+        return f"{len(read)}"
+
+    monkeypatch.setattr(ToyTraining, "code_digest", code_digest)
+    assert [toy().stage(name).code_digest for name in ("left", "right")] == ["1", "2"]  # each of a plan of its own
+    plan = toy()
+    assert {plan.stage(name).code_digest for name in ("left", "right")} == {"3"}

@@ -46,16 +46,11 @@ def test_a_failure_is_told_with_its_cause_and_what_to_type(toy, told):
     assert told == [("custom-webhook/ops", "toy: failed", body)]
 
 
-def test_a_run_that_had_nothing_to_do_tells_nobody(toy, told):
-    finish(toy())
-    assert retrain.follow_up(toy(NOTIFY), []) is None
-    assert told == []
-
-
-def test_nobody_is_told_where_nobody_is_named(toy, told):
+def test_nobody_is_told_where_nobody_is_named_and_of_a_run_that_had_nothing_to_do(toy, told):
     plan = toy()
     finish(plan)
     assert retrain.follow_up(plan, []) is None
+    assert retrain.follow_up(toy(NOTIFY), []) is None
     assert told == []
 
 

@@ -41,12 +41,14 @@ def test_of_an_accuracy_the_interval_is_that_of_the_normal_approximation():
     assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.1)
 
 
-def test_a_perplexity_weighs_rows_by_their_tokens_and_a_lower_one_is_a_gain():
+def test_a_perplexity_weighs_rows_by_their_tokens_and_a_lower_one_or_a_lower_loss_is_a_gain():
     report = scores("text_perplexity", [1.0, 3.0], new=[-1.0, -9.0], old=[-2.0, -18.0])
     assert PLAIN.estimate([report], "new", None).value == pytest.approx(math.exp(10 / 4))
     assert PLAIN.estimate([report], "new", "old").value == pytest.approx(1 - math.exp(10 / 4) / math.exp(20 / 4))
     assert PLAIN.estimate([report], "old", "new").value == pytest.approx(1 - math.exp(20 / 4) / math.exp(10 / 4))
     assert report.value("new") == pytest.approx(math.exp(10 / 4))
+    loss = scores("loss", new=[1.0, 1.0], old=[2.0, 2.0])
+    assert PLAIN.estimate([loss], "new", "old").value == pytest.approx(1.0)
 
 
 def test_what_rows_have_in_common_cancels():
@@ -131,8 +133,3 @@ def test_an_interval_holds_its_value_at_any_confidence():
     narrow = Bootstrap(confidence=0.3, num_resamples=2000, seed=0)
     found = narrow.estimate([scores("accuracy", a=[1.0] * 100)], "a", None)
     assert found.low < found.high == found.value == 1.0
-
-
-def test_of_a_loss_less_is_a_gain():
-    report = scores("loss", new=[1.0, 1.0], old=[2.0, 2.0])
-    assert PLAIN.estimate([report], "new", "old").value == pytest.approx(1.0)

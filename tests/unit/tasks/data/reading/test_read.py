@@ -19,8 +19,8 @@ from tasks.data.reading.chunk import Broken, Row
 from tasks.data.reading.python_rows import read_function
 from tasks.data.reading.slices import parse_split
 from tasks.fetch_model import fetch_model
-from tests.site import site
 from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
+from tests.web_server import site
 
 
 def texts(path: Path | str, **fields: object) -> list[tuple[object, str]]:

@@ -1,0 +1,301 @@
+"""``posttrain advise``: a recipe for this data, model and machine, with the reason and the source of every value."""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.commands.arguments import add_json, add_overrides, words_of
+from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Row, Value, case_of
+from tasks.method import Training
+
+if TYPE_CHECKING:
+    from flows.planning.plan import Plan, PlannedStage
+
+_ASSUMED_ROWS = 20_000  # where they cannot be counted: the medium size
+_MOST_WORKERS = 9
+_PIPELINE = "the pipeline"
+_BATCH = "method.global_batch_size"
+_SETTINGS = (
+    "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
+    "method.optimizer.weight_decay", "method.schedule.name", "method.schedule.warmup",
+    "method.schedule.min_learning_rate", "method.max_grad_norm", "method.adapter.rank", "method.adapter.alpha",
+    "method.adapter.dropout", "method.beta", "method.sampling.temperature", "method.validation.every_steps",
+    "resources.save_steps", "resources.keep_last",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advised:
+    """One value of a recipe.
+
+    Args:
+        now: what the pipeline has.
+    """
+
+    field: str
+    value: Value | None
+    now: Value | None
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The values for a stage.
+
+    Args:
+        rows: how many it trains on, and how that is known.
+    """
+
+    stage: str
+    rows: str
+    values: tuple[Advised, ...]
+
+    def overrides(self) -> list[str]:
+        return [f"stages.{self.stage}.{each.field}={_text(each.value)}" for each in self.values]
+
+
+def add_advise(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    parser.epilog = "A first word without = is a STAGE; without one, all stages that train are advised."
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the overrides, for --overrides-from FILE")
+    add_json(parser)
+
+
+def run_advise(options: argparse.Namespace) -> int:
+    from flows.declare.config import load_pipeline
+    from flows.declare.pipeline import nearest
+    from flows.planning.plan import make_plan
+    from lineage.errors import ConfigError
+
+    name = next((word for word in options.overrides if "=" not in word), None)
+    options.overrides = [word for word in options.overrides if word != name]
+    pipeline = replace(load_pipeline(options.overrides, options.config_dir), advice="off")
+    plan = make_plan(pipeline)
+    stages = [planned.name for planned in plan.stages if isinstance(planned.stage.method, Training)]
+    if name is not None and name not in stages:
+        raise ConfigError(f"{name}: no stage that trains; there are: {', '.join(stages)}{nearest(name, stages)}")
+    recipes = [recipe(plan, plan.stage(stage)) for stage in ([name] if name else stages)]
+    overrides = [word for each in recipes for word in each.overrides()]
+    make_plan(replace(load_pipeline([*options.overrides, *overrides], options.config_dir), advice="off"))
+    if options.out:
+        options.out.write_text(_yaml(recipes, options.overrides, options.config_dir), encoding="utf-8")
+    if options.json:
+        print(json.dumps({"stages": [asdict(each) for each in recipes], "overrides": overrides}, indent=2))
+        return 0
+    print("\n\n".join(_table(each) for each in recipes))
+    if options.out:
+        print(f"\nwritten: posttrain plan --overrides-from {shlex.quote(str(options.out))}")
+    else:
+        print("\npaste:\n" + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*words_of(options), *overrides])]))
+    return 0
+
+
+def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
+    """What to set for a stage that trains."""
+    from flows.planning.advice import is_from_scratch
+
+    method, resources = planned.stage.method, planned.stage.resources
+    assert isinstance(method, Training)
+    num_rows, counted = _rows(plan, planned)
+    length = planned.hyperparameters
+    assert length
+    machine = list(_machine(planned))
+    case = case_of(method, resources, num_rows or _ASSUMED_ROWS, None, length.num_epochs)
+    scratch = is_from_scratch(plan.pipeline, planned.name)
+    writer = _Writer(
+        case=case, method=method, num_rows=num_rows or _ASSUMED_ROWS, values={},
+        kept="as set; the ranges are for pretrained models, and this one is made from scratch" if scratch else "",
+        workers=next(int(each.value or 1) for each in machine if each.field == "resources.num_workers"),
+    )  # fmt: skip
+    for field in _SETTINGS:
+        writer.add(field)
+    size = "" if num_rows else f"; {_ASSUMED_ROWS:,} are assumed"
+    return Recipe(stage=planned.name, rows=counted + size, values=(*writer.values.values(), *machine))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Writer:
+    """Chooses the values of a stage in order, since later ones depend on earlier ones.
+
+    Args:
+        kept: why values stay as they are; empty: they are compared with the table.
+        workers: that the micro batch must divide the global batch with.
+    """
+
+    case: Case
+    method: Training
+    num_rows: int
+    kept: str
+    workers: int
+    values: dict[str, Advised]
+
+    def add(self, field: str) -> None:
+        """Chooses one value."""
+        now = self.case.values.get(field)
+        row = self._row(field)
+        if field == "method.num_epochs" and self.method.num_steps is not None and self.kept:
+            field, now = "method.num_steps", self.method.num_steps
+        if row is None or self.kept:
+            if now is not None:
+                self._put(field, now, now, self.kept or "as set; the documents have no range for it", _PIPELINE)
+            return
+        accepted = row.recommended or row.permissible
+        if now is not None and accepted and self._keeps(field, now, row):
+            self._put(field, now, now, f"as set, inside {accepted.text}{_unit(field, row)}", row.source)
+            return
+        value, why = self._value(field, row)
+        text = f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "its default"
+        self._put(field, value, now, f"{text}{_unit(field, row)}{why}", row.source)
+        if field == "method.num_epochs" and self.method.num_steps is not None:
+            self._put("method.num_steps", None, self.method.num_steps, "epochs are the length", row.source)
+
+    def _put(self, field: str, value: Value | None, now: Value | None, reason: str, source: str) -> None:
+        self.values[field] = Advised(field=field, value=value, now=now, reason=reason, source=source)
+
+    def _row(self, field: str) -> Row | None:
+        """The row that a value is taken from; None: none has one, or the stage would not read it."""
+        if field == "method.validation.every_steps":
+            reads = getattr(self.method, "reads", None)
+            if self.method.has_own_loop or reads is None or not reads.trained:
+                return None
+        elif field == "method.schedule.min_learning_rate":
+            if not str(self._chosen("method.schedule.name")).startswith("cosine"):
+                return None
+        elif not field.startswith("resources.") and field not in self.case.values:
+            return None
+        if field == "method.adapter.alpha" and self.case.tuned == "lora":
+            field = RATIO
+        rows = [row for row in self._with_steps().rows(field) if row.advised is not None]
+        return rows[-1] if rows else None
+
+    def _keeps(self, field: str, now: Value, row: Row) -> bool:
+        if field == "method.adapter.alpha" and row.field == RATIO:
+            now = float(now) / float(self._chosen("method.adapter.rank") or 1)
+        if field == "resources.micro_batch_size" and int(self._chosen(_BATCH) or 1) % (self.workers * int(now)):
+            return False
+        bound = row.recommended or row.permissible
+        case = replace(self._with_steps(), values={**self.case.values, row.field: now})
+        return bound is not None and case.is_inside(row, bound)
+
+    def _value(self, field: str, row: Row) -> tuple[Value, str]:
+        """The value of a row, adapted to those chosen before, and what was adapted."""
+        value = row.advised
+        assert value is not None
+        batch = int(self._chosen(_BATCH) or 1)
+        if row.field == RATIO:
+            return int(float(value) * float(self._chosen("method.adapter.rank") or 1)), ""
+        if row.field == "method.learning_rate":
+            usual = next((int(each.advised) for each in self.case.rows(_BATCH) if each.advised), batch)
+            if usual != batch and row.recommended:
+                scaled = row.recommended.nearest(float(value) * BATCH_FACTOR ** math.log2(batch / usual))
+                return float(f"{scaled:.2g}"), f"; x{BATCH_FACTOR} per doubling of a batch of {usual}"
+        if row.field == "method.schedule.warmup":
+            steps = self._steps()
+            if row.size == "short":
+                value = max(5, min(10, steps // 20))
+            elif row.permissible and float(value) * steps not in row.permissible:
+                value = 1000
+            return value, f"; {steps} steps in all"
+        if field == "resources.micro_batch_size":
+            sizes = [size for size in range(1, int(value) + 1) if batch % (self.workers * size) == 0]
+            return max(sizes, default=1), ""
+        return value, ""
+
+    def _chosen(self, field: str) -> Value | None:
+        return self.values[field].value if field in self.values else self.case.values.get(field)
+
+    def _steps(self) -> int:
+        epochs, batch = self._chosen("method.num_epochs"), self._chosen(_BATCH)
+        return (
+            self.method.num_steps
+            if self.kept and self.method.num_steps
+            else max(1, math.ceil(float(epochs or 1) * self.num_rows / float(batch or 1)))
+        )
+
+    def _with_steps(self) -> Case:
+        return replace(self.case, num_steps=self._steps())
+
+
+def _unit(field: str, row: Row) -> str:
+    return " x rank" if row.field == RATIO and field != RATIO else ""
+
+
+def _machine(planned: "PlannedStage") -> Iterator[Advised]:
+    gpus, now, method = _num_gpus(), planned.stage.resources, planned.stage.method
+    seen = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{os.cpu_count()} CPUs, no GPU"
+    precision, batch = str(getattr(method, "precision", "fp32")), int(getattr(method, "global_batch_size", 1))
+    workers = next(count for count in range(max(1, min(gpus, _MOST_WORKERS)), 0, -1) if batch % count == 0)
+    for field, value, before in (
+        ("resources.gpus_per_worker", min(1, gpus), now.gpus_per_worker),
+        ("resources.num_workers", workers, now.num_workers),
+        ("method.precision", "bf16" if gpus else precision, precision),
+    ):
+        yield Advised(field=field, value=value, now=before, reason=seen, source="this machine")
+
+
+def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
+    """How many rows a stage trains on, and how that is known; None: it is not."""
+    from tasks.check_rows import rows_slot
+    from tasks.data.preparing.options import Prepare
+
+    assert planned.hyperparameters
+    if prepared := planned.hyperparameters.num_rows:
+        return prepared, f"{prepared:,} rows for training (prepared)"
+    given = planned.inputs.get(rows_slot(planned.stage.method))  # type: ignore[arg-type]
+    data = plan.stage(given.name) if given and given.source is None and given.entry is None else None
+    method = data.stage.method if data else None
+    sources = [each.source for each in data.inputs.values() if each.source] if data else []
+    if not isinstance(method, Prepare) or not sources or any(each.streaming for each in sources):
+        return None, "the rows are known once they are prepared"
+    from tasks.data.reading.read import read_chunks
+
+    count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())
+    held_out = method.held_out if method.held_out >= 1 else method.held_out * count
+    rest = max(1, round(count - held_out))
+    return rest, f"about {rest:,} rows for training ({count:,} of {', '.join(each.path for each in sources)})"
+
+
+def _table(found: Recipe) -> str:
+    from flows.reports.tables import empty_table, plain_text
+
+    table = empty_table("setting", "now", "advised", "reason", "source")
+    for each in found.values:
+        now = "-" if each.now is None else _text(each.now)
+        table.add_row(each.field, now, _text(each.value), each.reason, each.source)
+    return f"{found.stage}: {found.rows}\n{plain_text(table)}"
+
+
+def _text(value: Value | None) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return "null" if value is None else str(value)
+
+
+def _yaml(recipes: list[Recipe], words: list[str], config_dir: Path | None) -> str:
+    """A file for ``--overrides-from``, with the reasons as comments."""
+    lines = ["# posttrain plan --overrides-from THIS_FILE"]
+    lines += [f"config_dir: {json.dumps(str(config_dir.absolute()))}"] if config_dir else []
+    lines += ["overrides:", *(f"- {json.dumps(word)}" for word in words)]
+    for each in recipes:
+        lines.append(f"# {each.stage}: {each.rows}")
+        for word, value in zip(each.overrides(), each.values, strict=True):
+            lines.append(f"- {json.dumps(word)} # {value.reason} ({value.source})")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def _num_gpus() -> int:
+    try:
+        listing = subprocess.run(("nvidia-smi", "-L"), capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())

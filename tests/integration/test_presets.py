@@ -1,0 +1,39 @@
+"""Presets, and resources that choose a precision, compose and plan with every shipped pipeline."""
+
+import pytest
+
+from flows.declare.compose import CONF
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from flows.sweep.plan import read_sweep
+
+PIPELINES = sorted(path.stem for path in (CONF / "pipeline").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("choice", ["preset=conservative", "preset=one-gpu-qlora", "preset=medium"])
+def test_every_pipeline_plans_with_presets(pipeline: str, choice: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(load_pipeline([f"pipeline={pipeline}", choice, "tracking=none"])).stale
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_pipeline_composes_for_a_gpu(pipeline: str) -> None:
+    found = load_pipeline([f"pipeline={pipeline}", "resources=gpu", "tracking=none"])
+    precisions = {stage.method.recipe().get("precision") for stage in found.stages.values() if stage.method.trains}
+    assert "bf16" in precisions
+
+
+def test_the_guides_sweep_has_the_guides_space(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_sweep(["sweep=guide", "model=smollm2", "tracking=none"])
+    space = {field.removeprefix("stages.sft.method."): values for field, values in found.space.items()}
+    bounds = {name: (each.low, each.high, each.log) for name, each in space.items() if each.low is not None}
+    assert bounds == {
+        "learning_rate": (1e-5, 1e-2, True), "schedule.warmup": (0, 0.3, False), "num_epochs": (1, 5, False),
+        "optimizer.weight_decay": (0, 0.1, False), "adapter.rank": (4, 32, False), "adapter.alpha": (8, 64, False),
+        "adapter.dropout": (0, 0.1, False),
+    }  # fmt: skip
+    batches = sorted({batch * steps for batch in (2, 4, 8) for steps in range(1, 9)})
+    assert list(map(int, space["global_batch_size"].choices)) == batches
+    assert len(space["optimizer.name"].choices) == 3 and found.num_trials == 10

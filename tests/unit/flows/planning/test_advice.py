@@ -1,0 +1,101 @@
+"""What a plan says of values outside the ranges of the reference documents, and ``advice=strict``."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.planning.plan import Plan, make_plan
+from flows.rehearsal import scratch_plan
+from flows.reports.run import plan_table
+from lineage.errors import ConfigError
+from tests.finished import finish
+
+PRETRAINED = "model=smollm2"
+RATE = "stages.sft.method.learning_rate=1e-3"
+DATA = ("corpus", "instructions", "preferences")
+
+
+def plan(store: Path, *overrides: str) -> Plan:
+    return make_plan(load_pipeline([f"store={store}", *overrides]))
+
+
+def lines_of(found: Plan) -> list[str]:
+    return [line for line in plan_table(found).splitlines() if line.startswith("advice")]
+
+
+def test_the_shipped_pipeline_of_a_pretrained_model_takes_few_lines_once_the_rows_are_known(tmp_path: Path) -> None:
+    assert lines_of(plan(tmp_path, PRETRAINED)) == []
+    finish(plan(tmp_path, PRETRAINED), *DATA, metrics={"train_rows": 900.0})
+    values = [line.partition(" is outside")[0] for line in lines_of(plan(tmp_path, PRETRAINED))]
+    assert values == [
+        "advice: sft: method.learning_rate=2e-05", "advice: sft: method.optimizer.weight_decay=0",
+        "advice: sft: method.global_batch_size=64", "advice: sft: method.schedule.warmup=0.05",
+        "advice: reward: method.schedule.warmup=0.05", "advice: dpo: method.schedule.warmup=0.05",
+        "advice: and 1 more: posttrain advise sft",
+    ]  # fmt: skip
+
+
+def test_a_value_outside_is_named_with_its_range_and_source_and_in_json(tmp_path: Path) -> None:
+    found = plan(tmp_path, PRETRAINED, RATE)
+    said = "method.learning_rate=0.001 is outside the permissible < 5e-5 (reference documents, job form)"
+    assert f"advice: sft: {said}" in lines_of(found)
+    assert found.to_dict()["advice"] == [
+        {
+            "stage": "sft", "field": "method.learning_rate", "value": 1e-3, "bound": "permissible",
+            "accepted": "< 5e-5", "source": "reference documents, job form",
+        }
+    ]  # fmt: skip
+
+
+def test_the_size_of_the_data_decides_once_it_is_prepared(tmp_path: Path) -> None:
+    overrides = (PRETRAINED, "stages.sft.method.learning_rate=2e-6")
+    assert not [line for line in lines_of(plan(tmp_path, *overrides)) if "learning_rate" in line]
+    finish(plan(tmp_path, *overrides), *DATA, metrics={"train_rows": 60_000.0})
+    assert (
+        "advice: sft: method.learning_rate=2e-06 is outside the recommended 1e-5..3e-5 "
+        "(reference documents, by data size: > 50K rows)"
+    ) in lines_of(plan(tmp_path, *overrides))
+
+
+def test_a_model_made_from_scratch_takes_one_line_and_is_not_refused(tmp_path: Path) -> None:
+    why = "the ranges are for pretrained models; not compared, since made from scratch"
+    assert lines_of(plan(tmp_path)) == [f"advice: {why}: cpt, sft, reward, dpo"]
+    assert len(lines_of(plan(tmp_path, "advice=strict", "adapter=lora"))) == 1
+    assert "advice" not in plan(tmp_path).to_dict()
+
+
+def test_many_findings_are_cut_and_the_worst_come_first(tmp_path: Path) -> None:
+    many = ("adapter=lora", "resources.keep_last=9", "schedule=linear", "stages.dpo.method.num_epochs=60")
+    lines = lines_of(plan(tmp_path, PRETRAINED, *many))
+    assert lines[0].startswith("advice: dpo: method.num_epochs=60 is outside the permissible < 50")
+    assert len(lines) == 7 and lines[-1] == "advice: and 3 more: posttrain advise"
+
+
+def test_strict_refuses_what_warn_says_and_off_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"advice=strict(.|\n)*sft: method\.learning_rate=0\.001 .* < 5e-5"):
+        plan(tmp_path, PRETRAINED, RATE, "advice=strict")
+    off = plan(tmp_path, PRETRAINED, RATE, "advice=off")
+    assert lines_of(off) == [] and "advice" not in off.to_dict()
+    with pytest.raises(ConfigError, match="advice"):
+        plan(tmp_path, "advice=loud")
+
+
+def test_it_is_no_identity_and_what_is_finished_gets_no_advice(tmp_path: Path) -> None:
+    one, other = (plan(tmp_path, PRETRAINED, RATE, f"advice={how}") for how in ("warn", "off"))
+    assert [each.fingerprint for each in one.stages] == [each.fingerprint for each in other.stages]
+    finish(one)
+    assert lines_of(plan(tmp_path, PRETRAINED, RATE, "advice=strict")) == []
+
+
+def test_a_rehearsal_in_two_steps_is_not_refused_for_being_short(tmp_path: Path) -> None:
+    pipeline = load_pipeline([f"store={tmp_path}", PRETRAINED, RATE, "advice=strict"])
+    assert scratch_plan(pipeline, tmp_path / "short", num_steps=2, save_steps=1).advice.found == ()
+
+
+def test_rows_held_out_beyond_a_fifth_are_named(tmp_path: Path) -> None:
+    found = plan(tmp_path, PRETRAINED, "stages.instructions.method.held_out=0.3")
+    (line,) = lines_of(found)
+    assert line.startswith(
+        "advice: instructions: train share (1 - method.held_out)=0.7 is outside the recommended > 0.8"
+    )

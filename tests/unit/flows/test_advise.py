@@ -1,0 +1,170 @@
+"""``posttrain advise``, the presets and the sweeps of the reference documents."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.__main__ import main
+from flows.commands import advise
+from flows.declare.compose import CONF
+from flows.declare.config import load_pipeline
+from flows.planning.plan import Plan, make_plan
+from flows.sweep.plan import read_sweep
+from tasks.advice import TABLE, case_of, findings
+from tasks.sft import SFT
+from tests.finished import finish
+
+PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
+SMALL = tuple(f"sources.{name}.path=rows.jsonl" for name in ("corpus", "instructions", "preferences"))
+PRETRAINED = ("model=smollm2", "tracking=none", "sources.instructions.path=rows.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2_000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advise, "_num_gpus", lambda: 0)
+
+
+def plan(*overrides: str) -> Plan:
+    return make_plan(load_pipeline([*PRETRAINED, *overrides]))
+
+
+def advised(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, object], list[str]]:
+    """Field -> value for the stage ``sft``, and all overrides."""
+    assert main(["advise", "sft", "--json", *PRETRAINED, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {each["field"]: each["value"] for each in found["stages"][0]["values"]}, found["overrides"]
+
+
+@pytest.mark.parametrize("tuned", ["adapter=full", "adapter=lora", "adapter=qlora"])
+@pytest.mark.parametrize("num_rows", [None, 60.0, 900.0, 20_000.0, 2_000_000.0])
+def test_what_is_advised_plans_and_is_inside_every_range(tuned: str, num_rows: float | None, capsys) -> None:
+    if num_rows:
+        finish(plan(tuned), "corpus", "instructions", metrics={"train_rows": num_rows})
+    values, overrides = advised(capsys, tuned, "stages.sft.method.learning_rate=1", "resources.keep_last=9")
+    planned = plan(tuned, *overrides).stage("sft")
+    length = planned.hyperparameters
+    assert length
+    case = case_of(planned.stage.method, planned.stage.resources, int(num_rows or 1_800), length.num_steps)
+    assert not [str(each) for each in findings(case) if each.field != "method.schedule.warmup" or num_rows != 60.0]
+    assert "method.adapter.rank" in values or tuned == "adapter=full"
+
+
+def test_the_rows_of_a_source_are_counted_and_decide(capsys) -> None:
+    values, _ = advised(capsys)
+    assert [values[f"method.{name}"] for name in ("learning_rate", "num_epochs", "global_batch_size")] == [2e-6, 1, 16]
+    assert values["method.optimizer.weight_decay"] == 0.01 and values["resources.micro_batch_size"] == 4
+    main(["advise", "sft", *PRETRAINED])
+    out = capsys.readouterr().out
+    assert "about 1,800 rows for training (2,000 of " in out
+    assert "1e-6..5e-6 for < 5K rows" in out and "reference documents, by data size" in out
+
+
+def test_a_rate_grows_with_the_batch_that_is_kept_and_a_value_inside_stays(capsys) -> None:
+    values, _ = advised(
+        capsys, "stages.sft.method.global_batch_size=32", "stages.sft.method.optimizer.weight_decay=0.05"
+    )
+    assert values["method.global_batch_size"] == 32 and values["method.optimizer.weight_decay"] == 0.05
+    assert values["method.learning_rate"] == 2.8e-6
+    finish(plan("adapter=lora"), "corpus", "instructions", metrics={"train_rows": 20_000.0})
+    values, _ = advised(capsys, "adapter=lora", "stages.sft.method.learning_rate=1")
+    assert values["method.global_batch_size"] == 64 and values["method.learning_rate"] == 1e-4  # and not 1.4e-4
+
+
+def test_the_overrides_can_be_pasted_and_a_file_holds_them_with_reasons(capsys) -> None:
+    assert main(["advise", "sft", *PRETRAINED]) == 0
+    pasted = shlex.split(capsys.readouterr().out.partition("paste:\n")[2].replace("\\\n", " "))
+    assert pasted[:2] == ["posttrain", "plan"] and main(pasted[1:]) == 0
+    one = capsys.readouterr().out
+    assert main(["advise", "--out", "advice.yaml", "sft", *PRETRAINED]) == 0
+    assert "# 1e-6..5e-6 for < 5K rows (reference documents, by data size)" in Path("advice.yaml").read_text()
+    assert yaml.safe_load(Path("advice.yaml").read_text())["overrides"] == pasted[2:]
+    capsys.readouterr()
+    assert main(["plan", "--overrides-from", "advice.yaml"]) == 0
+    assert capsys.readouterr().out == one
+
+
+def test_gpus_of_the_machine_become_workers_that_divide_the_batch(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(advise, "_num_gpus", lambda: 3)
+    values, _ = advised(capsys)
+    resources = [values[f"resources.{name}"] for name in ("gpus_per_worker", "num_workers", "micro_batch_size")]
+    assert resources == [1, 2, 4] and values["method.precision"] == "bf16"
+
+
+def test_a_model_made_from_scratch_keeps_its_values_and_all_stages_are_advised(capsys) -> None:
+    assert main(["advise", "--json", "tracking=none", *SMALL]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [each["stage"] for each in stages] == ["cpt", "sft", "reward", "dpo"]
+    of_sft = {each["field"]: each for each in stages[1]["values"]}
+    assert of_sft["method.learning_rate"]["value"] == 2e-3 and of_sft["method.num_steps"]["value"] == 400
+    assert "made from scratch" in of_sft["method.learning_rate"]["reason"]
+
+
+def test_a_stage_that_does_not_train_is_refused(capsys) -> None:
+    assert main(["advise", "sftt", *PRETRAINED]) == 2
+    assert "sftt: no stage that trains; there are: cpt, sft, reward, dpo; did you mean sft?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes_and_plans(preset: str) -> None:
+    assert plan(f"preset={preset}").stale
+
+
+@pytest.mark.parametrize(("preset", "band"), [("tiny-data", "small"), ("medium", "medium"), ("large", "large")])
+def test_a_preset_of_a_size_has_the_values_that_are_advised_for_it(preset: str, band: str) -> None:
+    for tuned, overrides in (("full", ()), ("lora", ("adapter=lora",))):
+        planned = plan(f"preset={preset}", *overrides).stage("sft")
+        case = case_of(planned.stage.method, planned.stage.resources)
+        rows = [
+            row for row in TABLE if row.size == band and "SFT" in row.methods and (not row.tuned or tuned in row.tuned)
+        ]
+        assert len(rows) == 6 and {row.field: case.values[row.field] for row in rows} == {
+            row.field: row.advised for row in rows
+        }
+
+
+def test_the_conservative_preset_has_the_documents_values() -> None:
+    planned = plan("preset=conservative").stage("dpo")
+    method, resources = planned.stage.method, planned.stage.resources
+    assert isinstance(plan("preset=conservative").stage("sft").stage.method, SFT)
+    found = {**method.recipe(), "micro": resources.micro_batch_size, "save_steps": resources.save_steps}
+    expected = {
+        "learning_rate": 1e-6, "num_epochs": 1.0, "global_batch_size": 32, "micro": 4, "save_steps": 50,
+        "validation": {"every_steps": 10},
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert (method.optimizer.weight_decay, method.schedule.min_learning_rate) == (0, 1e-7)  # type: ignore[attr-defined]
+
+
+def test_qlora_on_one_gpu_has_values_inside_every_range() -> None:
+    planned = plan("preset=one-gpu-qlora").stage("sft")
+    case = case_of(planned.stage.method, planned.stage.resources)
+    assert case.tuned == "qlora" and planned.stage.resources.gpus_per_worker == 1
+    assert not list(findings(case))
+
+
+def test_a_preset_gives_way_to_a_stage_and_to_overrides_and_says_so() -> None:
+    found = make_plan(load_pipeline(["preset=medium", "tracking=none", "stages.sft.method.validation=null"]))
+    assert found.stage("sft").stage.method.recipe()["learning_rate"] == 2e-3
+    assert (
+        "stages.sft.method: sets learning_rate, num_steps, global_batch_size itself, and not as the preset does"
+        in found.notes
+    )
+    words = ("preset=conservative", "stages.sft.method.weight_decay=0.1", "stages.sft.method.validation=null")
+    method = plan(*words).stage("sft").stage.method
+    assert method.optimizer.weight_decay == 0.1 and method.validation is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "rates"), [("lr-sft", [1e-6, 1e-5, 5e-5]), ("lr-peft", [5e-5, 1e-4, 2e-4])]
+)  # fmt: skip
+def test_a_sweep_of_learning_rates(sweep: str, rates: list[float]) -> None:
+    trials = read_sweep([f"sweep={sweep}", *PRETRAINED]).known or []
+    methods = [trial.plan.stage("sft").stage.method for trial in trials]
+    assert [method.learning_rate for method in methods] == rates  # type: ignore[attr-defined]
+    assert [method.adapter is not None for method in methods] == [sweep == "lr-peft"] * 3  # type: ignore[attr-defined]
