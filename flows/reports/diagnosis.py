@@ -183,7 +183,8 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
         **({"config_dir": config_dir} if config_dir else {}), "overrides": [*kept, *change],
     }  # fmt: skip
     note = "# posttrain run --overrides-from THIS_FILE\n"
-    return note + yaml.safe_dump(dict(held), sort_keys=False, width=10_000, allow_unicode=True)
+    text: str = yaml.safe_dump(dict(held), sort_keys=False, width=10_000, allow_unicode=True)
+    return note + text
 
 
 _STYLE = """

@@ -39,7 +39,20 @@ after it, and change one thing at a time (learning rate, batch, epochs, regulari
 
 """
 _TAIL = """
-What it cannot see: which rows are broken (it names the steps), whether the labels are right where they can be learned
+## The quickstart's DPO without what keeps it
+
+```sh
+posttrain run stages.dpo.method.beta=0.1 stages.dpo.method.sft_weight=null
+posttrain diagnose dpo --out patch.yaml
+posttrain run --overrides-from patch.yaml
+```
+
+The second command prints that at step 250 the margin is 23.3 nats and chosen answers are less likely by 23.6 nats, and
+writes `beta=0.3` and `sft_weight=1`, the recipe that the quickstart ships. The tables of the two runs say what that is
+worth: right answers 0 % and 76 %, answers without an end 80 % and 0 %, preference accuracy 0.90 and 0.905.
+
+## What it does not see
+Which rows are broken (it names the steps), whether the labels are right where they can be learned
 by heart, and a rate that is only somewhat too high. `low-device-use` needs `mfu` among a stage's metrics.
 """
 
