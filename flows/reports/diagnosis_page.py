@@ -52,6 +52,7 @@ writes `beta=0.3` and `sft_weight=1`, the recipe that the quickstart ships. The 
 worth: right answers 0 % and 76 %, answers without an end 80 % and 0 %, preference accuracy 0.90 and 0.905.
 
 ## What it does not see
+
 Which rows are broken (it names the steps), whether the labels are right where they can be learned
 by heart, and a rate that is only somewhat too high. `low-device-use` needs `mfu` among a stage's metrics.
 """
