@@ -18,7 +18,7 @@ from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.sources import pin
 from tasks.context import Resources, TrainContext
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import Input

@@ -57,7 +57,7 @@ def packs(examples: "list[Example]") -> "list[Example]":
     from datasets import Dataset
     from datasets.arrow_writer import ArrowWriter
 
-    from tasks.data.tokens.packing import pack
+    from tasks.data.tokens.tokenization import pack
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.arrow"

@@ -16,7 +16,6 @@ from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, note_before, open_run
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
-from flows.progress.observer import Observer, Observers
 from flows.progress.screen import Screen
 from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
@@ -29,6 +28,7 @@ from lineage.lock import Lock, owner
 from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
 from lineage.store import REHEARSALS, Entry, create_store
+from lineage.tracker import Event, Listener
 from tasks.context import Launcher
 from tasks.method import Training
 from tasks.train.adapter_files import ADAPTER_DIR
@@ -110,8 +110,8 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
     note_before(plan)
     names = [planned.name for planned in plan.stages]
     with stoppable(), Screen(sys.stderr, names) as screen:
-        stop = StopOnce(screen, max(map(len, names)))
-        with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
+        stop = StopOnce(screen.on, max(map(len, names)))
+        with open_run(plan, words, stop.on, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 num_steps = run.checks.num_steps(planned, pipeline.stages[planned.name].method)
@@ -119,34 +119,33 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
                 rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
 
 
-class StopOnce(Observers):
+class StopOnce:
     """Stops each training after its first step, as when its machine is taken away: it saves, and is resumed.
 
     Attributes:
         saved: name of a stage -> bytes of the checkpoint from which it resumes.
     """
 
-    def __init__(self, observer: Observer, width: int) -> None:
-        super().__init__(observer)
+    def __init__(self, listener: Listener, width: int) -> None:
         self.saved: dict[str, int] = {}
+        self._listener = listener
         self._entry: Entry | None = None  # of the training that runs; stages run one after another
         self._name = ""
         self._width = width
 
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        super().running(title, metrics, total)
-        self._name, self._entry = title, Entry(metrics.parent) if total else None
-        if self._entry:
-            (self._entry.work / STOP_FILE).touch()
-
-    def announce(self, text: str) -> None:
-        """Replaces the report of the stop."""
+    def on(self, event: Event) -> None:
+        """Passes an event on, and in place of the first report of the stop one of its own."""
         checkpoint = self._entry.checkpoints.newest() if self._entry else None
-        if self._entry and checkpoint and self._name not in self.saved:
+        if event.state == "message" and self._entry and checkpoint and self._name not in self.saved:
             folder = self._entry.checkpoints.path(checkpoint.step)
             self.saved[self._name] = sum((folder / name).stat().st_size for name in checkpoint.files)
             text = f"{self._name:<{self._width}}  saved at step {checkpoint.step} and stopped; resumes from there"
-        super().announce(text)
+            event = Event(text=text)
+        self._listener(event)
+        if event.start:
+            self._name, self._entry = event.title, Entry(event.start.directory) if event.num_steps else None
+            if self._entry:
+                (self._entry.work / STOP_FILE).touch()
 
 
 def row_of(

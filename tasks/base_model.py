@@ -11,7 +11,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
-from tasks.data.preparing.row_split import TRAIN
+from tasks.data.kinds import TRAIN
 from tasks.recipe import Inputs, Method
 from tasks.train.sharding import leave_out_deepspeed
 

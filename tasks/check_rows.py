@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import DATA
 from lineage.digest import DigestCache
 from lineage.fingerprint import canonical_json, short
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.recipe import Inputs, TrainingRecipe
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
 
 
 def _compare(name: str, train: Path, sets: Mapping[str, Path], ctx: "TrainContext", found: Path) -> None:
-    from tasks.data.preparing.database import open_database
-    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.decide import open_database
+    from tasks.data.preparing.repeats import NamedSet, find_leakage
     from tasks.data.preparing.report import LEAKAGE
 
     others = [NamedSet(name=other, file=file) for other, file in sets.items()]
     with TemporaryDirectory(dir=found.parent) as scratch:
         connection = open_database(Path(scratch), ctx.resources.cpus_per_worker)
-        find([NamedSet(name=name, file=train)], others, connection, Path(scratch))
+        find_leakage([NamedSet(name=name, file=train)], others, connection, Path(scratch))
         connection.close()
         Path(scratch, LEAKAGE).rename(found)

@@ -12,8 +12,7 @@ from annotated_types import Ge, Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import CONVERSATIONS, PROMPTS, ROW_ID, Row
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PROMPTS, ROW_ID, TRAIN, Row
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import Inputs, Method
 from tasks.train.generating import Sampling

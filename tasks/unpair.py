@@ -29,8 +29,8 @@ class Unpair(Method):
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         import pyarrow.parquet as pq
 
-        from tasks.data.preparing.row_split import HELD_OUT, TRAIN
-        from tasks.data.preparing.write import SideFiles
+        from tasks.data.kinds import HELD_OUT, TRAIN
+        from tasks.data.preparing.staging import SideFiles
 
         pairs = inputs["pairs"]
         ctx.output_dir.mkdir(parents=True, exist_ok=True)

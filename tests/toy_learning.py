@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
-from tasks.data.preparing.row_split import TRAIN
+from tasks.data.kinds import TRAIN
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.method import Inputs, Method
 

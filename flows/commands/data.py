@@ -4,7 +4,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,29 +17,19 @@ from annotated_types import Gt
 from flows.commands.arguments import add_json
 from flows.declare.config import load_pipeline, typed
 from flows.declare.pipeline import nearest
-from flows.wording import counted, printable
+from flows.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.errors import ConfigError, DataError
 from lineage.model_source import MODEL_OPTIONS
 from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
 from lineage.text_split import check_split
 from tasks.chat_template import check_name
-from tasks.data.examine import (
-    Examined,
-    add_overlaps,
-    examine,
-    examine_all,
-    fetch_tokenizer,
-    finished,
-    keep,
-    method_of,
-    with_labels,
-)
+from tasks.data.examine import Examined, add_labels, add_overlaps, examine, fetch_tokenizer, keep, method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
-from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, REJECTS, REPORT, DataReport, SourceReport, render
+from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
 from tasks.data.tokens.template import Thinking
 
 if TYPE_CHECKING:
@@ -90,7 +80,7 @@ def run_data(options: argparse.Namespace) -> int:
         found = found or _examined(options, Path(directory))
         if options.out:
             keep(found, options.out)
-    _print(found, options, kept)
+        _print(found, options, kept)
     if found.refusals:
         rejects = str(kept / REJECTS) if kept else f"{REJECTS}, which --out DIR keeps"
         raise DataError("\n".join(map(str, found.refusals)).replace(str(found.output / REJECTS), rejects))
@@ -126,7 +116,7 @@ def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | 
         entry = resolve(word, index).entry
         manifest = entry.manifest() if entry else None
         if entry and manifest and manifest.produces in DATA and (entry.output / REPORT).exists():
-            return finished(word, Kind(manifest.produces), entry.output)
+            return Examined.of(word, Kind(manifest.produces), entry.output)
     return None
 
 
@@ -208,15 +198,20 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     rows = [each for each in rows if each.kind in (kind, None)]
     model = fetch_tokenizer(measure.model) if measure.model else None
     _say(f"reading {', '.join(each.source.path for each in rows)}")
-    found = examine(method, rows, directory / "rows", model).refused(*refusals)
+    found = examine(method, rows, directory / "rows", model)
+    found.refusals += refusals
     if found.num_trained is None:
         for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in against)]:
             _say(f"{what}: the rows are refused")
         return found
     if model:
         _say(f"tokenizing as {measure.model} does")
-        found = with_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
-    return _compared(found, against, directory)
+        add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
+    for source in against:
+        _say(f"reading {source.path}")
+    if against:
+        add_overlaps(found, against, directory)
+    return found
 
 
 def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> tuple[Kind, list[DataError]]:
@@ -229,21 +224,6 @@ def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> t
     if measure.kind and measure.kind != kind:
         refusals.append(first.refusal(measure.kind, f"by kind={measure.kind}; leave it out"))
     return kind, refusals
-
-
-def _compared(found: Examined, sources: Sequence[Source], directory: Path) -> Examined:
-    """Adds which rows of other sets the examined ones repeat."""
-    against: list[Examined] = []
-    refusals: list[PipelineError] = []
-    for number, source in enumerate(sources):
-        _say(f"reading {source.path}")
-        try:
-            against.append(examine_all(source, directory / f"against-{number}"))
-        except DataError as error:
-            refusals.append(DataError(f"not compared with {source.path}: {error}"))
-    if against:
-        add_overlaps(found, against, directory)
-    return found.refused(*refusals)
 
 
 def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) -> Source:
@@ -324,78 +304,28 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
     Args:
         kept: where all of it is.
     """
-    report, refused = found.report, "\n".join(map(str, found.refusals))
+    report, refused, (bad_rows, num_bad_rows) = found.report, "\n".join(map(str, found.refusals)), found.bad_rows()
     if kept is None:
         report.rejects = None
     if options.json:
         samples = report.labels.samples if report.labels else []
-        more = {"bad_rows": found.bad_rows, "num_bad_rows": found.num_bad_rows, "samples": samples}
+        more = {"bad_rows": bad_rows, "num_bad_rows": num_bad_rows, "samples": samples}
         print(json.dumps({**report.to_dict(), **more}, indent=2))
     else:
-        bad_rows = [row for row in found.bad_rows if row not in refused]  # stderr has the others
-        print("\n\n".join(filter(None, _blocks(report, bad_rows, found.num_bad_rows, kept))))
+        others = [row for row in bad_rows if row not in refused]  # stderr has them
+        print("\n\n".join(map(_as_text, sections(report, kept, others, num_bad_rows))))
     if options.html:
         try:
-            options.html.write_text(render(report, is_kept=kept is not None), encoding="ascii")
+            shown = sections(report, kept, bad_rows, num_bad_rows)
+            options.html.write_text(render(report, shown), encoding="ascii")
         except FileNotFoundError as error:  # a link that leads nowhere
             raise _unwritable(options.html) from error
 
 
-def _blocks(report: DataReport, bad_rows: Sequence[str], num_bad_rows: int, kept: Path | None) -> Iterator[str]:
-    """The report for people.
-
-    Args:
-        bad_rows: the first of them, ``place: problem``.
-        kept: the folder that holds all of what is found; None: it was not kept.
-    """
-    for slot, source in report.sources.items():
-        yield _table(f"{slot}: {source.path}" if len(report.sources) > 1 else source.path, _source_rows(source))
-    lengths = [("lengths", report.lengths.described())] if report.lengths else []
-    counts = [(name.replace("_", " "), str(count)) for name, count in report.counts.items()]
-    yield _table("all rows", [*counts, *lengths])
-    near = [f"{pair.row_id} is like {pair.other_row_id}: {pair.similarity:.2f}" for pair in report.near_duplicates]
-    overlaps = [
-        f"{each.held_out_row_id} of {each.held_out_set}: {each.kind} {each.shared:.2f}, {each.train_row_id} of "
-        f"{each.train_set}"
-        for each in report.leakage
+def _as_text(section: Section) -> str:
+    title, rows = section
+    width = max((len(printable(row[0])) for row in rows if not isinstance(row, str)), default=0)
+    lines = [
+        printable(row) if isinstance(row, str) else f"{printable(row[0]):<{width}}  {printable(row[1])}" for row in rows
     ]
-    for title, lines, count, file in (
-        ("bad rows", bad_rows, num_bad_rows, REJECTS),
-        ("near-duplicates", near, report.counts.get("near_duplicate_rows", 0), NEAR_DUPLICATES),
-        ("leakage", overlaps, report.counts.get("leaked_rows", 0), LEAKAGE),
-    ):
-        where = f"{kept / file} has" if kept else "--out DIR keeps"
-        more = [f"and {count - len(lines)} more; {where} all of them"] if count > len(lines) else []
-        yield _indented(title, [*lines, *more]) if lines else ""
-    if report.labels:
-        yield _table("labels", report.labels.described())
-        for number, sample in enumerate(report.labels.samples, start=1):
-            yield _indented(f"sample {number}: what is trained stands in ⟦ ⟧", sample.splitlines())
-
-
-def _source_rows(source: SourceReport) -> Iterator[tuple[str, str]]:
-    def counts(numbers: Mapping[str, int]) -> str:
-        return ", ".join(f"{what}: {count}" for what, count in numbers.items())
-
-    yield "format", f"{source.format} ({source.evidence})"
-    for column, becomes in source.mapping.items():
-        yield f"  {column}", f"-> {becomes}"
-    if source.split_by:
-        yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
-    yield "rows", f"{source.rows_read} read, {source.rows_used} used"
-    if source.dropped:
-        yield "left out", counts(source.dropped)
-    for what, remark in source.remarks.items():
-        yield what, f"{counted(remark.count, 'row')}, such as {', '.join(remark.places)}"
-    if source.ignored_columns:
-        yield "columns not read", counts(source.ignored_columns)
-
-
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    names, values = zip(*((printable(name), printable(value)) for name, value in rows), strict=True)
-    width = max(map(len, names))
-    return _indented(printable(title), [f"{name:<{width}}  {value}" for name, value in zip(names, values, strict=True)])
-
-
-def _indented(title: str, lines: Iterable[str]) -> str:
-    return "\n".join([title, *(f"  {printable(line)}" for line in lines)])
+    return "\n".join([printable(title), *(f"  {line}" for line in lines)])

@@ -34,7 +34,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.checks import bf16_notes
+    from flows.planning.checks import bf16_notes, position_notes
     from flows.planning.disk_capacity import share_notes
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import has_work, pending
@@ -45,7 +45,8 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = make_plan(pipeline)
     faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
     shares = share_notes(plan, plan.stale)
-    plan = replace(plan, notes=[*plan.notes, *shares, *faster, *pending(plan)])
+    positions = position_notes(pipeline, [planned.name for planned in plan.stale])
+    plan = replace(plan, notes=[*plan.notes, *positions, *shares, *faster, *pending(plan)])
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
     if options.out:
         from flows.planning.plan_file import write_plan

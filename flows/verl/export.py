@@ -11,8 +11,7 @@ from flows.planning.staleness import PlannedInput
 from flows.verl.recipe import VERSION, Places, flat, verl_recipe
 from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError, ConfigError
-from tasks.data.kinds import messages_of, tools_of
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
+from tasks.data.kinds import HELD_OUT, TRAIN, messages_of, tools_of
 from tasks.reward_functions import Rewards
 from tasks.train.generating import Generating
 

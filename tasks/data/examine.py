@@ -5,7 +5,8 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from lineage.model_files import TOKENIZER_FILES, require_own_files, require_soun
 from lineage.model_source import has_tokenizer
 from lineage.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
-from tasks.data.ordered_pool import row_batches
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.report import (
     LEAKAGE,
@@ -27,7 +28,6 @@ from tasks.data.preparing.report import (
     Labels,
     write_reports,
 )
-from tasks.data.preparing.row_split import HELD_OUT, TRAIN
 from tasks.data.tokens.template import Thinking
 from tasks.prepare_data import (
     PrepareConversations,
@@ -42,20 +42,17 @@ if TYPE_CHECKING:
     from tasks.data.preparing.convert_rows import Opened
 
 _AGAINST = "against"  # the slot of other sets in the report
-_ROWS_PER_GROUP = 10_000  # of Parquet
 _METHODS = (PrepareText, PrepareConversations, PreparePreferences, PrepareUnpaired, PreparePrompts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Examined:
-    """What was found.
+    """What a data stage did with rows.
 
     Args:
         name: of the rows.
         kind: what they become.
-        output: what a data stage leaves behind.
-        num_bad_rows: those that cannot be used.
-        bad_rows: the first of them, ``place: problem``.
+        output: what the stage leaves behind.
         refusals: why a data stage or what trains on it would not take these rows; none: they would.
     """
 
@@ -63,18 +60,25 @@ class Examined:
     kind: Kind
     output: Path
     report: DataReport
-    num_bad_rows: int
-    bad_rows: Sequence[str]
-    refusals: Sequence[PipelineError] = ()
+    refusals: list[PipelineError] = field(default_factory=list)
+
+    @staticmethod
+    def of(name: str, kind: Kind, output: Path) -> "Examined":
+        """What a data stage left behind."""
+        return Examined(name=name, kind=kind, output=output, report=DataReport.read(output))
 
     @property
     def num_trained(self) -> int | None:
         """Training rows; None: the rows were refused before any were written."""
         return self.report.counts.get("train_rows")
 
-    def refused(self, *errors: PipelineError) -> "Examined":
-        """The same with further refusals."""
-        return replace(self, refusals=[*self.refusals, *errors])
+    def bad_rows(self) -> tuple[list[str], int]:
+        """The first of those that cannot be used, ``place: problem``, and how many there are."""
+        if not (self.output / REJECTS).exists():
+            return [], 0
+        with (self.output / REJECTS).open(encoding="utf-8") as rejects:
+            first = [json.loads(line) for line in islice(rejects, NUM_LISTED)]
+            return [f"{each['where']}: {each['problem']}" for each in first], len(first) + sum(1 for _ in rejects)
 
 
 def method_of(kind: Kind) -> type[Prepare]:
@@ -95,37 +99,28 @@ def examine(method: Prepare, rows: Sequence["Opened"], directory: Path, tokenize
     from tasks.data.preparing.prepare import prepare
 
     slots = dict(zip([ROWS, *(f"{ROWS}_{number}" for number in range(2, len(rows) + 1))], rows, strict=True))
-    inputs = {slot: _input(each.source) for slot, each in slots.items()}
+    inputs = {
+        slot: Input(
+            name=each.source.path, kind=Kind.ROWS, fingerprint="", path=Path(each.source.path), source=each.source
+        )
+        for slot, each in slots.items()
+    }
     if tokenizer:
         inputs[TOKENIZER] = Input(name=str(tokenizer), kind=Kind.CHECKPOINT, fingerprint="", path=tokenizer)
     output, work = directory / "output", directory / "work"
     for each in (output, work):
         each.mkdir(parents=True)
     context = TrainContext(output_dir=output, work_dir=work, resources=Resources(cpus_per_worker=os.cpu_count() or 1))
-    refusals = []
+    refusals: list[PipelineError] = []
     try:
         prepare(method, inputs, context, slots)
     except DataError as error:
         if not (output / REPORT).exists():
             raise
         refusals.append(error)
-    return finished(", ".join(each.source.path for each in rows), method.produces, output).refused(*refusals)
-
-
-def finished(name: str, kind: Kind, output: Path) -> Examined:
-    """What a data stage left behind."""
-    bad_rows: list[str] = []
-    num_bad_rows = 0
-    if (output / REJECTS).exists():
-        with (output / REJECTS).open(encoding="utf-8") as rejects:
-            for num_bad_rows, line in enumerate(rejects, start=1):
-                if num_bad_rows <= NUM_LISTED:
-                    reject = json.loads(line)
-                    bad_rows.append(f"{reject['where']}: {reject['problem']}")
-    report = DataReport.read(output)
-    return Examined(
-        name=name, kind=kind, output=output, report=report, num_bad_rows=num_bad_rows, bad_rows=bad_rows
-    )  # fmt: skip
+    found = Examined.of(", ".join(each.source.path for each in rows), method.produces, output)
+    found.refusals += refusals
+    return found
 
 
 def keep(found: Examined, directory: Path) -> None:
@@ -135,10 +130,6 @@ def keep(found: Examined, directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
         if (found.output / name).exists():
             shutil.copyfile(found.output / name, directory / name)
-
-
-def _input(source: Source) -> Input:
-    return Input(name=source.path, kind=Kind.ROWS, fingerprint="", path=Path(source.path), source=source)
 
 
 def fetch_tokenizer(model: str) -> Path:
@@ -165,14 +156,14 @@ def fetch_tokenizer(model: str) -> Path:
         ) from error
 
 
-def with_labels(
+def add_labels(
     found: Examined,
     tokenizer: Path,
     max_length: int | None,
     chat_template: str | None,
     thinking: Thinking | None = None,
-) -> Examined:
-    """The same with what of the training rows would be trained, refused where nothing would be or it is unknown.
+) -> None:
+    """Adds what of the training rows would be trained; refuses where nothing would be or it is unknown.
 
     Args:
         max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
@@ -180,77 +171,62 @@ def with_labels(
     from tasks.data.tokens.cache import load_or_make, show
     from tasks.data.tokens.tokenization import Tokenization
 
-    lengths = found.report.lengths
-    length = max_length or (lengths.suggested_max_length if lengths else None)
+    length = max_length or (found.report.lengths.suggested_max_length if found.report.lengths else None)
     if not found.num_trained or length is None:
-        return found
+        return
     rows = Input(name=found.name, kind=found.kind, fingerprint="", path=found.output)
-    tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
     try:
+        tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
         stats = tokens.stats
-        labels = Labels(
+        found.report.labels = Labels(
             max_length=length, trained_tokens_percent=stats.trained_percent if stats.gets_loss else None,
             num_tokens=stats.num_tokens, rows_cut=stats.cut.count, prompts_cut=stats.prompts_cut.count,
             rows_dropped=sum(named.count for named in stats.dropped.values()), labels=stats.labels,
             samples=stats.samples,
         )  # fmt: skip
-        found = replace(found, report=replace(found.report, labels=labels))
         show(tokens, rows, length)
     except (ConfigError, DataError) as error:
-        return found.refused(error)
-    return found
+        found.refusals.append(error)
 
 
-def examine_all(source: Source, directory: Path) -> Examined:
-    """Prepares all rows of a set that can be read: its bad ones are counted, and cannot be compared.
-
-    Raises:
-        DataError: there are none, or their format is not known.
-    """
-    from tasks.data.preparing.convert_rows import detect_source
-
-    rows = detect_source(source)
-    found = examine(method_of(rows.kind or Kind.TEXT)(max_bad_rows=sys.maxsize), [rows], directory)
-    if not found.report.counts["rows"]:
-        raise DataError(f"not one of its rows can be used, such as {found.bad_rows[0]}")
-    return found
-
-
-def add_overlaps(found: Examined, against: Sequence[Examined], directory: Path) -> None:
+def add_overlaps(found: Examined, sources: Sequence[Source], directory: Path) -> None:
     """Adds to the report how other sets were read, and which of their rows the examined ones repeat.
+
+    Of these sets bad rows are counted, and cannot be compared; one of which nothing can be read is a refusal.
 
     Args:
         directory: for what is made on the way.
     """
     import duckdb
 
-    from tasks.data.preparing.database import open_database
-    from tasks.data.preparing.leakage import NamedSet, find
+    from tasks.data.preparing.convert_rows import detect_source
+    from tasks.data.preparing.decide import open_database
+    from tasks.data.preparing.repeats import NamedSet, find_leakage
 
-    sets = [
-        NamedSet(name=each.name, file=_all_rows(each, directory / f"all-{number}.parquet"))
-        for number, each in enumerate((found, *against))
-    ]
+    def of_both_sides(each: Examined, file: Path) -> NamedSet:
+        duckdb.read_parquet([str(each.output / side) for side in (TRAIN, HELD_OUT)]).write_parquet(str(file))
+        return NamedSet(name=each.name, file=file)
+
+    sets = [of_both_sides(found, directory / "all.parquet")]
+    for number, source in enumerate(sources, start=1):
+        try:
+            rows = detect_source(source)
+            method = method_of(rows.kind or Kind.TEXT)(max_bad_rows=sys.maxsize)
+            against = examine(method, [rows], directory / f"against-{number}")
+            if not against.report.counts["rows"]:
+                raise DataError(f"not one of its rows can be used, such as {against.bad_rows()[0][0]}")
+        except DataError as error:
+            found.refusals.append(DataError(f"not compared with {source.path}: {error}"))
+            continue
+        slot = _AGAINST if len(sets) == 1 else f"{_AGAINST}_{len(sets)}"
+        (found.report.sources[slot],) = against.report.sources.values()
+        sets.append(of_both_sides(against, directory / f"all-{number}.parquet"))
+    if len(sets) == 1:
+        return
     with open_database(directory, os.cpu_count() or 1) as connection:
-        count, overlaps = find(sets[:1], sets[1:], connection, directory)
+        count, overlaps = find_leakage(sets[:1], sets[1:], connection, directory)
     own = (found.output / LEAKAGE).rename(directory / "own.parquet")
     duckdb.read_parquet([str(directory / LEAKAGE), str(own)]).write_parquet(str(found.output / LEAKAGE))
-    report = found.report
-    report.counts["leaked_rows"] += count
-    report.leakage = [*overlaps, *report.leakage][:NUM_LISTED]
-    for number, each in enumerate(against, start=1):
-        (source,) = each.report.sources.values()
-        report.sources[_AGAINST if number == 1 else f"{_AGAINST}_{number}"] = source
-
-
-def _all_rows(found: Examined, file: Path) -> Path:
-    """The rows of both sides in one Parquet file."""
-    import pyarrow.parquet as pq
-
-    sides = [found.output / side for side in (TRAIN, HELD_OUT)]
-    with pq.ParquetWriter(file, pq.read_schema(sides[0])) as all_rows:
-        for side in sides:
-            for batch in row_batches(side, _ROWS_PER_GROUP):
-                all_rows.write_batch(batch)
-    return file
+    found.report.counts["leaked_rows"] += count
+    found.report.leakage = [*overlaps, *found.report.leakage][:NUM_LISTED]

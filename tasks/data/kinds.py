@@ -24,6 +24,8 @@ Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
 MISMATCHED = "KL_"  # columns of a batch of single answers: its prompts with answers of other rows, as TRL names them
 ROW_ID = "row_id"
+TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"  # the files of the splits
+RESTING = "resting.parquet"  # rows that models were trained on before, and that wait for another turn
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 # Names that a column of a prompt cannot have: ours, and the arguments that TRL passes to reward functions.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.kinds import IGNORED, TokenRow, columns_of, messages_of, tools_of
-from tasks.data.preparing.row_split import HELD_OUT, canonical
+from tasks.data.formats.turns import canonical
+from tasks.data.kinds import HELD_OUT, IGNORED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking

@@ -21,7 +21,7 @@ from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from tasks.best import HELD_OUT_LOSS, Best, kept_steps
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Metrics, TrainContext
-from tasks.data.preparing.row_split import HELD_OUT
+from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.cache import load_or_make
 from tasks.heartbeat import Phase
 from tasks.train.callbacks import has_diverged, step_metrics

@@ -19,7 +19,7 @@ from trl.models.utils import _ForwardRedirection
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.packing import why_not_packable
+from tasks.data.tokens.tokenization import why_not_packable
 from tasks.train.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free
 
 if TYPE_CHECKING:

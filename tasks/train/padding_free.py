@@ -9,7 +9,7 @@ trainers compute their losses from them unchanged. There are two layouts:
 - ``pack``: from padded rows. The two answers of a preference pair share the tokens of their prompt, whose
   hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
 - ``FlattenedPacks``: packed rows (``packing=best_fit``), end to end with position ids that restart at each.
-  For the architectures in ``tasks.data.tokens.packing.PACKABLE``.
+  For the architectures in ``tasks.data.tokens.tokenization.PACKABLE``.
 
 ``choose_kernel`` selects the attention kernel. On a GPU in bf16 or fp16 it is FlashAttention over rows of
 different lengths. In fp32 it is SDPA with repeated key and value heads: with fewer of them than query heads,
@@ -37,7 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
-from tasks.data.tokens.packing import rows_of, why_not_packable
+from tasks.data.tokens.tokenization import rows_of, why_not_packable
 from tasks.train.kernels import FLASH_PACKAGES
 
 if TYPE_CHECKING:

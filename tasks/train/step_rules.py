@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher
 from tasks.data.kinds import PREFERENCES
-from tasks.data.tokens.packing import why_not_packable
+from tasks.data.tokens.tokenization import why_not_packable
 from tasks.dpo import DPO
 from tasks.train.dpo_losses import LOSSES, weights_of
 from tasks.train.generating import Generating

@@ -54,7 +54,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
     allowed, shown, nothing = call("a.jsonl", "max_bad_rows=1")
     _, many, _ = call("a.jsonl", "max_bad_rows=30", "--json", a_jsonl=lines([*texts(200), *BAD]))
 
-    problem = '  a.jsonl:201: text is the number 5; accepted: {"text": "..."}; write a string'
+    problem = '  a.jsonl:201: text is the number 5; accepted: {"text": "..."}; correct or remove the row'
     assert code == 2 and "left out not text: 1" in told(out)
     assert err.endswith(
         f"posttrain: 1 of 201 rows cannot be used:\n{problem}\n"
@@ -69,7 +69,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
     ("words", "message"),
     [
         (["empty.jsonl"], "empty.jsonl is empty (0 bytes)"),
-        (["two.jsonl"], "two formats fit: text (has text), alpaca (has instruction and output); say which with format"),
+        (["two.jsonl"], "2 formats fit: text (has text: 9 rows from row 1 on), alpaca ("),
         (["nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
         (["kind=text"], "no rows are named; give a file"),
         (["a.jsonl", "formt=text"], "did you mean format?"),
@@ -238,7 +238,7 @@ def test_of_more_than_twenty_it_is_said_how_many_and_all_are_kept_where_that_is_
     ]
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "rejects.jsonl" not in page and "near_duplicates.parquet" not in page
-    assert "The first 20 of 25; <code>posttrain data --out DIR</code> keeps all of them." in page
+    assert "and 5 more; --out DIR keeps all of them" in page
 
     _, out, _ = call(*words, "--out", "kept/here")
     kept = tmp_path / "kept" / "here"

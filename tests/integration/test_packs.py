@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from lineage.errors import ConfigError
-from tasks.data.tokens.packing import PACKABLE, why_not_packable
+from tasks.data.tokens.tokenization import PACKABLE, why_not_packable
 from tasks.train.padding_free import Example, collator_for, install
 
 PACKS = [[9, 4, 14], [20, 5]]  # lengths of rows: some exceed the window, some do not

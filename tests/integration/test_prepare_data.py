@@ -366,7 +366,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     assert listed == [{"where": where, "reason": "no text", "problem": listed[0]["problem"], "raw": '{"text": ""}'}]
     assert of_rows(tmp_path)["dropped"] == {"no text": 1}
     assert not (tmp_path / "out" / "train.parquet").exists()
-    with pytest.raises(DataError, match=r"rows.jsonl:2: group is .*; accepted: a string or null; write a string"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: group is .*; accepted: a string or null; correct or"):
         prepare(tmp_path, PrepareText(), [{"text": "a"}, {"text": "b", "group": 1}])
 
 

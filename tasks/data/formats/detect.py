@@ -1,22 +1,23 @@
-"""Tells the format of a source from its first rows, says why, and refuses where two would do; renames its columns."""
+"""Tells the format of a source from its first rows, says why, and refuses where two would do; renames its columns.
 
+Before that a template may make the prompt of several columns; after it a row may be given a system turn.
+"""
+
+import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
-from itertools import combinations
+from functools import cached_property, lru_cache
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
-from tasks.data.formats.turns import images_are_not_read
-from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, is_nothing
+from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, images_are_not_read, is_nothing, named
 
 _NEAR = 3  # formats of which the message says why they do not fit
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
 # What formats read, and what says which rows are held out together.
 _KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
-_OTHER_WAY = "columns maps our name to the rows' column"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,17 @@ def detect(
     known = [BY_NAME[stated]] if stated else FORMATS
     fits = [_fit(each, rows, present, stated=stated is not None) for each in known]
     fitting = _best(fits, 1 if stated else len(rows) / 2)  # bad rows among good ones do not hide the format
-    if len(fitting) != 1:
-        raise DataError(f"{place}: {_undecided(fitting) if fitting else _misfit(fits, rows, present)}")
+    if len(fitting) > 1:
+        listed = ", ".join(
+            f"{each.format.name} ({each.words}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
+            for each in sorted(fitting, key=lambda each: min(each.rows))
+        )
+        raise DataError(
+            f"{place}: {len(fitting)} formats fit: {listed}; rows of one format are accepted; make a source of each, "
+            "or say with format=NAME (sources.NAME.format=...) as what all are read"
+        )
+    if not fitting:
+        raise DataError(f"{place}: {_misfit(fits, rows, present)}")
     best = fitting[0]
     return Detected(
         name=best.format.name, columns=columns or {}, stated=stated is not None,
@@ -146,39 +156,20 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
     return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _undecided(fits: Sequence[_Fit]) -> str:
-    which = "format=NAME (sources.NAME.format=...)"
-    number = "two" if len(fits) == 2 else str(len(fits))
-    if any(one.rows.isdisjoint(other.rows) for one, other in combinations(fits, 2)):
-        listed = ", ".join(
-            f"{each.format.name} ({each.words}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
-            for each in sorted(fits, key=lambda each: min(each.rows))
-        )
-        return (
-            f"its rows are of {number} formats: {listed}; rows of one format are accepted; "
-            f"make a source of each, or say with {which} as what all are read"
-        )
-    listed = ", ".join(f"{each.format.name} ({each.words})" for each in fits)
-    return f"{number} formats fit: {listed}; say which with {which}"
-
-
 def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str]) -> str:
     """Why none of some formats fits: what those that come nearest miss in the first row that is not of them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
-    listed = ", ".join(columns) or "none"
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
     problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:_NEAR])
     way = "name columns, such as columns={prompt: question}"
     if not present and columns:
         way = "fill them: they are null in all rows looked at"
-    elif len(columns) == 1 and any(isinstance(fields[columns[0]], str) for fields in rows if fields):
-        way = f"name it: columns={{text: {columns[0]}}}"
-    if len(fits) == 1:
-        return f"not of format={fits[0].format.name} ({problems}); columns found: {listed}; give its columns, or {way}"
+    elif len(columns) == 1:
+        way = f"name it, such as columns={{text: {columns[0]}}}"
     return (
-        f"no format fits the columns {listed}{problems and f' ({problems})'}; "
-        f"accepted: {', '.join(BY_NAME)}; {way}, or say which format is meant with format=NAME"
+        f"no format fits the columns {', '.join(columns) or 'none'}{problems and f' ({problems})'}; accepted: "
+        f"{', '.join(each.format.name for each in fits)}; {way}, or say which format is meant with format=NAME"
     )
 
 
@@ -198,9 +189,8 @@ def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     ours = {theirs: name for name, theirs in columns.items()}
     renamed = {ours.get(name, name): value for name, value in fields.items()}
     if len(renamed) < len(fields):
-        twice = next(name for name, count in Counter(ours.get(name, name) for name in fields).items() if count > 1)
-        found = f"columns makes two columns {twice!r} of this row"
-        raise BadRowError(found, accepted="one column of a name", remedy="rename or remove one of them")
+        ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
+        raise BadRowError(f"columns makes two columns {twice!r} of this row", accepted="one column of a name")
     return renamed
 
 
@@ -218,9 +208,9 @@ def check_direction(field: str, columns: Mapping[str, str], format: str | None) 
         # Prompts keep all columns for reward functions, which may have any name.
         if ours not in _KNOWN_NAMES and theirs in _KNOWN_NAMES and format != "prompts":
             raise ConfigError(
-                f"{field}.{ours}={theirs}: {ours!r} is no name that a format knows; {_OTHER_WAY}; "
-                f"state {_assigned(field, theirs, ours)} (or format=prompts, where the rows' column {theirs!r} is for "
-                f"a reward function that calls it {ours!r})"
+                f"{field}.{ours}={theirs}: {ours!r} is no name that a format knows; {_turned(field, theirs, ours)} "
+                f"(or format=prompts, where the rows' column {theirs!r} is for a reward function that calls it "
+                f"{ours!r})"
             )
 
 
@@ -228,21 +218,73 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
     """Refuses a rename of a column that the source lacks, or one that would put two columns in one place."""
     present = list(dict.fromkeys(str(name) for fields in sample for name in fields))
     for ours, theirs in columns.items():
-        turned = f"{_OTHER_WAY}: state {_assigned('columns', theirs, ours)}" if ours in present else ""
+        turned = f"; {_turned('columns', theirs, ours)}" if ours in present else ""
         if theirs not in present:
-            found = f"{theirs!r} is no column; there are: {', '.join(present)}; {turned or 'name one of these'}"
+            found = f"{theirs!r} is no column; there are: {', '.join(present)}{turned or '; name one of these'}"
         elif list(columns.values()).count(theirs) > 1:
             found = f"the column {theirs!r} is named twice; one name for a column is accepted; remove the other"
         elif ours in present and ours not in columns.values():
-            found = f"there is a column {ours!r} already; one column of a name is accepted; give the other one another "
-            found += "name as well"
-            if theirs in _KNOWN_NAMES and ours not in _KNOWN_NAMES:
-                found += f"; or, if it was meant so, {turned}"
+            found = f"there is a column {ours!r} already; one column of a name is accepted; rename the other one too"
+            found += turned if theirs in _KNOWN_NAMES and ours not in _KNOWN_NAMES else ""
         else:
             continue
         raise DataError(f"{place}: columns.{ours}={theirs}: {found}")
 
 
-def _assigned(field: str, ours: str, theirs: str) -> str:
+def _turned(field: str, ours: str, theirs: str) -> str:
     text = f"{field}.{ours}={theirs}"
-    return f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
+    quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
+    return f"columns maps our name to the rows' column: state {quoted}"
+
+
+# Prompts made of several columns, and the system turn that rows are given.
+
+_TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
+
+
+@lru_cache(maxsize=8)
+def placeholders(template: str) -> frozenset[str]:
+    """The columns that a prompt template names.
+
+    Raises:
+        ConfigError: it names none, or does more with one than to put it in.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"prompt_template: {error}; accepted: {_TEMPLATE}; write {{{{ for a brace") from error
+    names = [name for _, name, _, _ in parts if name is not None]
+    odd = [name for name in names if not name or name.isdigit() or set(name) & set(".[]")]
+    if odd or not names or any(form or conversion for _, _, form, conversion in parts):
+        found = f"the placeholder {{{odd[0]}}}" if odd else "a conversion or a format" if names else "no placeholder"
+        raise ConfigError(f"prompt_template: {found}; accepted: {_TEMPLATE}; name columns alone")
+    return frozenset(names)
+
+
+def with_prompt(fields: Fields, template: str) -> Fields:
+    """A row of the user whose ``prompt`` is the template, filled from the columns that it names; these go away.
+
+    Raises:
+        BadRowError: the row lacks one of them, or it holds no text.
+    """
+    names, accepted = placeholders(template), "the columns of prompt_template, as text, and no other prompt"
+    for name in sorted(names):
+        value = fields.get(name)
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            listed = ", ".join(sorted(map(str, fields))) or "none"
+            found = f"{name} is {named(value)}" if name in fields else f"no field {name!r} (fields: {listed})"
+            raise BadRowError(found, accepted=accepted, remedy="add it, or change the template")
+    if "prompt" in fields and "prompt" not in names:
+        raise BadRowError("prompt is there already", accepted=accepted, remedy="put {prompt} into the template")
+    made = template.format_map({name: fields[name] for name in names})
+    return {**{name: value for name, value in fields.items() if name not in names}, "prompt": made}
+
+
+def with_system(row: CanonicalRow, text: str) -> CanonicalRow:
+    """A row that begins with a system turn: its own, or this one."""
+    name = "messages" if "messages" in row else "prompt"
+    turns = row[name]
+    assert isinstance(turns, list), "rows of text have no turns"
+    if turns[0]["role"] == "system":
+        return row
+    return {**row, name: [{"role": "system", "content": text}, *turns]}

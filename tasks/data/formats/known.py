@@ -1,52 +1,57 @@
 """All formats in one table: how the rows of each are recognized, and how one becomes a row of its kind.
 
 Sources: alpaca is Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca, with ``system`` and ``history`` of
-LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518.
+LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518; transcript_preference is Bai et al. 2022,
+arXiv:2204.05862, github.com/anthropics/hh-rlhf; implicit_preference is TRL's ``extract_prompt``.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from lineage.artifact import Kind
-from tasks.data.formats.pairs import (
-    implicit_preference,
-    openai_preference,
-    oumi_preference,
-    preference,
-    recognize_transcripts,
-    sharegpt_ranking,
-    transcript_preference,
-)
 from tasks.data.formats.turns import (
-    Message,
-    answer,
-    conversation,
-    listed,
-    prompt,
-    sharegpt_turns,
-    spelling_of,
-    system_turn,
-)
-from tasks.data.formats.values import (
     BadRowError,
     CanonicalRow,
     Fields,
+    Message,
     add_tools,
+    answer,
     as_json,
     calls_json,
+    conversation,
     is_nothing,
+    listed,
     named,
     one_of,
+    optional_name,
+    prompt,
+    prompt_turns,
+    require_nothing_else,
     required,
+    sharegpt_turns,
+    spelling_of,
+    system_turn,
     text,
+    text_of,
+    whole_characters,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
 REST = "*"  # in a mapping: every column that it does not name
 
 _COMPLETION = ("completion", "response")
+_PROMPTS = ("question", "instruction", "query", "problem")  # as other sets call a prompt
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # what says which answers are wanted
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # of a transcript
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
+_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
+
+
+def _user(said: str) -> Message:
+    return {"role": "user", "content": said}
 
 
 def _text(fields: Fields) -> CanonicalRow:
@@ -54,7 +59,7 @@ def _text(fields: Fields) -> CanonicalRow:
 
 
 def _messages(fields: Fields) -> CanonicalRow:
-    messages = conversation(listed(required(fields, "messages"), "messages"), "messages")
+    messages = conversation(listed(fields, "messages"), "messages")
     return add_tools({"messages": messages}, fields, one_of(fields, ("tools", "functions")))
 
 
@@ -63,10 +68,13 @@ def _prompt_completion(fields: Fields) -> CanonicalRow:
     return add_tools({"messages": asked + answered}, fields)
 
 
+def _asked(fields: Fields) -> list[Message]:
+    return prompt(required(fields, "prompt", "empty prompt"), "prompt")
+
+
 def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
     name = one_of(fields, _COMPLETION)
-    asked = prompt(required(fields, "prompt", "empty prompt"), "prompt")
-    return asked, answer(required(fields, name, "no answer"), name)
+    return _asked(fields), answer(required(fields, name, "no answer"), name)
 
 
 def _alpaca(fields: Fields) -> CanonicalRow:
@@ -78,53 +86,45 @@ def _alpaca(fields: Fields) -> CanonicalRow:
         asked = text(more, "input", "empty prompt")
         if instruction != "":  # some sets have all they ask in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
-    output = text(required(fields, "output", "no answer"), "output", "no answer")
-    return add_tools({"messages": [*messages, {"role": "user", "content": asked}, *answer(output, "output")]}, fields)
+    output = answer(text_of(fields, "no answer", "output"), "output")
+    return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
 
 
 def _history(value: object) -> list[Message]:
-    accepted = '[["question", "answer"], ...]'
-    if is_nothing(value):
-        return []
-    if not isinstance(value, list):
-        raise BadRowError(f"history is {named(value)}", accepted=accepted)
+    pairs = [] if is_nothing(value) else value
+    if not isinstance(pairs, list):
+        raise BadRowError(f"history is {named(value)}", accepted='[["question", "answer"], ...]')
     messages: list[Message] = []
-    for index, pair in enumerate(value):
+    for index, pair in enumerate(pairs):
         where = f"history[{index}]"
         if not isinstance(pair, list) or len(pair) != 2:
             found = f"a list of {len(pair)}" if isinstance(pair, list) else named(pair)
-            raise BadRowError(f"{where} is {found}", accepted=accepted)
-        messages.append({"role": "user", "content": text(pair[0], f"{where}[0]", "empty prompt")})
+            raise BadRowError(f"{where} is {found}", accepted='[["question", "answer"], ...]')
+        messages.append(_user(text(pair[0], f"{where}[0]", "empty prompt")))
         messages += answer(text(pair[1], f"{where}[1]", "no answer"), f"{where}[1]")
     return messages
 
 
 def _sharegpt(fields: Fields) -> CanonicalRow:
-    turns = sharegpt_turns(fields)
-    return add_tools({"messages": conversation(turns, "conversations", spelling_of(turns))}, fields)
+    turns, spelling = sharegpt_turns(fields)
+    return add_tools({"messages": conversation(turns, "conversations", spelling)}, fields)
 
 
 def _reasoning(fields: Fields) -> CanonicalRow:
-    problem = _either(fields, ("problem", "question"), "empty prompt")
-    thinking = _either(fields, ("thinking", "reasoning"), "no thinking")
-    solution = _either(fields, ("solution", "answer"), "no answer")
+    problem = text_of(fields, "empty prompt", "problem", "question")
+    thinking = text_of(fields, "no thinking", "thinking", "reasoning")
+    solution = text_of(fields, "no answer", "solution", "answer")
     if "</think>" in thinking or "<think>" in solution:
-        raise BadRowError("the thinking or the solution has a <think> of its own", accepted="plain text")
+        raise BadRowError("the thinking or the solution has a <think> of its own")
     answered = answer(f"<think>\n{thinking}\n</think>\n\n{solution}", "solution")
-    return {"messages": [*system_turn(fields), {"role": "user", "content": problem}, *answered]}
-
-
-def _either(fields: Fields, names: tuple[str, str], empty: str) -> str:
-    name = one_of(fields, names)
-    return text(required(fields, name, empty), name, empty)
+    return {"messages": [*system_turn(fields), _user(problem), *answered]}
 
 
 def _function_calling(fields: Fields) -> CanonicalRow:
-    query = text(required(fields, "query", "empty prompt"), "query", "empty prompt")
+    query = text_of(fields, "empty prompt", "query")
     calls = calls_json(required(fields, "answers", "no answer"), "answers")
     required(fields, "tools")
-    messages = [{"role": "user", "content": query}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    return add_tools({"messages": messages}, fields)
+    return add_tools({"messages": [_user(query), {"role": "assistant", "content": "", "tool_calls": calls}]}, fields)
 
 
 def _unpaired(fields: Fields) -> CanonicalRow:
@@ -137,21 +137,20 @@ def _label(value: object, unjudged: str) -> bool:
     """Whether an answer is wanted; ``unjudged`` is the format of such rows without a label, for the message."""
     known = _LABELS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
     if known is None:
-        remedy = f"write one of these; if it is no judgement of the answer, set format={unjudged}"
+        remedy = f"correct it, or, if it is no judgement of the answer, set format={unjudged}"
         raise BadRowError(f"label is {named(value)}", "no label", "true or false, 1 or 0", remedy)
     return known
 
 
 def _messages_label(fields: Fields) -> CanonicalRow:
-    messages, judged = listed(required(fields, "messages"), "messages"), fields.get("label")
+    messages, judged = listed(fields, "messages"), fields.get("label")
     if judged is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         *before, last = messages
         judged = last.get("label")
         messages = [*before, {name: value for name, value in last.items() if name != "label"}]
     turns = conversation(messages, "messages")
     if turns[-1]["role"] != "assistant":
-        found = f"messages ends with the role {turns[-1]['role']!r}"
-        raise BadRowError(found, "no answer", "an answer at the end, which the label judges")
+        raise BadRowError(f"messages ends with the role {turns[-1]['role']!r}, not with an answer", "no answer")
     row: CanonicalRow = {"prompt": turns[:-1], "completion": turns[-1:], "label": _label(judged, "messages")}
     return add_tools(row, fields)
 
@@ -163,15 +162,169 @@ def _recognize_judged(fields: Fields) -> tuple[str, ...]:
 
 
 def _prompts(fields: Fields) -> CanonicalRow:
-    row: CanonicalRow = {"prompt": prompt(required(fields, "prompt", "empty prompt"), "prompt")}
+    row: CanonicalRow = {"prompt": _asked(fields)}
     others = {name: value for name, value in sorted(fields.items()) if name not in ("prompt", "tools", "group")}
-    reserved = sorted(RESERVED_COLUMNS & others.keys())
-    if reserved:
-        accepted = "columns of other names, which reward functions get as arguments"
-        raise BadRowError(f"the column {reserved[0]} is reserved", "reserved column", accepted)
+    if reserved := sorted(RESERVED_COLUMNS & others.keys()):
+        raise BadRowError(f"the column {reserved[0]} is reserved; rename it", "reserved column")
     if others:
         row["columns"] = as_json(others, f"one of {', '.join(others)}")
     return add_tools(row, fields)
+
+
+# Formats of preferences: a prompt, and two answers of which one is better.
+
+
+def _paired(asked: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
+    """A row of preferences; ``kind`` names what is wrong with the rejected answer, ``tools`` what it may call."""
+    if chosen == rejected:
+        raise BadRowError("chosen and rejected are the same", "nothing to prefer")
+    kind = optional_name(fields.get("kind"), "kind")
+    row: CanonicalRow = {"prompt": asked, "chosen": chosen, "rejected": rejected, "kind": kind}
+    if kind:
+        whole_characters(kind, "kind")
+    return add_tools(row, fields)
+
+
+def _answers(fields: Fields) -> tuple[object, object]:
+    return required(fields, "chosen", "no answer"), required(fields, "rejected", "no answer")
+
+
+def _preference(fields: Fields) -> CanonicalRow:
+    """The answers may be whole conversations that begin with the prompt."""
+    asked = required(fields, "prompt", "empty prompt")
+    chosen, rejected = _answers(fields)
+    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
+        end = common_beginning(chosen, rejected)
+        last = chosen[end - 1] if end else None
+        said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+        if end and asked == (said if isinstance(asked, str) else chosen[:end]):
+            asked, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    return _paired(prompt(asked, "prompt"), answer(chosen, "chosen"), answer(rejected, "rejected"), fields)
+
+
+def _implicit_preference(fields: Fields) -> CanonicalRow:
+    """What both answers begin with is the prompt."""
+    chosen, rejected = _answers(fields)
+    for name, value, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
+        if not isinstance(value, str | list) or (isinstance(other, list) and not isinstance(value, list)):
+            raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not of the format")
+    assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
+    end = common_beginning(chosen, rejected)
+    if not end:
+        raise BadRowError("chosen and rejected have no common beginning, and there is no prompt", "empty prompt")
+    asked = prompt(chosen[:end], "the common beginning")
+    return _paired(asked, answer(chosen[end:], "chosen"), answer(rejected[end:], "rejected"), fields)
+
+
+def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """How many turns, or characters, two answers begin with alike.
+
+    Of an answer something is left, and a space before it is part of it.
+    """
+    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
+    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end
+
+
+def _transcript_preference(fields: Fields) -> CanonicalRow:
+    """Both transcripts are whole and differ in their last answer; or the prompt is one, and the answers are not."""
+    said = dict(zip(("chosen", "rejected"), _answers(fields), strict=True))
+    for name, value in said.items():
+        if not isinstance(value, str):
+            raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
+    alone = _is_transcript(fields.get("prompt")) and not any(map(_is_transcript, said.values()))
+    asked = [_prompt_of(str(fields["prompt"]))] if alone else []
+    lasts: list[Message] = []
+    for name, value in said.items():
+        is_bare = alone and not re.match(r"\s*Assistant:", str(value))
+        *before, last = _turns_of(f"\n\nAssistant:{value}" if is_bare else str(value), name)
+        if last["role"] != "assistant" or (alone and before):
+            raise BadRowError(f"{name} ends with a turn of the {last['role']}, not with one answer", "wrong role order")
+        lasts.append(last)
+        asked += [] if alone else [before]
+    if not alone:
+        _require_one_beginning(fields, *asked)
+    left, right = (answer([last], name) for name, last in zip(said, lasts, strict=True))
+    return _paired(prompt_turns(asked[0], "the transcript"), left, right, fields)
+
+
+def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
+    """The columns that make a row a transcript: what they say decides, since other formats have their names too."""
+    names = [name for name in ("prompt", "chosen", "rejected") if name in fields]
+    found = [name for name in names if _is_transcript(fields[name])]
+    known = (["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"])
+    if not {"chosen", "rejected"} <= fields.keys() or found not in known:
+        return ()
+    return (*names, "turns of Human and Assistant")
+
+
+def _is_transcript(value: object) -> bool:
+    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
+
+
+def _turns_of(transcript: str, what: str) -> list[Message]:
+    """The turns of a transcript, without the white space around each."""
+    parts = _TURN.split(transcript)
+    if parts[0].strip() or len(parts) == 1:
+        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": _ROLES[role], "content": said.strip()} for role, said in pairs]
+
+
+def _prompt_of(transcript: str) -> list[Message]:
+    """The turns of a prompt; its ``Assistant:`` at the end says where the answer begins."""
+    turns = _turns_of(transcript, "prompt")
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list[Message]) -> None:
+    """That whole transcripts begin alike, and with what a prompt beside them says."""
+    if chosen != rejected:
+        pairs = zip(chosen, rejected, strict=False)
+        place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
+        found = f"chosen and rejected differ from turn {place + 1} on, before their last answers"
+        raise BadRowError(found, "another beginning")
+    given = fields.get("prompt")
+    users = [turn["content"] for turn in chosen if turn["role"] == "user"]
+    is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
+    is_same = isinstance(given, str) and (given.strip() in users or (is_begun and _prompt_of(given) == chosen))
+    if given is not None and not is_same:
+        raise BadRowError("prompt is not what chosen and rejected begin with", "another beginning")
+
+
+def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
+    """ShareGPT with two answers: ``conversations`` up to them, ``chosen`` and ``rejected`` as a turn each."""
+    turns, spelling = sharegpt_turns(fields)
+    asked, (chosen, rejected) = prompt_turns(turns, "conversations", spelling), _answers(fields)
+    left, right = answer(chosen, "chosen", spelling_of(chosen)), answer(rejected, "rejected", spelling_of(rejected))
+    return _paired(asked, left, right, fields)
+
+
+def _openai_preference(fields: Fields) -> CanonicalRow:
+    """As OpenAI's fine-tuning has them: ``input.messages``, ``preferred_output``, ``non_preferred_output``."""
+    given = required(fields, "input", "empty prompt")
+    if not isinstance(given, Mapping):
+        raise BadRowError(f"input is {named(given)}")
+    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last says nothing here
+    asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
+    names = ("preferred_output", "non_preferred_output")
+    left, right = (answer(required(fields, name, "no answer"), name) for name in names)
+    return _paired(asked, left, right, {**fields, "tools": given.get("tools")})
+
+
+def _oumi_preference(fields: Fields) -> CanonicalRow:
+    """As Oumi has them: ``messages`` up to the answers, ``chosen.messages``, ``rejected.messages``."""
+    asked = prompt_turns(listed(fields, "messages", "empty prompt"), "messages")
+    return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
+
+
+def _oumi_answer(fields: Fields, name: str) -> list[Message]:
+    """An answer as Oumi has it, or bare: a string, a turn, or a list of this one turn."""
+    given = required(fields, name, "no answer")
+    if not isinstance(given, Mapping) or "role" in given:
+        return answer(given, name)
+    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two name an answer
+    return answer(required(given, "messages", "no answer"), f"{name}.messages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +381,8 @@ class Format:
 
 _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 _ANSWER = '{"role": "assistant", "content": "..."}'
-_PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", "tools": "tools"}
+_TOOLS = {"tools": "tools"}
+_PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", **_TOOLS}
 
 FORMATS: tuple[Format, ...] = (
     Format(
@@ -243,10 +397,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
         accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
-        mapping={
-            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"),
-            "tools": "tools",
-        },
+        mapping={"prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_TOOLS},
         losing=frozenset({"label"}),
     ),
     Format(
@@ -254,14 +405,13 @@ FORMATS: tuple[Format, ...] = (
         accepted='{"instruction": "...", "input": "...", "output": "..."}',
         mapping={
             "instruction": "the user's turn", "input": "the user's turn, below the instruction",
-            "output": "the assistant's turn", "system": "the system's turn", "history": "earlier turns",
-            "tools": "tools",
+            "output": "the assistant's turn", "system": "the system's turn", "history": "earlier turns", **_TOOLS,
         },
     ),
     Format(
         name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
         accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
-        mapping={"conversations": "the conversation", "system": "its first turn", "tools": "tools"},
+        mapping={"conversations": "the conversation", "system": "its first turn", **_TOOLS},
     ),
     Format(
         name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
@@ -280,22 +430,20 @@ FORMATS: tuple[Format, ...] = (
         mapping={"query": "the user's turn", "tools": "tools", "answers": "the assistant's tool calls"},
     ),
     Format(
-        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=preference,
+        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
         accepted='{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages',
         mapping={"prompt": "prompt", **_PAIR},
     ),
     Format(
-        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=implicit_preference,
+        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=_implicit_preference,
         accepted='{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike',
         mapping={**_PAIR, "chosen": "prompt and chosen", "rejected": "prompt and rejected"},
         # Two texts mostly begin alike somehow: where a column may hold the prompt, it is to be named so.
-        losing=frozenset(
-            {"prompt", "question", "instruction", "query", "problem", "input", "messages", "conversations"}
-        ),
+        losing=frozenset({"prompt", "input", "messages", "conversations", *_PROMPTS}),
     ),
     Format(
-        name="transcript_preference", kind=Kind.PREFERENCES, by_value=recognize_transcripts,
-        read=transcript_preference,
+        name="transcript_preference", kind=Kind.PREFERENCES, by_value=_recognize_transcripts,
+        read=_transcript_preference,
         accepted=r'{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "\n\nHuman: ...\n\nAssistant: ..."} with '
         "one beginning and two last answers",
         mapping={
@@ -305,7 +453,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="sharegpt_ranking", kind=Kind.PREFERENCES, needs=("conversations", "chosen", "rejected"),
-        read=sharegpt_ranking,
+        read=_sharegpt_ranking,
         accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
         '"rejected": {"from": "gpt", "value": "..."}}',
         mapping={
@@ -315,7 +463,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="openai_preference", kind=Kind.PREFERENCES, needs=("input", "preferred_output", "non_preferred_output"),
-        read=openai_preference,
+        read=_openai_preference,
         accepted=f'{{"input": {{"messages": [...]}}, "preferred_output": [{_ANSWER}], '
         f'"non_preferred_output": [{_ANSWER}]}}',
         mapping={
@@ -324,7 +472,7 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     Format(
-        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=oumi_preference,
+        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=_oumi_preference,
         accepted='{"messages": [{"role": "user", "content": "..."}], '
         f'"chosen": {{"messages": [{_ANSWER}]}}, "rejected": {{"messages": [{_ANSWER}]}}}}',
         mapping={"messages": "prompt", **_PAIR},
@@ -332,15 +480,12 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
         accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
-        mapping={
-            "prompt": "prompt", "completion": "completion", "response": "completion", "label": "label",
-            "tools": "tools",
-        },
+        mapping={"prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_TOOLS},
     ),
     Format(
         name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,
         accepted=f'{{{_CHAT}, "label": true}}', losing=_JUDGED - {"label"},
-        mapping={"messages": "prompt, and the last turn as completion", "label": "label", "tools": "tools"},
+        mapping={"messages": "prompt, and the last turn as completion", "label": "label", **_TOOLS},
     ),
     Format(
         name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,

@@ -1,24 +1,219 @@
-"""Turns in the one form that chat templates take: a message, a conversation, a prompt, an answer."""
+"""Values, tools and turns in rows of any format: what is there, of the right type, readable, and in the one form that
+chat templates take.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from tasks.data.formats.values import (
-    BadRowError,
-    Fields,
-    calls_json,
-    is_blank,
-    is_nothing,
-    named,
-    parsed_json,
-    require_nothing_else,
-    required,
-    text,
-    whole_characters,
-)
+Fields = Mapping[str, object]
+CanonicalRow = dict[str, object]  # the columns of its kind, without ``row_id`` and without nulls
+
+_SHOWN = 40  # characters of a text in a message
+_SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
+_UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
+_BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+_OUTER = ("type", "id", "index")  # beside a function; the index is that of a part of a stream
+
+
+class BadRowError(Exception):
+    """The refusal of one row.
+
+    Args:
+        found: what is wrong, such as ``output is the number 42``.
+        reason: a few words to count by, such as ``no answer``.
+        accepted: what would be read; empty: a row of the format, which ``Format.convert`` fills in.
+    """
+
+    def __init__(self, found: str, reason: str = "not of the format", accepted: str = "", remedy: str = "") -> None:
+        found = found.encode(errors="backslashreplace").decode()  # it may quote what cannot be written
+        super().__init__(found, reason, accepted, remedy)
+        self.found, self.reason, self.accepted = found, reason, accepted
+        self.remedy = remedy or "correct or remove the row"
+
+    def __str__(self) -> str:
+        return f"{self.found}; accepted: {self.accepted}; {self.remedy}"
+
+
+def named(value: object) -> str:
+    """How a message calls a value that is not what belongs in its place."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return f"the boolean {str(value).lower()}"
+        case int() if value.bit_length() > 64:
+            return "a number of more than 64 bits"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f"the text {value if len(value) <= _SHOWN else value[:_SHOWN] + '...'!r}"
+        case list() | tuple():
+            return "a list"
+        case Mapping():
+            return "an object"
+    return f"of type {type(value).__name__}"
+
+
+def is_nothing(value: object) -> bool:
+    """Whether an optional field says nothing: tables have null or an empty value where a row lacks it."""
+    return value is None or value == "" or value == [] or value == {}
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text can be seen."""
+    return not text.strip(_UNSEEN)
+
+
+def required(fields: Fields, name: str, missing: str = "missing field") -> object:
+    """A field that has to be there; a row without it is counted as ``missing``."""
+    if name not in fields:
+        raise BadRowError(f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})", missing)
+    return fields[name]
+
+
+def one_of(fields: Fields, names: Sequence[str]) -> str:
+    """Which of several names of one column a row uses."""
+    used = [name for name in names if not is_nothing(fields.get(name))]
+    if len(used) > 1:
+        raise BadRowError(f"{' and '.join(used)} are both there")
+    return (used or [name for name in names if name in fields] or list(names))[0]
+
+
+def require_nothing_else(value: Mapping[str, object], known: Container[str | None], what: str) -> None:
+    """Refuses what would be lost, such as arguments of another name."""
+    extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
+    if extra:
+        raise BadRowError(f"{what} has {', '.join(extra)}", "unknown field")
+
+
+def text(value: object, what: str, empty: str) -> str:
+    """A text that says something; a row without it is counted as ``empty``."""
+    if not isinstance(value, str):
+        raise BadRowError(f"{what} is {named(value)}", empty if value is None else "not text")
+    if is_blank(value):
+        raise BadRowError(f"{what} is empty", empty)
+    return whole_characters(value, what)
+
+
+def text_of(fields: Fields, empty: str, *names: str) -> str:
+    """The text of a required column, which may have one of several names."""
+    name = one_of(fields, names)
+    return text(required(fields, name, empty), name, empty)
+
+
+def optional_name(value: object, what: str, reason: str = "not text") -> str | None:
+    """A short text that may be null or empty, such as the cell of a table."""
+    if not (value is None or isinstance(value, str)):
+        raise BadRowError(f"{what} is {named(value)}", reason, "a string or null")
+    return value or None
+
+
+def whole_characters(value: str, what: str) -> str:
+    """A text that can be written as UTF-8: JSON can spell half a surrogate pair, which is no character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        place = f"at character {error.start}"
+        raise BadRowError(f"{what} has half a surrogate pair {place}", "half a surrogate pair") from error
+    return value
+
+
+def parsed_json(value: str, what: str, reason: str) -> object:
+    """What a column holds as JSON text."""
+    try:
+        return json.loads(value, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"{what} is not JSON: {error}", reason) from error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return made
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def as_json(value: object, what: str) -> str:
+    """JSON with the keys in the order in which the user has them: it is text that a model reads or writes."""
+    try:
+        return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
+    except (TypeError, ValueError, RecursionError) as error:
+        cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
+        raise BadRowError(f"{what} is no JSON value: {cause}") from error
+
+
+def canonical(value: object) -> str:
+    """One text for equal rows."""
+    return _CANONICAL.encode(value)
+
+
+def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:
+    """The row, with the tools of a user's column where it holds some."""
+    listed = [] if is_nothing(fields.get(name)) else _items(fields[name], name, _BAD_TOOLS, _BAD_TOOLS)
+    tools = [_function(tool, f"{name}[{index}]", _BAD_TOOLS) for index, tool in enumerate(listed)]
+    if tools:
+        bare = [function if outer is not function else _without_type(function) for outer, function in tools]
+        row["tools"] = as_json([{"type": "function", "function": each} for each in bare], name)
+    return row
+
+
+def _without_type(function: Mapping[str, object]) -> Mapping[str, object]:
+    return {key: item for key, item in function.items() if key != "type"}
+
+
+def calls_json(value: object, what: str) -> str:
+    """JSON text of at least one call; one that is no JSON is counted as unclosed: mostly it ends too early."""
+    calls = _items(value, what, _BAD_CALL, _UNCLOSED)
+    if not calls:
+        raise BadRowError(f"{what} is empty", "no answer")
+    return as_json([_call(call, f"{what}[{index}]") for index, call in enumerate(calls)], what)
+
+
+def _call(value: object, what: str) -> Mapping[str, object]:
+    outer, function = _function(value, what, _BAD_CALL)
+    require_nothing_else(function, ("name", "arguments", *(_OUTER if outer is function else ())), what)
+    name = optional_name(outer.get("id"), f"{what} id", _BAD_CALL)
+    arguments = {} if is_nothing(function.get("arguments")) else function["arguments"]
+    if isinstance(arguments, str):
+        arguments = parsed_json(arguments, f"{what} arguments", _UNCLOSED)
+    if not isinstance(arguments, Mapping):
+        raise BadRowError(f'{what} arguments is {named(arguments)}, not an object such as {{"a": 1}}', _BAD_CALL)
+    call = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **({"id": name} if name else {}), "function": call}
+
+
+def _items(value: object, what: str, reason: str, not_json: str) -> list[object]:
+    """Of a list, of one object, or of their JSON text."""
+    if isinstance(value, str):
+        value = parsed_json(value, what, not_json)
+    if not isinstance(value, Mapping | list):
+        raise BadRowError(f'{what} is {named(value)}, not a list of {{"name": ...}}', reason)
+    return [value] if isinstance(value, Mapping) else value
+
+
+def _function(value: object, what: str, reason: str) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """A tool or a call, and the function of it: the same where it is bare."""
+    if not isinstance(value, Mapping):
+        raise BadRowError(f"{what} is {named(value)}", reason)
+    if value.get("type") not in (None, "function"):
+        raise BadRowError(f"{what} type is {named(value['type'])}, not 'function'", reason)
+    function = value.get("function", value)
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]):
+        raise BadRowError(f'{what} names no function, as in {{"name": "f"}}', reason)
+    if function is not value:
+        require_nothing_else(value, ("function", *_OUTER), what)
+    return value, function
+
 
 Message = dict[str, object]
 """``role`` and ``content``; where it has them ``name``, ``tool_call_id``, and ``tool_calls`` as JSON text."""
@@ -33,33 +228,30 @@ class Spelling(NamedTuple):
 
 OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
 
-_CALL = "function_call"  # a role of ShareGPT: the content is the JSON text of the calls
+_CALL_ROLE = "function_call"  # a role of ShareGPT: the content is the JSON text of the calls
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 _CALLS = ("tool_calls", "function_call")  # the second as OpenAI had it before
-_OPEN, _CLOSE, _UNCLOSED = "<tool_call>", "</tool_call>", "unclosed tool call"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"), _CALL: _CALL,
+    **dict.fromkeys(("observation", "function_response"), "tool"), _CALL_ROLE: _CALL_ROLE,
 }  # fmt: skip
-_START, _CALLED = "start", "calls"
+_START, _CALLED = "at the beginning", "after a tool call that no tool answered"
 _NEXT = {  # what a turn was -> what may follow
-    _START: ("system", "user"),
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    _CALLED: ("tool",),
-    "tool": ("tool", "assistant", "user"),
-}
+    _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
+    _CALLED: ("tool",), "tool": ("tool", "assistant", "user"),
+}  # fmt: skip
 
 
-def listed(value: object, what: str) -> object:
-    """Turns as a table of texts has them: as JSON text of a list."""
+def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
+    """Turns of a required column; a table of texts has them as JSON text of a list."""
+    value = required(fields, name, missing)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        return parsed_json(value, what, "no messages")
+        return parsed_json(value, name, "no messages")
     return value
 
 
@@ -71,19 +263,18 @@ def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[
     return messages
 
 
-def prompt(value: object, what: str) -> list[Message]:
-    """What an assistant answers: a string is what a user says."""
+def prompt(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+    """Turns that end where an assistant answers; a string is what a user says."""
     if not isinstance(value, list):
         return [{"role": "user", "content": text(value, what, "empty prompt")}]
-    return prompt_turns(value, what)
+    return prompt_turns(value, what, spelling)
 
 
 def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """Turns that end where an assistant answers."""
+    """The same without strings."""
     messages = _turns(value, what, spelling, "empty prompt")
     if messages[-1]["role"] not in ("user", "tool"):
-        found = f"{what} ends with the role {messages[-1]['role']!r}"
-        raise BadRowError(found, "wrong role order", "a prompt that ends with a user message")
+        raise BadRowError(f"{what} ends with the role {messages[-1]['role']!r}, not with 'user'", "wrong role order")
     return messages
 
 
@@ -94,8 +285,9 @@ def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Messag
     whole = isinstance(value, Mapping)
     messages = [_message(value, what, spelling)] if whole else _each(value, what, spelling, "no answer")
     if [message["role"] for message in messages] != ["assistant"]:
-        found = f"{what} has messages of {', '.join(str(message['role']) for message in messages)}"
-        raise BadRowError(found, "wrong role order", "one assistant message", "move what precedes it to prompt")
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise BadRowError(f"{what} has messages of {roles}; what precedes the answer belongs to prompt",
+                          "wrong role order")  # fmt: skip
     return messages
 
 
@@ -105,13 +297,13 @@ def system_turn(fields: Fields) -> list[Message]:
     return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
 
 
-def sharegpt_turns(fields: Fields) -> object:
-    """The turns, after what the column ``system`` says."""
-    turns, system = listed(required(fields, "conversations"), "conversations"), fields.get("system")
-    if is_nothing(system) or not isinstance(turns, list):
-        return turns
+def sharegpt_turns(fields: Fields) -> tuple[object, Spelling]:
+    """The turns, after what the column ``system`` says, and how they are written."""
+    turns, system = listed(fields, "conversations"), fields.get("system")
     spelling = spelling_of(turns)
-    return [{spelling.role: "system", spelling.content: system}, *turns]
+    if is_nothing(system) or not isinstance(turns, list):
+        return turns, spelling
+    return [{spelling.role: "system", spelling.content: system}, *turns], spelling
 
 
 def spelling_of(turns: object) -> Spelling:
@@ -165,38 +357,31 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
     """A turn in our form; refused where it says nothing, or something that would be lost."""
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}")
-    role = _role(value, what, spelling)
-    content, where = value.get(spelling.content), f"{what} {spelling.content}"
+    said = _key(value, spelling.role, what, "unknown role")
+    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        found = f"{what} has the role {named(said).removeprefix('the text ')}"
+        raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
+    where = f"{what} {spelling.content}"
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
-    if role == _CALL:
+    if role == _CALL_ROLE:
+        content = value.get(spelling.content)
         made: Message = {"role": "assistant", "content": "", "tool_calls": calls_json(content, where)}
     elif calls:
-        said = "" if is_nothing(content) else _content(content, where, role)
-        made = {"role": role, "content": said, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
-    elif spelling.content not in value:
-        raise _without(value, spelling.content, what, _EMPTY[role])
+        content = value.get(spelling.content)
+        written = "" if is_nothing(content) else _content(content, where, role)
+        made = {"role": role, "content": written, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
     else:
-        made = {"role": role, "content": _content(content, where, role)}
+        made = {"role": role, "content": _content(_key(value, spelling.content, what, _EMPTY[role]), where, role)}
     if len(value) > 2:
         _add_rest(made, value, what, {spelling.role, spelling.content, calls})
     return made
 
 
-def _role(value: Mapping[str, object], what: str, spelling: Spelling) -> str:
-    if spelling.role not in value:
-        raise _without(value, spelling.role, what, "unknown role")
-    said = value[spelling.role]
-    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
-    if role is None:
-        raise BadRowError(
-            f"{what} has the role {named(said).removeprefix('the text ')}", "unknown role", ", ".join(_ROLES)
-        )
-    return role
-
-
-def _without(value: Mapping[str, object], name: str, what: str, reason: str) -> BadRowError:
-    found = f"{what} has no {name!r} (it has: {', '.join(sorted(map(str, value)))})"
-    return BadRowError(found, reason, remedy=f"add {name!r}")
+def _key(value: Mapping[str, object], name: str, what: str, missing: str) -> object:
+    if name not in value:
+        raise BadRowError(f"{what} has no {name!r} (it has: {', '.join(sorted(map(str, value)))})", missing)
+    return value[name]
 
 
 def _content(value: object, what: str, role: str) -> str:
@@ -217,7 +402,7 @@ def _answer_text(value: object, what: str) -> str:
         left = _WRITTEN.sub("", content)
         for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
             if mark in left:
-                raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED, "calls that begin and end")
+                raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED)
     return content
 
 
@@ -226,11 +411,9 @@ def _part(value: object, what: str) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         raise images_are_not_read(f"{what} is of type {kind!r}")
-    written = value.get("text") if isinstance(value, Mapping) else None
-    if kind != "text" or not isinstance(written, str):
-        of_type = named(str(kind)).removeprefix("the text ")
-        found = named(value) if kind is None else "without text" if kind == "text" else f"of type {of_type}"
-        raise BadRowError(f"{what} is {found}", "not text", 'a string, or a list of {"type": "text", "text": "..."}')
+    written = value.get("text") if isinstance(value, Mapping) and kind == "text" else None
+    if not isinstance(written, str):
+        raise BadRowError(f'{what} is {named(value)}, not {{"type": "text", "text": "..."}}', "not text")
     return written
 
 
@@ -247,7 +430,7 @@ def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[s
     for key in [key for key in rest if key == "name" or (key == "tool_call_id" and made["role"] == "tool")]:
         item = rest.pop(key)
         if not isinstance(item, str):
-            raise BadRowError(f"{what} {key} is {named(item)}", "not text", "a string")
+            raise BadRowError(f"{what} {key} is {named(item)}", "not text")
         made[key] = whole_characters(item, f"{what} {key}")
     require_nothing_else(rest, (), what)
 
@@ -257,19 +440,12 @@ def _check_order(messages: Sequence[Message], what: str) -> None:
     for index, turn in enumerate(messages):
         role = str(turn["role"])
         if role not in _NEXT[before]:
-            raise _misplaced(f"{what}[{index}] has the role {role!r}", before)
+            after = before if before in (_START, _CALLED) else f"after {before!r}"
+            found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
+            raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
         before = _CALLED if "tool_calls" in turn else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
-
-
-def _misplaced(found: str, before: str) -> BadRowError:
-    expected = f"{' or '.join(_NEXT[before])} there"
-    if before == _CALLED:
-        return BadRowError(f"{found} after a tool call that no tool answered", _UNCLOSED, expected)
-    return BadRowError(
-        f"{found} {'at the beginning' if before == _START else f'after {before!r}'}", "wrong role order", expected
-    )
 
 
 def _check_answered(messages: Sequence[Message], what: str) -> None:
@@ -287,4 +463,4 @@ def _check_answered(messages: Sequence[Message], what: str) -> None:
     elif len(answered) < len(calls):
         problem = f"calls {len(calls)} functions, of which {len(answered)} answered"
     if problem:
-        raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED, "a tool turn for each call")
+        raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED)

@@ -2,9 +2,11 @@
 and measured.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -14,20 +16,16 @@ import pyarrow.compute as pc
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.detect import Detected, detect
-from tasks.data.formats.prompting import with_prompt, with_system
-from tasks.data.formats.values import BadRowError, CanonicalRow, Fields, optional_name
+from tasks.data.formats.detect import Detected, detect, with_prompt, with_system
+from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
 from tasks.data.kinds import ROW_KINDS, texts_of
-from tasks.data.preparing.near_duplicates import BANDS, band_hashes
-from tasks.data.preparing.report import Remark
-from tasks.data.preparing.row_split import canonical, content_hash, key_of, key_share
+from tasks.data.preparing.repeats import BANDS, band_hashes
+from tasks.data.preparing.report import Remark, SourceReport
 from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import TextChunk
 from tasks.data.reading.read import read_chunks
 
 GROUP = "group"
 _MAX_RAW = 2000  # characters of a bad row in the file of rejects
-MAX_PLACES = 5  # of rows that a remark names
 KEYS = pa.schema(
     [
         ("place", pa.int64()),
@@ -52,21 +50,6 @@ _BEYOND = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reject:
-    """A row that cannot be used.
-
-    Args:
-        place: among all rows of its chunk, good and bad, from 0.
-    """
-
-    place: int
-    where: str
-    reason: str
-    problem: str
-    raw: str
-
-
 @dataclass(kw_only=True)
 class Converted:
     """A chunk's rows.
@@ -76,17 +59,18 @@ class Converted:
         rows: the good ones as an Arrow stream: it takes no work to write it.
         keys: one row for each of them: ``place`` among all rows of the chunk, ``content`` and ``share`` (their hashes),
             ``bytes`` of text, and the bands of near-duplicates.
+        rejects: rows that cannot be used, each after its place among all rows of the chunk.
         remarks, ignored: as in the report of the source.
-        splits: what of plain text was a row.
+        split_by: what of a plain text was a row.
     """
 
+    split_by: str | None
     count: int = 0
     rows: pa.Buffer | None = None
     keys: pa.RecordBatch | None = None
-    rejects: list[Reject] = field(default_factory=list)
+    rejects: list[tuple[int, Broken]] = field(default_factory=list)
     remarks: dict[str, Remark] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
-    splits: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,89 +90,63 @@ class ConvertRows:
     detected: Detected | None = None
 
     def __call__(self, chunk: Chunk) -> Converted:
-        found = Converted(splits={chunk.split_by} if isinstance(chunk, TextChunk) else set())
+        found = Converted(split_by=chunk.split_by)
         rows: list[CanonicalRow] = []
-        places: list[int] = []
-        named: list[tuple[int, int]] = []  # content and share of each
+        named: list[tuple[int, int, int]] = []  # place, content and share of each
         shapes: Counter[tuple[str, ...]] = Counter()
+        group_column = self.detected.columns.get(GROUP, GROUP) if self.detected else GROUP
         for place, entry in enumerate(chunk.rows()):
             found.count += 1
             if isinstance(entry, Broken):
-                found.rejects.append(
-                    Reject(place=place, where=entry.where, reason=entry.reason, problem=entry.problem, raw=entry.raw)
-                )
+                found.rejects.append((place, entry))
                 continue
             try:
-                fields = templated(entry.fields, self.prompt_template)
-                group = optional_name(fields.get(self._group_column), "group")
-                row = self._row(fields)
+                fields = with_prompt(entry.fields, self.prompt_template) if self.prompt_template else entry.fields
+                group = optional_name(fields.get(group_column), "group")
+                if self.detected is None:
+                    raise _NOT_DETECTED
+                row = self.detected.convert(fields)
                 share = key_share(group or key_of(row), self.seed)
             except BadRowError as error:
-                found.rejects.append(_reject(place, entry, error))
+                found.rejects.append((place, _reject(entry, error)))
                 continue
             shapes[tuple(fields)] += 1
             if self.system_prompt is not None:
                 row = with_system(row, self.system_prompt)
             rows.append(row)
-            places.append(place)
-            named.append((content_hash(canonical(row)), share))
-            _note(found.remarks, row, entry.where)
-        self._finish(found, rows, places, named)
-        self._count_ignored(found, shapes)
-        return found
-
-    def _row(self, fields: Fields) -> CanonicalRow:
-        if self.detected is None:
-            raise _NOT_DETECTED
-        return self.detected.convert(fields)
-
-    @property
-    def _group_column(self) -> str:
-        return self.detected.columns.get(GROUP, GROUP) if self.detected else GROUP
-
-    def _finish(
-        self, found: Converted, rows: list[CanonicalRow], places: list[int], named: list[tuple[int, int]]
-    ) -> None:
-        if not rows:
-            return
-        batch = record_batch(rows, ROW_KINDS[self.kind].schema.remove(0))  # the first is the id
-        texts = texts_of(batch)
-        bands = np.ascontiguousarray(band_hashes(texts).T)
-        found.keys = pa.record_batch(
-            [
-                pa.array(places, pa.int64()),
-                pa.array([content for content, _ in named], pa.uint64()),
-                pa.array([share for _, share in named], pa.uint64()),
-                pc.binary_length(texts).cast(pa.int64()),
-                *map(pa.array, bands),
-            ],
-            KEYS,
-        )
-        found.rows = stream_of(batch)
-
-    def _count_ignored(self, found: Converted, shapes: Mapping[tuple[str, ...], int]) -> None:
+            named.append((place, content_hash(canonical(row)), share))
+            for words in remarks(row):
+                found.remarks.setdefault(words, Remark()).add(1, [entry.where])
         for names, count in shapes.items():
             assert self.detected
-            read = {*self.detected.read_columns(dict.fromkeys(names)), self._group_column}
+            read = {*self.detected.read_columns(dict.fromkeys(names)), group_column}
             found.ignored.update({name: count for name in names if name not in read})
+        if rows:
+            batch = record_batch(rows, ROW_KINDS[self.kind].schema.remove(0))  # the first is the id
+            found.rows, found.keys = _stream_of(batch), _keys(batch, named)
+        return found
 
 
-def templated(fields: Fields, template: str | None) -> Fields:
-    """A row as its format sees it: with the prompt that the user's template makes of its columns."""
-    return fields if template is None else with_prompt(fields, template)
+def _keys(batch: pa.RecordBatch, named: Sequence[tuple[int, int, int]]) -> pa.RecordBatch:
+    texts = texts_of(batch)
+    numbers = [pa.array(each, KEYS.field(at).type) for at, each in enumerate(zip(*named, strict=True))]
+    bands = map(pa.array, np.ascontiguousarray(band_hashes(texts).T))
+    return pa.record_batch([*numbers, pc.binary_length(texts).cast(pa.int64()), *bands], KEYS)
 
 
-def stream_of(batch: pa.RecordBatch) -> pa.Buffer:
+def _reject(row: Row, error: BadRowError) -> Broken:
+    return Broken(
+        where=row.where, found=error.found, reason=error.reason, accepted=error.accepted, remedy=error.remedy,
+        raw=json.dumps(dict(row.fields), default=str)[:_MAX_RAW],
+    )  # fmt: skip
+
+
+def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
     """A batch as an Arrow stream of its own; many of them, one behind the other, are a file."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
-
-
-def _reject(place: int, row: Row, error: BadRowError) -> Reject:
-    raw = json.dumps(dict(row.fields), default=str)[:_MAX_RAW]
-    return Reject(place=place, where=row.where, reason=error.reason, problem=str(error), raw=raw)
 
 
 def remarks(row: CanonicalRow) -> tuple[str, ...]:
@@ -215,14 +173,6 @@ def _texts(row: CanonicalRow) -> list[str]:
     return texts
 
 
-def _note(noted: dict[str, Remark], row: CanonicalRow, where: str) -> None:
-    for words in remarks(row):
-        remark = noted.setdefault(words, Remark())
-        remark.count += 1
-        if len(remark.places) < MAX_PLACES:
-            remark.places.append(where)
-
-
 SAMPLE = 1000  # rows that are looked at
 
 
@@ -243,6 +193,15 @@ class Opened:
     def kind(self) -> Kind | None:
         """What the rows become."""
         return self.detected.format.kind if self.detected else None
+
+    def report(self) -> SourceReport:
+        """Of no row yet."""
+        return SourceReport(
+            path=self.source.path,
+            format=self.detected.name if self.detected else "unknown",
+            evidence=self.detected.evidence if self.detected else "not one of the first rows can be read",
+            mapping=self.detected.mapping if self.detected else {},
+        )
 
     def refusal(self, accepted: Kind, remedy: str) -> DataError:
         """That they are of another kind than ``accepted``; the remedy says where that is set, and what else to do."""
@@ -277,20 +236,14 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
         for entry in chunk.rows():
             count += 1
             if isinstance(entry, Row) and len(sample) < SAMPLE:
-                sample += _templated(entry.fields, template)
+                with suppress(BadRowError):  # named when all rows are read
+                    sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
     if not count:
         raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
     detected = detect(sample, source.path, columns=source.columns, stated=source.format) if sample else None
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
-
-
-def _templated(fields: Fields, template: str | None) -> list[Fields]:
-    try:
-        return [templated(fields, template)]
-    except BadRowError:  # named when all rows are read
-        return []
 
 
 def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:
@@ -311,14 +264,29 @@ def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(parts, fields=fields), type=kind)
 
 
-def conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Prepared rows in the schema of now: data of an earlier version had fewer columns."""
-    if batch.schema.equals(schema):
-        return batch
-    return pa.record_batch([_conformed(batch, field) for field in schema], schema)
+# The identity of rows.
 
 
-def _conformed(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    if field.name not in batch.schema.names:
-        return pa.nulls(len(batch), field.type)
-    return batch.column(field.name).cast(field.type)
+def content_hash(text: str) -> int:
+    """64 bits of a row's canonical text; in hexadecimal digits they are the row's id."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+def key_of(row: CanonicalRow) -> str:
+    """What a row is held out together with, if it does not say: all answers to one prompt, else what is equal to it.
+
+    An answer to a prompt that was seen in training measures little.
+    """
+    if "prompt" in row:
+        return canonical(row["prompt"])
+    turns = row.get("messages")
+    if isinstance(turns, list):
+        last_answer = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
+        if any(turn["role"] == "user" for turn in turns[:last_answer]):
+            return canonical(turns[:last_answer])
+    return canonical(row)
+
+
+def key_share(key: str, seed: int) -> int:
+    """Where in [0, 2^64) the rows of one key lie, whatever other rows there are: the lowest are held out."""
+    return content_hash(f"{seed}:{key}")

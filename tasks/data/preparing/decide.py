@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -16,19 +17,20 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Source
 from lineage.errors import DataError
+from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing.convert_rows import MAX_PLACES
-from tasks.data.preparing.database import lot, number
 from tasks.data.preparing.options import Prepare
-from tasks.data.preparing.report import Remark
-from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
+from tasks.data.preparing.report import MAX_PLACES, Remark
 from tasks.data.preparing.staging import StagedSource, Staging
 from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
 
 _OUTSIDE, _UNSAMPLED, _BETWEEN = "outside the slice", "not in the sample", "between the sides"
+_UNMIXED = "left out by the mixture"
+_PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
+_MEMORY = "256MB"  # twice that is held beside it, by Python, Arrow and the rows of a batch
 
 
 @dataclass(kw_only=True)
@@ -36,55 +38,84 @@ class Decided:
     """What was decided of the rows that are not bad.
 
     Args:
-        dropped: slot -> reason -> rows that go nowhere.
         known: rows that there were before.
         duplicates: rows that say what an earlier one says.
         lowest: the smallest share of a row, in [0, 1]: a ``held_out`` above it holds out one at least.
-        parted: slot -> copies of a row that are not where their group is, but where the row is.
+        repeated: how often the mixture takes a row once more.
+        as_read: whether rows are written in the order in which they were read.
     """
 
-    dropped: dict[str, dict[str, int]]
     known: int
     duplicates: int
     lowest: float
-    parted: dict[str, Remark]
+    repeated: int
+    as_read: bool
+
+
+def open_database(directory: Path, threads: int) -> DuckDBPyConnection:
+    """An empty one in a scratch directory: it decides over narrow columns, in bounded memory, and spills to the disk.
+
+    It draws by hashes that stay what they are from one version of DuckDB to the next, and every order is total.
+    """
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "memory_limit": _MEMORY, "temp_directory": str(directory / "spilled"), "threads": threads,
+        "autoinstall_known_extensions": False,
+    }  # fmt: skip
+    connection = duckdb.connect(str(directory / "decide.duckdb"), config=config)
+    connection.execute("SET enable_progress_bar = false")  # it would be drawn on stdout, where results are
+    return connection
+
+
+def _number(connection: DuckDBPyConnection, query: str) -> int:
+    """The one number that a query gives."""
+    [(found,)] = connection.execute(query).fetchall()
+    return int(found)
+
+
+def _lot(seed: int, column: str) -> str:
+    """SQL of a hash in [0, 2^64) by which rows are drawn."""
+    return f"md5_number_lower('{seed}:' || {column})"
 
 
 def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> Decided:
-    """Makes the table ``sided`` of the rows that are used and new.
+    """Makes the table ``placed`` (row, held_out, row_id, position) of the rows that are used and new; reports the rest.
 
     Args:
         connection: its table ``old`` (row_id, held_out) has the rows that there were before.
+    Raises:
+        DataError: a slot has nothing to mix.
     """
     connection.read_parquet(str(staging.keys)).create_view("keys")
     connection.execute("CREATE TABLE selected (row BIGINT, slot INT, place BIGINT, content UBIGINT, share UBIGINT)")
-    dropped = {slot: _select(connection, source) for slot, source in staging.sources.items()}
+    slots = list(staging.sources.values())
+    for staged in slots:
+        _select(connection, staged)
     _name(connection)
-    parted = _split(connection, options)
+    for slot, count, places in _split(connection, options):
+        slots[slot].report.remarks[_PARTED] = Remark(count=count, places=places)
     between = connection.execute("SELECT slot, count(*) FROM sided WHERE held_out IS NULL GROUP BY slot").fetchall()
-    slots = list(staging.sources)
     for slot, count in between:
-        dropped[slots[slot]][_BETWEEN] = count
+        slots[slot].report.dropped[_BETWEEN] = count
+    repeated, as_read = _arrange(connection, staging, options)
     return Decided(
-        dropped=dropped,
-        known=number(connection, "SELECT count(*) FROM named SEMI JOIN old USING (row_id)"),
-        duplicates=number(connection, "SELECT count(*) FROM sided WHERE copy > 0"),
-        lowest=number(connection, f"SELECT coalesce(min(share), {_SHARES - 1}) FROM named") / _SHARES,
-        parted={slots[slot]: Remark(count=count, places=places) for slot, count, places in parted},
-    )
+        known=_number(connection, "SELECT count(*) FROM named SEMI JOIN old USING (row_id)"),
+        duplicates=_number(connection, "SELECT count(*) FROM sided WHERE copy > 0"),
+        lowest=_number(connection, f"SELECT coalesce(min(share), {_SHARES - 1}) FROM named") / _SHARES,
+        repeated=repeated, as_read=as_read,
+    )  # fmt: skip
 
 
-def _select(connection: DuckDBPyConnection, staged: StagedSource) -> dict[str, int]:
+def _select(connection: DuckDBPyConnection, staged: StagedSource) -> None:
     """Takes the rows of a source's slice and sample; counts the others."""
-    source = staged.source
+    source, report = staged.source, staged.report
     inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
-    dropped = {_OUTSIDE: staged.rows_read - (staged.stop - staged.start)}
+    dropped = {_OUTSIDE: report.rows_read - (staged.stop - staged.start)}
     sample = ""
     if source.sample_count is not None:
-        dropped[_UNSAMPLED] = max(0, number(connection, f"SELECT count(*) {inside}") - source.sample_count)
-        sample = f"ORDER BY {lot(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
+        dropped[_UNSAMPLED] = max(0, _number(connection, f"SELECT count(*) {inside}") - source.sample_count)
+        sample = f"ORDER BY {_lot(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
     connection.execute(f"INSERT INTO selected SELECT row, slot, place, content, share {inside} {sample}")
-    return {reason: count for reason, count in dropped.items() if count}
+    report.dropped |= {reason: count for reason, count in dropped.items() if count}
 
 
 def _name(connection: DuckDBPyConnection) -> None:
@@ -175,27 +206,8 @@ def _weights(counts: Mapping[str, int], options: Prepare) -> Mapping[str, float]
     return options.proportions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arranged:
-    """What the mixture did.
-
-    Args:
-        left_out: slot -> training rows that it has no room for.
-        repeated: how often it takes a row once more.
-        as_read: whether rows are written in the order in which they were read.
-    """
-
-    left_out: Mapping[str, int]
-    repeated: int
-    as_read: bool
-
-
-def arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> Arranged:
-    """Makes, of the table ``sided``, the table ``placed``: row, held_out, row_id, position.
-
-    Raises:
-        DataError: a slot has nothing to mix.
-    """
+def _arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> tuple[int, bool]:
+    """Makes, of the table ``sided``, the table ``placed``; returns ``repeated`` and ``as_read`` of ``Decided``."""
     found = dict(connection.execute("SELECT slot, count(*) FROM sided WHERE NOT held_out GROUP BY slot").fetchall())
     have = {slot: found.get(source.number, 0) for slot, source in staging.sources.items()}
     want = mixed_counts(have, options)
@@ -205,8 +217,10 @@ def arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare) 
     _take(connection, have, want, options.seed)
     placed = "SELECT row, held_out, row_id, row AS position FROM taken" if as_read else _positions(sources)
     connection.execute(f"CREATE TABLE placed AS {placed} ORDER BY row")
-    left_out = {slot: have[slot] - want[slot] for slot in have if want[slot] < have[slot]}
-    return Arranged(left_out=left_out, repeated=repeated, as_read=as_read)
+    for slot, staged in staging.sources.items():
+        if want[slot] < have[slot]:
+            staged.report.dropped[_UNMIXED] = have[slot] - want[slot]
+    return repeated, as_read
 
 
 def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping[str, int], seed: int) -> None:
@@ -220,7 +234,7 @@ def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping
     )
     connection.execute(
         f"CREATE TABLE taken AS WITH drawn AS (SELECT *, row_number() OVER (PARTITION BY slot ORDER BY "
-        f"{lot(seed, 'row_id')}, row) AS rank FROM sided JOIN mixture USING (slot) WHERE NOT held_out), "
+        f"{_lot(seed, 'row_id')}, row) AS rank FROM sided JOIN mixture USING (slot) WHERE NOT held_out), "
         "repeated AS (SELECT *, unnest(range(want // have + (rank <= want % have)::INT)) AS repetition FROM drawn) "
         f"SELECT row, slot, place, held_out, repetition, CASE WHEN repetition = 0 THEN row_id "
         f"ELSE {CONTENT} || '-' || (copy + repetition * copies) END AS row_id FROM repeated "
@@ -243,7 +257,7 @@ def _key(source: Source) -> str:
     """SQL of what a source's rows are ordered by: their places, moved by up to ``shuffle_buffer`` rows, or anywhere."""
     if source.shuffle_seed is None:
         return "place::DOUBLE"
-    share = f"{lot(source.shuffle_seed, 'place')} / {2**64}::DOUBLE"
+    share = f"{_lot(source.shuffle_seed, 'place')} / {2**64}::DOUBLE"
     return share if source.shuffle_buffer is None else f"place + {share} * {source.shuffle_buffer}"
 
 
@@ -278,7 +292,7 @@ def draw_old(connection: DuckDBPyConnection, given: Input, share: float, seed: i
         given: its fingerprint is in the choice, so that each generation replays others.
         num_new: training rows that are new.
     """
-    trained = number(connection, "SELECT count(*) FROM old WHERE NOT held_out")
+    trained = _number(connection, "SELECT count(*) FROM old WHERE NOT held_out")
     count = round(num_new * share / (1 - share)) if num_new else trained
     connection.execute(
         f"CREATE TABLE again AS SELECT number FROM old WHERE NOT held_out "

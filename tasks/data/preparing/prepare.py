@@ -16,19 +16,14 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import LABEL_NAMES, kind_of_columns, messages_of, texts_of, tools_of
+from tasks.data.kinds import HELD_OUT, LABEL_NAMES, RESTING, TRAIN, kind_of_columns, messages_of, texts_of, tools_of
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing import leakage, near_duplicates
 from tasks.data.preparing.convert_rows import ConvertRows, Opened
-from tasks.data.preparing.database import open_database
-from tasks.data.preparing.decide import Arranged, Decided, arrange, decide, draw_old, old_rows, read_old
-from tasks.data.preparing.leakage import NamedSet
-from tasks.data.preparing.near_duplicates import BANDS
+from tasks.data.preparing.decide import Decided, decide, draw_old, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
-from tasks.data.preparing.report import DataReport, Lengths, SourceReport, write_reports
-from tasks.data.preparing.row_split import HELD_OUT, RESTING, TRAIN
-from tasks.data.preparing.staging import Rejects, StagedSource, Staging, settle_rejects, stage
-from tasks.data.preparing.write import SideFiles, placed_rows
+from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
+from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
+from tasks.data.preparing.staging import MAX_SHOWN, SideFiles, Staging, placed_rows, settle_rejects, stage
 from tasks.data.tokens.template import Template
 from tasks.recipe import Input, Inputs
 
@@ -54,35 +49,44 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     ctx.output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
         staging = stage(sources, convert, workers, Path(scratch), opened)
-        report = _report_of_bad_rows(staging, options, ctx.output_dir)
+        report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
+        _settle_bad_rows(staging, report, options, ctx.output_dir)
         with open_database(Path(scratch), workers) as connection:
             read_old(connection, inputs.get(REPLAY))
             decided = decide(connection, staging, options)
-            arranged = arrange(connection, staging, options)
-            report.counts |= _write(connection, staging, options, inputs, ctx.output_dir, decided, arranged)
-            count_dropped(report, decided, arranged)
-            check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
+            report.counts |= _write(connection, staging, options, inputs, ctx.output_dir, decided)
+            for source in report.sources.values():
+                source.rows_used = source.rows_read - sum(source.dropped.values())
+            report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
+            _check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
     write_reports(report, ctx.output_dir)
-    log_report(report)
-    _require_both(options, report, decided.lowest)
+    _log_report(report)
+    stated = f"held_out={options.held_out} of {report.counts['rows']} rows leaves none"
+    if not report.counts["held_out_rows"]:
+        raise DataError(f"{stated} to measure on; give more rows or groups, or a held_out above {decided.lowest:.3f}")
+    if not report.counts["train_rows"]:
+        raise DataError(f"{stated} to train on; give more rows or groups, or a smaller held_out")
     return {name: float(count) for name, count in report.counts.items()}
 
 
-def _report_of_bad_rows(staging: Staging, options: Prepare, directory: Path) -> DataReport:
-    """The report of what was read.
+def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> None:
+    """Reports the bad rows.
 
     Raises:
-        DataError: more of it is bad than may be.
+        DataError: more are bad than may be; the report is written all the same.
     """
-    rejects = settle_rejects(staging, directory)
-    report = DataReport(counts={}, sources=reports_of(staging, rejects), rejects=rejects.name)
-    if rejects.count > options.max_bad_rows:
+    shown = settle_rejects(staging, directory / REJECTS)
+    report.rejects = REJECTS if shown else None
+    count = sum(sum(source.dropped.values()) for source in report.sources.values())
+    if count > options.max_bad_rows:
         num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
-        report.counts |= {"rows": num_rows - rejects.count, "dropped": rejects.count}
+        report.counts |= {"rows": num_rows - count, "dropped": count}
         write_reports(report, directory)
-        log_report(report)
-        raise rejects.refusal(num_rows)
-    return report
+        _log_report(report)
+        more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
+        listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
+        where = f"all of them are in {directory / REJECTS}"
+        raise DataError(f"{listed}\n{where}; mend them, or leave them out with max_bad_rows={count}")
 
 
 def _write(
@@ -92,14 +96,13 @@ def _write(
     inputs: Inputs,
     directory: Path,
     decided: Decided,
-    arranged: Arranged,
 ) -> dict[str, int]:
     """Writes new rows and old ones; returns how many there are."""
     replay, share = inputs.get(REPLAY), options.replay_share
     files = SideFiles(directory, options.produces, (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT))
-    for side, rows in placed_rows(connection, staging, as_read=arranged.as_read):
+    for side, rows in placed_rows(connection, staging, as_read=decided.as_read):
         files.write(side, rows)
-    new = files.counts[TRAIN] + files.counts[HELD_OUT] - arranged.repeated
+    new = files.counts[TRAIN] + files.counts[HELD_OUT] - decided.repeated
     counts = {"rows": new + decided.known}
     if share:
         counts |= {"new_rows": new, "replayed_rows": 0}
@@ -109,60 +112,15 @@ def _write(
             files.write(side, rows)
     files.close()
     counts |= {"train_rows": files.counts[TRAIN], "held_out_rows": files.counts[HELD_OUT]}
-    if arranged.repeated:
-        counts["repeated_rows"] = arranged.repeated
+    if decided.repeated:
+        counts["repeated_rows"] = decided.repeated
     return {**counts, "duplicates": decided.duplicates}
-
-
-def _require_both(options: Prepare, report: DataReport, lowest: float) -> None:
-    stated = f"held_out={options.held_out} of {report.counts['rows']} rows leaves none"
-    if not report.counts["held_out_rows"]:
-        raise DataError(f"{stated} to measure on; give more rows or groups, or a held_out above {lowest:.3f}")
-    if not report.counts["train_rows"]:
-        raise DataError(f"{stated} to train on; give more rows or groups, or a smaller held_out")
 
 
 logger = logging.getLogger(__name__)
 
-_UNMIXED = "left out by the mixture"
-_PARTED = "away from its group, beside the row that it is a copy of"
 
-
-def reports_of(staging: Staging, rejects: Rejects) -> dict[str, SourceReport]:
-    """What was read of each slot, and what of it is bad."""
-    reports = {slot: _report_of(staged) for slot, staged in staging.sources.items()}
-    for slot, report in reports.items():
-        report.dropped |= dict(sorted(rejects.reasons[slot].items()))
-    return reports
-
-
-def _report_of(staged: StagedSource) -> SourceReport:
-    detected = staged.detected
-    return SourceReport(
-        path=staged.source.path,
-        format=detected.name if detected else "unknown",
-        evidence=detected.evidence if detected else "not one of the first rows can be read",
-        mapping=detected.mapping if detected else {},
-        split_by=" or ".join(sorted(staged.splits)) or None,
-        rows_read=staged.rows_read,
-        remarks=staged.remarks,
-        ignored_columns=dict(sorted(staged.ignored.items())),
-    )
-
-
-def count_dropped(report: DataReport, decided: Decided, arranged: Arranged) -> None:
-    """Adds what became of the rows that are not bad."""
-    for slot, source in report.sources.items():
-        source.dropped |= decided.dropped[slot]
-        if slot in arranged.left_out:
-            source.dropped[_UNMIXED] = arranged.left_out[slot]
-        if slot in decided.parted:
-            source.remarks[_PARTED] = decided.parted[slot]
-        source.rows_used = source.rows_read - sum(source.dropped.values())
-    report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
-
-
-def log_report(report: DataReport) -> None:
+def _log_report(report: DataReport) -> None:
     """One line for each source, and for each thing about it that a user may want to know."""
     for slot, source in report.sources.items():
         read = ", ".join(f"{column} -> {meaning}" for column, meaning in source.mapping.items())
@@ -176,7 +134,7 @@ def log_report(report: DataReport) -> None:
     logger.info(" ".join(f"{name}={count}" for name, count in report.counts.items()))
 
 
-def check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: Input | None, directory: Path) -> None:
+def _check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: Input | None, directory: Path) -> None:
     """Adds to the report what is found; nothing is dropped for it.
 
     Args:
@@ -187,13 +145,13 @@ def check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: In
     connection.execute(
         f"CREATE VIEW near_keys AS SELECT row AS ordinal, content, row_id, {bands} FROM keys JOIN placed USING (row)"
     )
-    report.counts["near_duplicate_rows"], report.near_duplicates = near_duplicates.find(
+    report.counts["near_duplicate_rows"], report.near_duplicates = find_near_duplicates(
         connection, "near_keys", directory
     )
     files = [directory / side for side in (TRAIN, HELD_OUT)]
     report.lengths = _lengths(files, tokenizer)
     train, held_out = (NamedSet(name=file.stem, file=file) for file in files)
-    report.counts["leaked_rows"], report.leakage = leakage.find([train], [held_out], connection, directory)
+    report.counts["leaked_rows"], report.leakage = find_leakage([train], [held_out], connection, directory)
     report.counts |= _labels(connection, train.file)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lineage.html import html_page
+from lineage.markup import html_page
 
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
+MAX_PLACES = 5  # of rows that a remark names
 NUM_LISTED = 20  # of near-duplicates and overlaps in a report; files beside it hold all
 
 
@@ -26,6 +27,10 @@ class Remark:
 
     count: int = 0
     places: list[str] = field(default_factory=list)
+
+    def add(self, count: int, places: Sequence[str]) -> None:
+        self.count += count
+        self.places += places[: MAX_PLACES - len(self.places)]
 
 
 @dataclass(kw_only=True)
@@ -202,99 +207,99 @@ PAGE = "report.html"
 _WIDTH, _HEIGHT, _BOTTOM = 900, 220, 24  # of the histogram; its bottom holds the lengths
 _NUM_LABELS = 10
 
-Cell = str | int | float
+Section = tuple[str, Sequence[str | tuple[str, str]]]
+"""A title, and lines, or names with their values."""
+
+
+def sections(
+    report: DataReport, kept: Path | None, bad_rows: Sequence[str] = (), num_bad_rows: int = 0
+) -> Iterator[Section]:
+    """What a report says, for the screen and the page.
+
+    Args:
+        kept: the folder of the files that hold all of what is listed; None: they were not kept.
+        bad_rows: the first of them, ``place: problem``.
+    """
+    for slot, source in report.sources.items():
+        yield f"{slot}: {source.path}" if len(report.sources) > 1 else source.path, list(_source(source))
+    lengths = [("lengths", report.lengths.described())] if report.lengths else []
+    yield "all rows", [*((name.replace("_", " "), str(count)) for name, count in report.counts.items()), *lengths]
+    near = [f"{pair.row_id} is like {pair.other_row_id}: {pair.similarity:.2f}" for pair in report.near_duplicates]
+    overlaps = [
+        f"{each.held_out_row_id} of {each.held_out_set}: {each.kind} {each.shared:.2f}, {each.train_row_id} of "
+        f"{each.train_set}"
+        for each in report.leakage
+    ]
+    for title, lines, count, file in (
+        ("bad rows", bad_rows, num_bad_rows, report.rejects),
+        ("near-duplicates", near, report.counts.get("near_duplicate_rows", 0), NEAR_DUPLICATES),
+        ("leakage", overlaps, report.counts.get("leaked_rows", 0), LEAKAGE),
+    ):
+        where = "--out DIR keeps" if kept is None else f"{kept / str(file)} has"
+        if lines:
+            yield (
+                title,
+                [*lines, *([f"and {count - len(lines)} more; {where} all of them"] if count > len(lines) else [])],
+            )
+        elif title == "bad rows" and file:
+            yield title, [f"{where} all of them"]
+    if report.labels:
+        yield "labels", report.labels.described()
+        for number, sample in enumerate(report.labels.samples, start=1):
+            yield f"sample {number}: what is trained stands in ⟦ ⟧", sample.splitlines()
+
+
+def _source(source: SourceReport) -> Iterator[tuple[str, str]]:
+    def counts(numbers: Mapping[str, int]) -> str:
+        return ", ".join(f"{what}: {count}" for what, count in numbers.items())
+
+    yield "format", f"{source.format} ({source.evidence})"
+    for column, becomes in source.mapping.items():
+        yield f"  {column}", f"-> {becomes}"
+    if source.split_by:
+        yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
+    yield "rows", f"{source.rows_read} read, {source.rows_used} used"
+    if source.dropped:
+        yield "left out", counts(source.dropped)
+    for what, remark in source.remarks.items():
+        yield what, f"{remark.count} row{'s' * (remark.count != 1)}, such as {', '.join(remark.places)}"
+    if source.ignored_columns:
+        yield "columns not read", counts(source.ignored_columns)
 
 
 def write_reports(report: DataReport, directory: Path) -> None:
     """``report.json`` and ``report.html``."""
     report.write(directory)
-    (directory / PAGE).write_text(render(report), encoding="ascii")
+    (directory / PAGE).write_text(render(report, sections(report, Path())), encoding="ascii")
 
 
-def render(report: DataReport, *, is_kept: bool = True) -> str:
-    """The page, in pure ASCII.
-
-    Args:
-        is_kept: whether the files that hold all of what is listed lie beside it.
-    """
-    counts = "".join(f"<div><b>{count}</b>{_text(_words(name))}</div>" for name, count in report.counts.items())
+def render(report: DataReport, shown: Iterable[Section]) -> str:
+    """The page, in pure ASCII."""
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    histogram = _histogram(report.lengths) if report.lengths else ""
+    body = "".join(_section(title, rows) + histogram * (title == "all rows") for title, rows in shown)
     return html_page(
         title="data report", style=f"\n{style}", policy="default-src 'none'; style-src 'unsafe-inline'",
-        body=f'<h1>data report</h1>\n<div id="counts">{counts}</div>\n{"".join(_sections(report, is_kept))}',
+        body=f"<h1>data report</h1>\n{body}",
     )  # fmt: skip
 
 
-def _sections(report: DataReport, is_kept: bool) -> Iterator[str]:
-    if report.rejects:
-        yield _section(
-            "bad rows", f"<p>All of them, with what is wrong, are in <code>{_text(report.rejects)}</code>.</p>"
-        )
-    for slot, source in report.sources.items():
-        yield _source(slot, source)
-    if report.lengths:
-        yield _lengths(report.lengths)
-    if report.labels:
-        yield _labels(report.labels)
-    if report.near_duplicates:
-        yield _near_duplicates(report, is_kept)
-    if report.leakage:
-        yield _leakage(report, is_kept)
-
-
-def _source(slot: str, source: SourceReport) -> str:
-    body = f"<p>Read as <b>{_text(source.format)}</b>: {_text(source.evidence)}.</p>"
-    if source.split_by:
-        body += f"<p>Each {_text(source.split_by)} is a row.</p>"
-    body += f"<p>{source.rows_used} of {source.rows_read} rows are used.</p>"
-    body += _counted("column", "becomes", source.mapping)
-    body += _counted("not used because", "rows", source.dropped)
-    remarks = [(what, remark.count, ", ".join(remark.places)) for what, remark in source.remarks.items()]
-    body += _table(("used all the same", "rows", "such as"), remarks)
-    body += _counted("column that nothing reads", "rows", source.ignored_columns)
-    return _section(f"{slot}: {source.path}", body)
-
-
-def _near_duplicates(report: DataReport, is_kept: bool) -> str:
-    rows = [(pair.row_id, pair.other_row_id, pair.similarity) for pair in report.near_duplicates]
-    note = "<p class=muted>Rows that say nearly the same as an earlier one. All of them are used.</p>"
-    note += _more(len(rows), report.counts.get("near_duplicate_rows", 0), NEAR_DUPLICATES, is_kept)
-    return _section("near-duplicates", note + _table(("row", "is like", "similarity"), rows))
-
-
-def _leakage(report: DataReport, is_kept: bool) -> str:
-    rows = [
-        (each.held_out_row_id, each.held_out_set, each.kind, each.shared, each.train_row_id, each.train_set)
-        for each in report.leakage
-    ]
-    names = ("held-out row", "of", "shares", "part", "with training row", "of")
-    note = "<p class=muted>What is measured on these rows is memory. All of them are used.</p>"
-    note += _more(len(rows), report.counts.get("leaked_rows", 0), LEAKAGE, is_kept)
-    return _section("leakage", note + _table(names, rows))
-
-
-def _more(num_listed: int, count: int, file: str, is_kept: bool) -> str:
-    """Where the rows are that are not listed; nothing where all are."""
-    place = f"<code>{file}</code> has" if is_kept else "<code>posttrain data --out DIR</code> keeps"
-    return f"<p>The first {num_listed} of {count}; {place} all of them.</p>" if count > num_listed else ""
-
-
-def _labels(labels: Labels) -> str:
-    body = _table(("", ""), labels.described())
-    body += "".join(f"<pre>{_text(sample)}</pre>" for sample in labels.samples)
-    return _section("labels: what stands in \u27e6 \u27e7 is trained", body)
-
-
-def _lengths(lengths: Lengths) -> str:
-    unit = f"tokens of {lengths.tokenizer}" if lengths.tokenizer else lengths.unit
-    body = f"<p>{_text(lengths.described())}</p>{_histogram(lengths)}"
-    return _section(f"lengths in {unit}", body)
+def _section(title: str, rows: Iterable[str | tuple[str, str]]) -> str:
+    escape = html.escape
+    cells = (
+        f'<td colspan="2">{escape(row)}' if isinstance(row, str) else f"<td>{escape(row[0])}</td><td>{escape(row[1])}"
+        for row in rows
+    )
+    table = "".join(f"<tr>{each}</td></tr>" for each in cells)
+    return f"<section><h2>{escape(title)}</h2><table>{table}</table></section>\n"
 
 
 def _histogram(lengths: Lengths) -> str:
     wide, high = _WIDTH / len(lengths.counts), _HEIGHT - _BOTTOM
     bar = max(wide - 2, 1)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="histogram of lengths">']
+    unit = html.escape(f"tokens of {lengths.tokenizer}" if lengths.tokenizer else lengths.unit)
+    parts = [f"<section><h2>lengths in {unit}</h2>"]
+    parts.append(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="histogram of lengths">')
     for place, count in enumerate(lengths.counts):
         tall = high * count / max(lengths.counts)
         first, last = lengths.edges[place], lengths.edges[place + 1] - 1
@@ -306,31 +311,4 @@ def _histogram(lengths: Lengths) -> str:
     step = max(1, -(-len(lengths.counts) // _NUM_LABELS))
     for place in range(0, len(lengths.counts), step):
         parts.append(f'<text x="{place * wide:.1f}" y="{_HEIGHT - 6}">{lengths.edges[place]}</text>')
-    return "".join([*parts, "</svg>"])
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{body}</section>\n"
-
-
-def _counted(name: str, value: str, rows: Mapping[str, Cell]) -> str:
-    return _table((name, value), rows.items())
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table; nothing where there are no rows."""
-    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    head = "".join(f"<th>{_text(name)}</th>" for name in names)
-    return f"<table><tr>{head}</tr>{body}</table>" if body else ""
-
-
-def _cell(value: Cell) -> str:
-    return f"<td>{_text(value)}</td>" if isinstance(value, str) else f'<td class="number">{value}</td>'
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _text(value: str) -> str:
-    return html.escape(value)
+    return "".join([*parts, "</svg></section>\n"])

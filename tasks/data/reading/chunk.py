@@ -1,27 +1,14 @@
-"""What readers hand on: pieces of a source that another process can take apart into rows."""
+"""What readers hand on: rows, and what is none, in pieces that another process can take apart; and parts of splits."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
-_OBJECT = "one JSON object per row"
-_ICONV = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
-_REFUSALS = {  # by reason: what is accepted, and the remedy
-    "not JSON": (_OBJECT, "correct or remove it"),
-    "not an object": (_OBJECT, "correct or remove it"),
-    "nested too deep": (_OBJECT, "correct or remove it"),
-    "number too large": (_OBJECT, "write it as text, in quotes"),
-    "cut short": ("the whole row or file", "write or download it again, or remove the row"),
-    "line too long": ("one row per line", "end the lines with a line feed, or split the row"),
-    "not UTF-8": ("UTF-8", _ICONV),
-    "not readable": ("text in UTF-8 and times of our calendar", "correct or remove the row"),
-    "number of cells": (
-        "one cell per column", "put a cell that holds the separator or a line break in quotes, or correct the row"
-    ),
-    "quotes": ("a cell that holds a quote stands in quotes, and doubles it", "correct or remove the row"),
-    "rows in a cell": ("one row per line, or text in quotes", "close the quote, or double those of the text"),
-    "not a mapping": ("a function that yields mappings of column names to values", "yield a dict"),
-}  # fmt: skip
+from lineage.errors import ConfigError, DataError
+from lineage.text_split import SplitBy
+
+SHOWN_BYTES = 200  # of what is no row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,39 +25,122 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A place where a row should be and is none: half a line, bytes that are no text, a table's odd cell.
+    """A place where a row should be and is none, or one that cannot be used.
 
     Args:
         found: what is wrong.
-        reason: a few words to count by, such as ``not JSON``; what is accepted and the remedy follow from it.
+        reason: a few words to count by, such as ``not JSON``.
         raw: the beginning of what was found.
-        remedy: a closer one.
     """
 
     where: str
     found: str
     reason: str
     raw: str
-    remedy: str = ""
+    accepted: str = "one JSON object per row, in UTF-8"
+    remedy: str = "correct or remove the row"
 
     @property
     def problem(self) -> str:
         """What was found; what is accepted; the remedy."""
-        accepted, remedy = _REFUSALS[self.reason]
-        return f"{self.found}; accepted: {accepted}; {self.remedy or remedy}"
+        return f"{self.found}; accepted: {self.accepted}; {self.remedy}"
 
 
-class Chunk(Protocol):
-    """Some consecutive rows of a source, not yet parsed. Can be pickled."""
-
-    def rows(self) -> Iterator[Row | Broken]: ...
+Rows = Iterator[Row | Broken]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParsedChunk:
+class Chunk:
+    """Some consecutive rows of a source, not yet parsed. Can be pickled.
+
+    Args:
+        rows: parses them: a ``partial`` of a function of a module.
+        split_by: what of a plain text is a row.
+    """
+
+    rows: Callable[[], Rows]
+    split_by: SplitBy | None = None
+
+
+def parsed(*entries: Row | Broken, split_by: SplitBy | None = None) -> Chunk:
     """Rows that came as such, from a reader whose library parses them."""
+    return Chunk(rows=partial(iter, entries), split_by=split_by)
 
-    entries: tuple[Row | Broken, ...]
 
-    def rows(self) -> Iterator[Row | Broken]:
-        yield from self.entries
+def shown(raw: bytes) -> str:
+    """The beginning of what is no row, as far as it is text."""
+    return raw[:SHOWN_BYTES].decode(errors="replace")
+
+
+def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
+    """Of a line that does not decode."""
+    found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
+    remedy = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
+    return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
+
+
+def no_rows(name: str, found: str) -> DataError:
+    """Of a file without a row."""
+    return DataError(f"{name}{found}; at least one row is accepted; write it again or leave it out")
+
+
+def two_columns(name: str, column: str) -> DataError:
+    """Of a table."""
+    return DataError(f"{name}: two columns are named {column!r}; one of each name is accepted; rename one")
+
+
+def no_split(name: str, split: str, splits: Iterable[str]) -> ConfigError:
+    """Of a directory that has other splits."""
+    return ConfigError(f"{name}: no split {split!r} in it; it has {', '.join(splits)}; set split to one of them")
+
+
+_SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+_PARTS = "a split, or a part of one in rows or percent, such as train[:1000], train[90%:] or train[-100:]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A part of some rows, as ``datasets`` understands it: percent are rounded to the nearest row.
+
+    Args:
+        text: as the user wrote it, for messages.
+        start, stop: rows, or percent such as ``90%``; negative: from the end.
+    """
+
+    text: str
+    start: str
+    stop: str
+
+    @property
+    def last(self) -> int | None:
+        """How many rows from the beginning hold the slice; None: that depends on how many there are."""
+        return int(self.stop) if self.start.isdecimal() and self.stop.isdecimal() else None
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """Indices of the first row and of the one after the last, of so many rows.
+
+        Raises:
+            DataError: it leaves none.
+        """
+        start, stop = _index(self.start, count), _index(self.stop, count)
+        if start >= stop:
+            raise DataError(f"split={self.text!r} of {count} rows leaves none; give a part that has at least one row")
+        return start, stop
+
+
+def parse_split(text: str) -> tuple[str, Slice | None]:
+    """The name of a split and the part of it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = _SPLIT.fullmatch(text)
+    if not found or any(bound and bound.endswith("%") and abs(int(bound[:-1])) > 100 for bound in found.groups()[1:]):
+        raise ConfigError(f"split={text!r}: {_PARTS} is accepted; write it so")
+    name, start, stop = found.groups()
+    return name, Slice(text=text, start=start or "0", stop=stop or "100%") if text != name else None
+
+
+def _index(bound: str, count: int) -> int:
+    place = round(int(bound[:-1]) * count / 100) if bound.endswith("%") else int(bound)
+    return min(max(place + count if bound.startswith("-") else place, 0), count)

@@ -2,113 +2,90 @@
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
 from lineage.errors import DataError
-from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, no_rows, opened
+from tasks.data.reading.chunk import SHOWN_BYTES, Broken, Chunk, Row, Rows, no_rows, two_columns
+from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, MOST, opened
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk
-_MAX_COLUMNS = 10_000
-_MAX_CELLS = 1_000_000  # of one row that is wrong: separators in text count too
-_SHOWN = 200  # characters
 _QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
+_ACCEPTED = f"one cell in UTF-8 per column; {_QUOTES}, and one that holds a separator or a line break stands in quotes"
 
 _Line = tuple[int, Sequence[str] | str]
 """Number of a row's first line, and its cells; or what is wrong with its quotes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellsChunk:
-    """Rows of a table that is text."""
-
-    name: str
-    columns: tuple[str, ...]
-    separator: str
-    lines: tuple[_Line, ...]
-
-    def rows(self) -> Iterator[Row | Broken]:
-        for number, cells in self.lines:
-            where = f"{self.name}:{number}"
-            broken = self._broken(where, number, cells)
-            named = zip(self.columns, cells, strict=False)
-            yield broken or Row(fields=dict(named), where=where)
-
-    def _broken(self, where: str, number: int, cells: Sequence[str] | str) -> Broken | None:
-        fault = self._fault(number, cells)
-        if fault is None:
-            return None
-        raw = "" if isinstance(cells, str) else ",".join(cells)[:_SHOWN].encode(errors="replace").decode()
-        return Broken(where=where, reason=fault[0], found=fault[1], raw=raw)
-
-    def _fault(self, number: int, cells: Sequence[str] | str) -> tuple[str, str] | None:
-        """The reason, and what was found."""
-        if isinstance(cells, str):
-            return "quotes", cells
-        if len(cells) != len(self.columns):
-            return "number of cells", f"{len(cells)} cells, and the header has {len(self.columns)}"
-        for place, cell in enumerate(cells):
-            if "\n" in cell and self._holds_rows(cell, place):
-                first = number + sum(each.count("\n") for each in cells[:place])
-                last = first + cell.count("\n")
-                found = f"a cell holds line breaks and separators as if rows were in it: lines {first} to {last}"
-                return "rows in a cell", found
-        for column, cell in zip(self.columns, cells, strict=True):
-            if byte := _stray_byte(cell):
-                return "not UTF-8", f"byte {byte:#04x} in column {column!r} is not UTF-8"
-        return None
-
-    def _holds_rows(self, cell: str, place: int) -> bool:
-        """Whether every line of a cell, with what surrounds the cell, would be a row of its own.
-
-        Prose has spaces behind its commas; a text of two lines says too little.
-        """
-        lines = cell.split("\n")
-        last = len(self.columns) - 1
-        expected = [last - place, *[last] * (len(lines) - 2), place]
-        return (
-            len(lines) > 2
-            and last > 0
-            and f"{self.separator} " not in cell
-            and [line.count(self.separator) for line in lines] == expected
-        )
-
-
-def read_csv(path: Path, name: str) -> Iterator[Chunk]:
+def read_csv(path: Path, name: str, separator: str = ",") -> Iterator[Chunk]:
     """Cells between commas."""
-    return _read(path, name, ",")
-
-
-def read_tsv(path: Path, name: str) -> Iterator[Chunk]:
-    """Cells between tabs."""
-    return _read(path, name, "\t")
-
-
-def _read(path: Path, name: str, separator: str) -> Iterator[Chunk]:
     with opened(path, name) as stream:
         # Bytes that are no UTF-8 pass as half surrogates, which UTF-8 never yields, until their row is known.
         text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         lines = _lines(text, name, separator)
         columns = _header(next(lines, None), name, separator)
-        chunk = partial(CellsChunk, name=name, columns=columns, separator=separator)
         pending, size, found = list[_Line](), 0, False
         for line in lines:
             if len(line[1]) != len(columns) and (breaks := "".join(line[1]).count("\n")):
-                fault = f"{len(line[1])} cells, and the header has {len(columns)}"
-                raise _swallowed(name, fault, line[0], line[0] + breaks)
+                raise _swallowed(name, _odd_count(line[1], columns), line[0], line[0] + breaks)
             pending.append(line)
             size += sum(map(len, line[1]))
             if size >= BLOCK_BYTES or len(pending) == _MAX_ROWS:
-                yield chunk(lines=tuple(pending))
+                yield Chunk(rows=partial(_rows, name, columns, separator, pending))
                 pending, size, found = [], 0, True
         if pending:
-            yield chunk(lines=tuple(pending))
+            yield Chunk(rows=partial(_rows, name, columns, separator, pending))
         elif not found:
-            raise no_rows(name, "a header alone")
+            raise no_rows(name, ": a header alone")
+
+
+def read_tsv(path: Path, name: str) -> Iterator[Chunk]:
+    """Cells between tabs."""
+    return read_csv(path, name, "\t")
+
+
+def _rows(name: str, columns: Sequence[str], separator: str, lines: Sequence[_Line]) -> Rows:
+    for number, cells in lines:
+        where = f"{name}:{number}"
+        if fault := _fault(number, cells, columns, separator):
+            raw = "" if isinstance(cells, str) else ",".join(cells)[:SHOWN_BYTES].encode(errors="replace").decode()
+            yield Broken(where=where, reason=fault[0], found=fault[1], raw=raw, accepted=_ACCEPTED)
+        else:
+            yield Row(fields=dict(zip(columns, cells, strict=True)), where=where)
+
+
+def _fault(number: int, cells: Sequence[str] | str, columns: Sequence[str], separator: str) -> tuple[str, str] | None:
+    """The reason, and what was found."""
+    if isinstance(cells, str):
+        return "quotes", cells
+    if len(cells) != len(columns):
+        return "number of cells", _odd_count(cells, columns)
+    for place, cell in enumerate(cells):
+        if "\n" in cell and _holds_rows(cell, place, len(columns) - 1, separator):
+            first = number + sum(each.count("\n") for each in cells[:place])
+            last = first + cell.count("\n")
+            found = f"a cell holds line breaks and separators as if rows were in it: lines {first} to {last}"
+            return "rows in a cell", found
+    for column, cell in zip(columns, cells, strict=True):
+        if byte := _stray_byte(cell):
+            return "not UTF-8", f"byte {byte:#04x} in column {column!r} is not UTF-8"
+    return None
+
+
+def _odd_count(cells: Sequence[str], columns: Sequence[str]) -> str:
+    return f"{len(cells)} cells, and the header has {len(columns)}"
+
+
+def _holds_rows(cell: str, place: int, last: int, separator: str) -> bool:
+    """Whether every line of a cell, with what surrounds the cell, would be a row of its own.
+
+    Prose has spaces behind its commas; a text of two lines says too little.
+    """
+    counts = [line.count(separator) for line in cell.split("\n")]
+    expected = [last - place, *[last] * (len(counts) - 2), place]
+    return len(counts) > 2 and last > 0 and f"{separator} " not in cell and counts == expected
 
 
 def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
@@ -118,17 +95,19 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
         DataError: the fault is of several lines: which of them are rows cannot be told.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
-    bounded = _Bounded(text, name, separator)
-    reader = csv.reader(bounded, delimiter=separator, strict=True)
+    reader = csv.reader(_bounded(text, name), delimiter=separator, strict=True)
     while True:
-        first = bounded.first = reader.line_num + 1
-        bounded.size = bounded.cells = 0
+        first = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            fault = _fault(str(error), reader.line_num)
+            fault = f"a quote closes a cell on line {reader.line_num}, and the cell goes on"
+            if "limit" in str(error):
+                fault = f"a cell of more than {MOST}"
+            elif str(error).startswith("unexpected end"):
+                fault = "a quote that opens in this row is never closed"
             if reader.line_num > first:
                 raise _swallowed(name, fault, first, reader.line_num) from error
             yield first, fault
@@ -137,29 +116,12 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
                 yield first, cells
 
 
-class _Bounded:
-    """Lines, up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
-
-    def __init__(self, text: TextIOWrapper, name: str, separator: str) -> None:
-        self._text, self._name, self._separator = text, name, separator
-        self.number = self.first = self.size = self.cells = 0
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self._text.readline(MAX_ROW_BYTES - self.size + 1):
-            self.number, self.size = self.number + 1, self.size + len(line)
-            self.cells += line.count(self._separator)
-            if self.size > MAX_ROW_BYTES or self.cells > _MAX_CELLS:
-                raise self._refusal()
-            yield line
-
-    def _refusal(self) -> DataError:
-        most = f"{MAX_ROW_BYTES // 2**20} MB" if self.size > MAX_ROW_BYTES else f"{_MAX_CELLS:,} separators"
-        if self.number > self.first:
-            return _swallowed(self._name, f"a cell of more than {most}", self.first, self.number)
-        return DataError(
-            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end rows with a line feed, or "
-            "split it"
-        )
+def _bounded(text: TextIOWrapper, name: str) -> Iterator[str]:
+    """Lines up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
+    while line := text.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"{name}: a line of more than {MOST}; less is accepted; end rows with a line feed")
+        yield line
 
 
 def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
@@ -169,15 +131,9 @@ def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
     )
 
 
-def _fault(message: str, last: int) -> str:
-    if message.startswith("unexpected end"):
-        return "a quote that opens in this row is never closed"
-    return f"a quote closes a cell on line {last}, and the cell goes on"
-
-
 def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
     if line is None:
-        raise no_rows(name, "blank lines alone")
+        raise no_rows(name, ": blank lines alone")
     columns = line[1]
     if isinstance(columns, str):
         raise DataError(f"{name}:{line[0]}: {columns}; a header of column names is accepted; mend it")
@@ -187,25 +143,17 @@ def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
             f"{name}: its header, {columns[0]!r}, is separated by {_SEPARATORS[others[0]]}; {_SEPARATORS[separator]} "
             "are accepted; write it again with those (.csv: commas, .tsv: tabs)"
         )
-    if len(columns) > _MAX_COLUMNS:
-        raise DataError(
-            f"{name}: {len(columns):,} columns; at most {_MAX_COLUMNS:,} are accepted; keep those that hold the text"
-        )
     for place, column in enumerate(columns):
         if _stray_byte(column):
-            raise DataError(
-                f"{name}: the name of column {place + 1} is not UTF-8; UTF-8 is accepted; "
-                "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`"
-            )
+            found = f"{name}: the name of column {place + 1} is not UTF-8; UTF-8 is accepted; "
+            raise DataError(f"{found}convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`")
         if column in columns[:place]:
-            raise DataError(f"{name}: two columns are named {column!r}; one of each name is accepted; rename one")
+            raise two_columns(name, column)
     return tuple(columns)
 
 
 def _stray_byte(cell: str) -> int | None:
     """The first byte of a cell that is no UTF-8."""
-    if cell.isascii():
-        return None
     try:
         cell.encode()
     except UnicodeEncodeError as error:

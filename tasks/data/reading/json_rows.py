@@ -6,16 +6,16 @@ ijson would parse the items too, but tells no place, and makes "?" of half a sur
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
 import orjson
 
 from lineage.errors import DataError
-from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, line_chunks, no_rows, not_utf8, opened, shown
+from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, no_rows, not_utf8, parsed, shown
+from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, MOST, line_chunks, opened
 
 _BOM = b"\xef\xbb\xbf"
 _DIGITS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else 0 for byte in range(256))
@@ -88,7 +88,7 @@ def _fault(raw: bytes, where: str, refusal: orjson.JSONDecodeError) -> Broken:
 
 def _broken(raw: bytes, where: str, reason: str, found: str) -> Broken:
     of_array = raw.lstrip()[:1] in (b"[", b"]") or raw.rstrip()[-1:] == b","
-    return Broken(where=where, found=found, reason=reason, raw=shown(raw), remedy=_ARRAY if of_array else "")
+    return Broken(where=where, found=found, reason=reason, raw=shown(raw), **({"remedy": _ARRAY} if of_array else {}))
 
 
 def _place(error: json.JSONDecodeError) -> str:
@@ -96,27 +96,8 @@ def _place(error: json.JSONDecodeError) -> str:
     return column if error.lineno == 1 else f"line {error.lineno} of the item, {column}"
 
 
-class _MalformedError(Exception):
-    """The text is no array from a position on."""
-
-    def __init__(self, found: str, position: int) -> None:
-        super().__init__(found, position)
-        self.found, self.position = found, position
-
-
 class _CutError(Exception):
     """The file ends before the array does."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemsChunk:
-    """Items of an array as they stand in the file, each after its place."""
-
-    items: tuple[tuple[str, bytes], ...]
-
-    def rows(self) -> Iterator[Row | Broken]:
-        for where, raw in self.items:
-            yield json_row(raw, where)
 
 
 def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
@@ -125,56 +106,60 @@ def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
     Raises:
         DataError: it has none, or is malformed in such a way that what follows cannot be told apart.
     """
-    text, items, size, index, last_line, cut = _Text(stream), list[tuple[str, bytes]](), 0, -1, 0, False
+    text, items, size, last_line, cut = _Array(stream, name), list[tuple[str, bytes]](), 0, 0, False
     try:
-        for index, (line, raw) in enumerate(_items(text)):
+        for line, raw in text.items():
             # Items that begin on one line are told apart by their numbers.
-            items.append((f"{name}:{line}" if line != last_line else f"{name}:{line}[{index}]", raw))
+            items.append((f"{name}:{line}" if line != last_line else f"{name}:{line}[{text.index}]", raw))
             size, last_line = size + len(raw), line
             if size >= BLOCK_BYTES:
-                yield ItemsChunk(items=tuple(items))
+                yield Chunk(rows=partial(_rows, items))
                 items, size = [], 0
     except _CutError:
         cut = True
-    except _MalformedError as error:
-        raise _malformed(text, name, index + 1, error) from error
     if items:
-        yield ItemsChunk(items=tuple(items))
+        yield Chunk(rows=partial(_rows, items))
     if cut:
-        yield ParsedChunk(entries=(_cut(text, f"{name}:{text.line}", index + 1),))
-    elif index < 0:
-        raise no_rows(name, "an empty JSON array")
+        found = f"the file ends inside its JSON array, at item [{text.index}]: it was cut here"
+        rest = shown(text.text[text.position :].encode("latin-1"))
+        yield parsed(Broken(where=f"{name}:{text.line}", reason="cut short", raw=rest, found=found))
+    elif not text.index:
+        raise no_rows(name, ": an empty JSON array")
 
 
-def _items(text: "_Text") -> Iterator[tuple[int, bytes]]:
-    """Line and bytes of each item."""
-    text.next()
-    text.step()  # over the bracket, by which the file was known as an array
-    mark = text.next()
-    while mark not in ("]", ""):
-        yield text.line, text.value()
-        if (mark := text.next()) == ",":
-            text.step()
-            text.next()
-        elif mark not in ("]", ""):
-            raise _MalformedError("no comma after an item", text.position)
-    if not mark:
-        raise _CutError
-    text.step()
-    if text.next():
-        raise _MalformedError("something after the end of the array", text.position)
+def _rows(items: Sequence[tuple[str, bytes]]) -> Rows:
+    """Of items of an array as they stand in the file, each after its place."""
+    for where, raw in items:
+        yield json_row(raw, where)
 
 
-class _Text:
+class _Array:
     """What was read of a file and not yet passed, a character for each byte; always at a position in it."""
 
-    def __init__(self, stream: BufferedReader) -> None:
-        self._stream = stream
+    def __init__(self, stream: BufferedReader, name: str) -> None:
+        self._stream, self._name = stream, name
         self._decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
-        self.text, self.position, self.line = "", 0, 1
+        self.text, self.position, self.line, self.index = "", 0, 1, 0
 
-    def next(self) -> str:
+    def items(self) -> Iterator[tuple[int, bytes]]:
+        """Line and bytes of each item; ``index`` counts them."""
+        self._next()
+        mark = self._next(step=1)  # over the bracket, by which the file was known as an array
+        while mark not in ("]", ""):
+            yield self.line, self._value()
+            self.index += 1
+            if (mark := self._next()) == ",":
+                self._next(step=1)
+            elif mark not in ("]", ""):
+                raise self._malformed("no comma after an item", self.position)
+        if not mark:
+            raise _CutError
+        if self._next(step=1):
+            raise self._malformed("something after the end of the array", self.position)
+
+    def _next(self, step: int = 0) -> str:
         """Goes to the next character that is no white space; empty at the end of the file."""
+        self._pass(self.position + step)
         while True:
             found = _SPACE.match(self.text, self.position)
             assert found  # even nothing is white space
@@ -182,34 +167,25 @@ class _Text:
             if self.position < len(self.text) or not self._more():
                 return self.text[self.position : self.position + 1]
 
-    def step(self) -> None:
-        self._pass(self.position + 1)
-
-    def value(self) -> bytes:
+    def _value(self) -> bytes:
         """Passes one JSON value."""
         while True:
             try:
                 end = self._decode(self.text, self.position)[1]
             except json.JSONDecodeError as error:
-                if not self._may_go_on(error) or not self._more():
-                    raise self._refusal(error) from error
+                is_open = error.msg.startswith("Unterminated")
+                # What comes could mend it; a file that was cut ends no string, list or object behind the fault.
+                if (is_open or error.pos > len(self.text) - _LONGEST_WORD) and self._more():
+                    continue
+                if is_open or not set(self.text[error.pos :]) & set('"]}'):
+                    raise _CutError from error
+                raise self._malformed(error.msg, error.pos) from error
             except RecursionError as error:
-                raise _MalformedError("values nested too deep", self.position) from error
-            else:
-                if end < len(self.text) or not self._more():  # a number may go on in what comes
-                    raw = self.text[self.position : end].encode("latin-1")
-                    self._pass(end)
-                    return raw
-
-    def _may_go_on(self, error: json.JSONDecodeError) -> bool:
-        """Whether what comes could mend it."""
-        return error.msg.startswith("Unterminated") or error.pos > len(self.text) - _LONGEST_WORD
-
-    def _refusal(self, error: json.JSONDecodeError) -> Exception:
-        """Why there is no value: a file that was cut ends no string, list or object behind the fault."""
-        if error.msg.startswith("Unterminated") or not set(self.text[error.pos :]) & set('"]}'):
-            return _CutError()
-        return _MalformedError(error.msg, error.pos)
+                raise self._malformed("values nested too deep", self.position) from error
+            if end < len(self.text) or not self._more():  # a number may go on in what comes
+                raw = self.text[self.position : end].encode("latin-1")
+                self._pass(end)
+                return raw
 
     def _pass(self, end: int) -> None:
         self.line += self.text.count("\n", self.position, end)
@@ -219,23 +195,16 @@ class _Text:
         """Reads on: as much again as is there, so that a long item is not looked at too often."""
         pending = self.text[self.position :]
         if len(pending) > MAX_ROW_BYTES:
-            raise _MalformedError(f"an item of more than {MAX_ROW_BYTES // 2**20} MB", self.position)
+            raise self._malformed(f"an item of more than {MOST}", self.position)
         block = self._stream.read(max(BLOCK_BYTES, len(pending)))
         if block:
             self.text, self.position = pending + block.decode("latin-1"), 0
         return bool(block)
 
-
-def _cut(text: _Text, where: str, index: int) -> Broken:
-    found = f"the file ends inside its JSON array, at item [{index}]: it was cut here"
-    raw = shown(text.text[text.position :].encode("latin-1"))
-    return Broken(where=where, reason="cut short", raw=raw, found=found)
-
-
-def _malformed(text: _Text, name: str, index: int, error: _MalformedError) -> DataError:
-    line = text.line + text.text.count("\n", text.position, error.position)
-    near = text.text[error.position : error.position + _SHOWN].encode("latin-1").decode(errors="replace")
-    return DataError(
-        f"{name}:{line}: not a JSON array: {error.found} at {near!r} (item [{index}]); objects between commas "
-        "are accepted; mend it there: what follows cannot be told apart into rows"
-    )
+    def _malformed(self, found: str, position: int) -> DataError:
+        line = self.line + self.text.count("\n", self.position, position)
+        near = self.text[position : position + _SHOWN].encode("latin-1").decode(errors="replace")
+        return DataError(
+            f"{self._name}:{line}: not a JSON array: {found} at {near!r} (item [{self.index}]); objects between commas "
+            "are accepted; mend it there: what follows cannot be told apart into rows"
+        )

@@ -7,27 +7,30 @@ processes take the blocks apart. A file that is not what its name says is refuse
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lineage.errors import DataError
 from lineage.text_split import BLANK_LINE, SplitBy, compression_of, detected_split
-from tasks.data.reading.chunk import Broken, Chunk, ParsedChunk, Row
+from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, no_rows, not_utf8, parsed
 
-_BUFFER_BYTES = 2**20
+BLOCK_BYTES = 2**20
+MAX_ROW_BYTES = 64 * 2**20  # some ten million tokens; more is a file whose lines do not end
+MOST = f"{MAX_ROW_BYTES // 2**20} MB"
+
 _BOM = b"\xef\xbb\xbf"  # of UTF-8; says nothing
-
 _ICONV = "UTF-8 is accepted; convert it: `iconv -f {} -t UTF-8 FILE > NEW`"
+_PACKED = "text is accepted; if it is packed text, add {} to its name"
 _NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit, the first
     b"\xff\xfe\x00\x00": ("UTF-32 (by its byte order mark)", _ICONV.format("UTF-32")),
     b"\x00\x00\xfe\xff": ("UTF-32 (by its byte order mark)", _ICONV.format("UTF-32")),
     b"\xff\xfe": ("UTF-16 (by its byte order mark)", _ICONV.format("UTF-16")),
     b"\xfe\xff": ("UTF-16 (by its byte order mark)", _ICONV.format("UTF-16")),
-    b"\x1f\x8b": ("gzip", "text is accepted; if it is packed text, add .gz to its name"),
-    b"\x28\xb5\x2f\xfd": ("Zstandard", "text is accepted; if it is packed text, add .zst to its name"),
-    b"BZh": ("bzip2", "text is accepted; if it is packed text, add .bz2 to its name"),
+    b"\x1f\x8b": ("gzip", _PACKED.format(".gz")),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", _PACKED.format(".zst")),
+    b"BZh": ("bzip2", _PACKED.format(".bz2")),
     b"PK\x03\x04": ("a zip archive, or a workbook of Excel", "text is accepted; unpack it, or save it as CSV"),
     b"PAR1": ("Parquet", "text is accepted; name it .parquet"),
     b"ARROW1": ("Arrow", "text is accepted; name it .arrow"),
@@ -35,6 +38,9 @@ _NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit
     b"%PDF-": ("PDF", "text is accepted; extract its text"),
     b"version https://git-lfs": ("a pointer of Git LFS, not the data", "the data is accepted; run `git lfs pull`"),
 }
+
+Parse = Callable[[bytes, str], Row | Broken]
+"""Makes a row of a line; its second argument is the place. A function of a module, so that it can be pickled."""
 
 
 @contextmanager
@@ -47,13 +53,11 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
     Raises:
         DataError: it is empty, cannot be read, is damaged, or begins as what is no text in UTF-8.
     """
-    with unpacked(path, name) as stream:
-        head = stream.peek(64)
-        require_some(head, name)
-        found, mend = _known(head)
+    with _unpacked(path, name) as stream:
+        found, mend = kind_of(stream.peek(64), name)
         if mend:
             raise DataError(f"{name} is {found}; {mend}")
-        if head.startswith(_BOM):
+        if stream.peek(64).startswith(_BOM):
             stream.read(len(_BOM))
         yield stream
 
@@ -66,24 +70,25 @@ def on_disk(path: Path, name: str) -> Iterator[Path]:
         return
     with TemporaryDirectory() as scratch:
         copy = Path(scratch, path.stem)
-        with unpacked(path, name) as stream, copy.open("wb") as file:
-            shutil.copyfileobj(stream, file, _BUFFER_BYTES)
+        with _unpacked(path, name) as stream, copy.open("wb") as file:
+            shutil.copyfileobj(stream, file, BLOCK_BYTES)
         yield copy
 
 
 @contextmanager
-def unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
+def _unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
     """The bytes of a file.
 
     Raises:
         DataError: it cannot be read, or what packs it is damaged.
     """
+    packing = compression_of(path)
     try:
-        stream: BufferedReader = BufferedReader(_raw(path), _BUFFER_BYTES)
+        stream: BufferedReader = BufferedReader(_raw(path, packing), BLOCK_BYTES)
         with stream:
             yield stream
     except OSError as error:  # of the disk, and of every decompressor
-        if packing := compression_of(path):
+        if packing:
             raise DataError(
                 f"{name}: cannot be unpacked ({error}); {packing} is accepted, to its end; "
                 "it was cut or damaged: write or download it again"
@@ -93,25 +98,23 @@ def unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
         ) from error
 
 
-def said_of(path: Path) -> str:
-    """What a file is by its first bytes, for a reader that found something else in it."""
-    with path.open("rb") as file:
-        return _known(file.read(64))[0]
+def _raw(path: Path, packing: str | None) -> RawIOBase:
+    if not packing:
+        return path.open("rb", buffering=0)
+    import pyarrow as pa
+
+    stream: RawIOBase = pa.input_stream(str(path), compression=packing)
+    return stream
 
 
-def require_some(head: bytes, name: str) -> None:
-    """Refuses a file that holds nothing."""
+def kind_of(head: bytes, name: str) -> tuple[str, str]:
+    """What begins like this, and what to do where text was meant; nothing, where it may be text.
+
+    Raises:
+        DataError: there is nothing.
+    """
     if not head:
-        raise DataError(f"{name} is empty (0 bytes); at least one row is accepted; write it again or leave it out")
-
-
-def no_rows(name: str, found: str) -> DataError:
-    """Of a file that holds something, and no row."""
-    return DataError(f"{name}: {found}; at least one row is accepted; write it again or leave it out")
-
-
-def _known(head: bytes) -> tuple[str, str]:
-    """What begins like this, and what to do where text was meant; nothing, where it may be text."""
+        raise no_rows(name, " is empty (0 bytes)")
     for start, (found, mend) in _NO_TEXT.items():
         if head.startswith(start):
             return found, mend
@@ -121,46 +124,7 @@ def _known(head: bytes) -> tuple[str, str]:
     return ("text" if head[:1] in b'{["' else "of another kind"), ""
 
 
-def _raw(path: Path) -> RawIOBase:
-    packing = compression_of(path)
-    if not packing:
-        return path.open("rb", buffering=0)
-    import pyarrow as pa
-
-    stream: RawIOBase = pa.input_stream(str(path), compression=packing)
-    return stream
-
-
-BLOCK_BYTES = 2**20
-MAX_ROW_BYTES = 64 * 2**20  # some ten million tokens; more is a file whose lines do not end
-_SHOWN_BYTES = 200
-_ENDLESS = f"a line of more than {MAX_ROW_BYTES // 2**20} MB"
-
-Parse = Callable[[bytes, str], Row | Broken]
-"""Makes a row of a line; its second argument is the place. A function of a module, so that it can be pickled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinesChunk:
-    """Whole lines, as they stand in the file.
-
-    Args:
-        name: of the file, for messages.
-        first: number of the first line.
-    """
-
-    name: str
-    first: int
-    data: bytes
-    parse: Parse
-
-    def rows(self) -> Iterator[Row | Broken]:
-        for number, line in enumerate(self.data.split(b"\n"), start=self.first):
-            if line and not line.isspace():
-                yield self.parse(line, f"{self.name}:{number}")
-
-
-def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chunk]:
+def line_chunks(stream: BufferedReader, name: str, parse: Parse, split_by: SplitBy | None = None) -> Iterator[Chunk]:
     """The rows of a text with one row per line; blank lines are skipped.
 
     Raises:
@@ -168,22 +132,17 @@ def line_chunks(stream: BufferedReader, name: str, parse: Parse) -> Iterator[Chu
     """
     for first, data in _filled(stream, name):
         if data is None:
-            yield ParsedChunk(
-                entries=(Broken(where=f"{name}:{first}", found=_ENDLESS, reason="line too long", raw=""),)
-            )
+            found = f"a line of more than {MOST}"
+            yield parsed(Broken(where=f"{name}:{first}", found=found, reason="line too long", raw=""))
         elif not data.isspace():
-            yield LinesChunk(name=name, first=first, data=data, parse=parse)
+            yield Chunk(rows=partial(_line_rows, name, first, data, parse), split_by=split_by)
 
 
-def shown(raw: bytes) -> str:
-    """The beginning of what is no row, as far as it is text."""
-    return raw[:_SHOWN_BYTES].decode(errors="replace")
-
-
-def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
-    """Of a line that does not decode."""
-    found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
-    return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found)
+def _line_rows(name: str, first: int, data: bytes, parse: Parse) -> Rows:
+    """Of whole lines, from the line of a number on."""
+    for number, line in enumerate(data.split(b"\n"), start=first):
+        if line and not line.isspace():
+            yield parse(line, f"{name}:{number}")
 
 
 def _filled(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
@@ -202,7 +161,7 @@ def _filled(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | No
         found = found or data is None or not data.isspace()
         yield first, data
     if not found:
-        raise no_rows(name, "blank lines alone")
+        raise no_rows(name, ": blank lines alone")
 
 
 def _blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
@@ -233,51 +192,16 @@ def _after_line(stream: BufferedReader) -> bytes:
     return b""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextChunk:
-    """Documents, and what of the file each of them is."""
-
-    chunk: Chunk
-    split_by: SplitBy
-
-    def rows(self) -> Iterator[Row | Broken]:
-        yield from self.chunk.rows()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParagraphsChunk:
-    """Whole paragraphs, as they stand in the file.
-
-    Args:
-        name: of the file, for messages.
-        first: number of the first line.
-    """
-
-    name: str
-    first: int
-    data: bytes
-
-    def rows(self) -> Iterator[Row | Broken]:
-        lines, begin = list[bytes](), 0
-        for number, line in enumerate([*self.data.split(b"\n"), b""], start=self.first):
-            if line and not line.isspace():
-                begin = begin if lines else number
-                lines.append(line.removesuffix(b"\r"))
-            elif lines:
-                yield _text_row(b"\n".join(lines), f"{self.name}:{begin}")
-                lines.clear()
-
-
 def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
     """Rows ``{"text": ...}``: paragraphs where there are blank lines, else lines, unless it is stated."""
     split: SplitBy = split_by or detected_split(path)
-    if split == "document":
-        yield from _document(path, name)
-        return
     with opened(path, name) as stream:
-        chunks = line_chunks(stream, name, _text_row) if split == "line" else _paragraph_chunks(stream, name)
-        for chunk in chunks:
-            yield TextChunk(chunk=chunk, split_by=split)
+        if split == "line":
+            yield from line_chunks(stream, name, _text_row, split)
+        elif split == "paragraph":
+            yield from _paragraph_chunks(stream, name)
+        else:
+            yield _document(stream, name)
 
 
 def read_markdown(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
@@ -285,18 +209,16 @@ def read_markdown(path: Path, name: str, split_by: SplitBy | None) -> Iterator[C
     return read_text(path, name, split_by or "document")
 
 
-def _document(path: Path, name: str) -> Iterator[Chunk]:
-    with opened(path, name) as stream:
-        raw = stream.read(MAX_ROW_BYTES + 1)
+def _document(stream: BufferedReader, name: str) -> Chunk:
+    raw = stream.read(MAX_ROW_BYTES + 1)
     if len(raw) > MAX_ROW_BYTES:
         raise DataError(
-            f"{name}: a document of more than {MAX_ROW_BYTES // 2**20} MB; the file is read as one row; "
-            "split it, or state split_by=paragraph or split_by=line"
+            f"{name}: a document of more than {MOST}; the file is read as one row; split it, or state "
+            "split_by=paragraph or split_by=line"
         )
     if raw.isspace():
-        raise no_rows(name, "blank lines alone")
-    row = _text_row(raw.replace(b"\r\n", b"\n"), name)
-    yield TextChunk(chunk=ParsedChunk(entries=(row,)), split_by="document")
+        raise no_rows(name, ": blank lines alone")
+    return parsed(_text_row(raw.replace(b"\r\n", b"\n"), name), split_by="document")
 
 
 def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
@@ -305,17 +227,29 @@ def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
     for number, data in _filled(stream, name):
         if data is None or len(pending) > MAX_ROW_BYTES:
             raise DataError(
-                f"{name}:{first}: a paragraph of more than {MAX_ROW_BYTES // 2**20} MB; blank lines between paragraphs "
-                "are accepted; put some, or state split_by=line"
+                f"{name}:{first}: a paragraph of more than {MOST}; blank lines between paragraphs are accepted; put "
+                "some, or state split_by=line"
             )
         first = first if pending else number
         pending += data
         end = max((match.end() for match in BLANK_LINE.finditer(pending)), default=0)
         if end:
-            yield ParagraphsChunk(name=name, first=first, data=pending[:end])
+            yield Chunk(rows=partial(_paragraphs, name, first, pending[:end]), split_by="paragraph")
             first += pending.count(b"\n", 0, end)
             pending = pending[end:]
-    yield ParagraphsChunk(name=name, first=first, data=pending)
+    yield Chunk(rows=partial(_paragraphs, name, first, pending), split_by="paragraph")
+
+
+def _paragraphs(name: str, first: int, data: bytes) -> Rows:
+    """Of whole paragraphs, from the line of a number on."""
+    lines, begin = list[bytes](), 0
+    for number, line in enumerate([*data.split(b"\n"), b""], start=first):
+        if line and not line.isspace():
+            begin = begin if lines else number
+            lines.append(line.removesuffix(b"\r"))
+        elif lines:
+            yield _text_row(b"\n".join(lines), f"{name}:{begin}")
+            lines.clear()
 
 
 def _text_row(raw: bytes, where: str) -> Row | Broken:

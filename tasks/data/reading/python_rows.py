@@ -7,9 +7,9 @@ import json
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 
 import orjson
@@ -18,26 +18,10 @@ from lineage.artifact import Source
 from lineage.code import source_file
 from lineage.errors import DataError
 from lineage.source_checks import PythonFunction, python_function
-from tasks.data.reading.chunk import Broken, Chunk, Row
+from tasks.data.reading.chunk import Broken, Chunk, Row, Rows
 
 _ROWS_PER_CHUNK = 1000
-_ACCEPTED = "a function that takes no argument and yields mappings of column names to values is accepted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionChunk:
-    """Rows as JSON: whatever the function yielded, another process can take them."""
-
-    name: str
-    first: int  # index of the first
-    items: tuple[bytes | Broken, ...]
-
-    def rows(self) -> Iterator[Row | Broken]:
-        for index, item in enumerate(self.items, start=self.first):
-            if isinstance(item, Broken):
-                yield item
-            else:
-                yield Row(fields=orjson.loads(item), where=f"{self.name}[{index}]")
+_ACCEPTED = "a function that takes no argument and yields mappings of column names to values"
 
 
 def read_function(source: Source) -> Iterator[Chunk]:
@@ -55,20 +39,25 @@ def read_function(source: Source) -> Iterator[Chunk]:
             )
         if not items:
             return
-        yield FunctionChunk(name=source.path, first=first, items=items)
+        yield Chunk(rows=partial(_rows, source.path, first, items))
+
+
+def _rows(name: str, first: int, items: Sequence[bytes | Broken]) -> Rows:
+    """Of JSON: whatever the function yielded, another process can take them."""
+    for index, item in enumerate(items, start=first):
+        yield item if isinstance(item, Broken) else Row(fields=orjson.loads(item), where=f"{name}[{index}]")
 
 
 def _item(fields: object, where: str) -> bytes | Broken:
     if not isinstance(fields, Mapping):
         found = f"the function yielded {type(fields).__name__}"
-        return Broken(where=where, found=found, reason="not a mapping", raw=reprlib.repr(fields))
+        return Broken(where=where, found=found, reason="not a mapping", raw=reprlib.repr(fields), accepted=_ACCEPTED)
     try:
         raw = orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
         if b"null" in raw:  # as orjson writes NaN too
             json.dumps(dict(fields), allow_nan=False, default=_plain)
     except Exception as error:  # of a value or a key that JSON has not, or of the user's own mapping
-        found, remedy = f"not JSON: {error}", "convert it in the function"
-        return Broken(where=where, found=found, reason="not JSON", raw=reprlib.repr(fields), remedy=remedy)
+        return Broken(where=where, found=f"not JSON: {error}", reason="not JSON", raw=reprlib.repr(fields))
     return raw
 
 
@@ -83,7 +72,7 @@ def _yielded(function: PythonFunction, path: str) -> Iterator[object]:
     try:
         rows = _loaded(function, path)()
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
-            raise DataError(f"{path} returned {type(rows).__name__}; {_ACCEPTED}; yield the rows")
+            raise DataError(f"{path} returned {type(rows).__name__}; accepted: {_ACCEPTED}; yield the rows")
         yield from rows
     except DataError:
         raise
@@ -113,11 +102,13 @@ def load_function(function: PythonFunction, path: str, accepted: str) -> Callabl
 
 
 def _loaded(function: PythonFunction, path: str) -> Callable[[], object]:
-    found = load_function(function, path, _ACCEPTED)
+    found = load_function(function, path, f"accepted: {_ACCEPTED}")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise DataError(f"{path}{inspect.signature(found)}: {error}; {_ACCEPTED}; give each a default") from error
+        raise DataError(
+            f"{path}{inspect.signature(found)}: {error}; accepted: {_ACCEPTED}; give each a default"
+        ) from error
     return found
 
 

@@ -19,20 +19,17 @@ from lineage.secrets import without_secrets
 from lineage.source_checks import PYTHON, is_loaded
 from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
-from tasks.data.reading.chunk import Chunk, ParsedChunk, Row
+from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed
 from tasks.data.reading.delimited import read_csv, read_tsv
 from tasks.data.reading.json_rows import read_json, read_json_lines
 from tasks.data.reading.lines import read_markdown, read_text
 from tasks.data.reading.python_rows import read_function
-from tasks.data.reading.slices import no_split, parse_split
 from tasks.data.reading.tables import is_saved, read_arrow, read_loaded, read_parquet, read_saved
 from tasks.quickstart import quickstart_rows
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 2**20
 _MAX_SHOWN = 5  # files in a message
-_TEXT = (".md", ".txt", ".text")  # suffixes in which notes come too
 _BESIDE = ("dataset_infos.json", "dataset_info.json")  # as `datasets` writes them beside its data
 
 # As the hub names directories, files and parts of files, but for words within longer names.
@@ -45,21 +42,12 @@ _PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
 _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
 _READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
-    ".jsonl": read_json_lines,
-    ".ndjson": read_json_lines,
-    ".jsonlines": read_json_lines,
-    ".json": read_json,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".feather": read_arrow,
-    ".csv": read_csv,
-    ".tsv": read_tsv,
-}
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines), ".json": read_json,
+    ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv, ".tsv": read_tsv,
+}  # fmt: skip
 _TEXTS: Mapping[str, Callable[[Path, str, SplitBy | None], Iterator[Chunk]]] = {
-    ".txt": read_text,
-    ".text": read_text,
-    ".md": read_markdown,
-}
+    ".txt": read_text, ".text": read_text, ".md": read_markdown,
+}  # fmt: skip
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -70,20 +58,19 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         DataError: nothing can be read from it at all. One line that is no row is a ``Broken`` in its chunk.
     """
     split, part = parse_split(source.split)
-    if source.streaming and not _is_of_hub(source.path):
+    paths = local_paths(source.path)
+    is_made, is_remote = source.path.startswith((QUICKSTART, PYTHON)), is_url(source.path)
+    if source.streaming and (is_made or is_remote or paths):
         raise ConfigError(
             f"{source.path}: streaming is for data sets of the hub; all else is read piece by piece anyway; "
             "leave streaming out"
         )
-    if source.path.startswith(QUICKSTART):
+    if is_made:
         _require_no_splits(source, split)
-        yield _quickstart(source.path)
-    elif is_url(source.path):
+        yield from _quickstart(source.path) if source.path.startswith(QUICKSTART) else read_function(source)
+    elif is_remote:
         yield from _read_remote(source, split)
-    elif source.path.startswith(PYTHON):
-        _require_no_splits(source, split)
-        yield from read_function(source)
-    elif (paths := local_paths(source.path)) and not is_loaded(source):
+    elif paths and not is_loaded(source):
         for path in paths:
             if path.is_dir():
                 yield from _read_directory(path, split, source.split_by)
@@ -94,13 +81,9 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         yield from read_loaded(source, split, part)
 
 
-def _is_of_hub(path: str) -> bool:
-    return not (path.startswith((QUICKSTART, PYTHON)) or is_url(path) or local_paths(path))
-
-
-def _quickstart(path: str) -> Chunk:
+def _quickstart(path: str) -> Iterator[Chunk]:
     rows = quickstart_rows(path.removeprefix(QUICKSTART))
-    return ParsedChunk(entries=tuple(Row(fields=fields, where=f"{path}[{index}]") for index, fields in enumerate(rows)))
+    yield parsed(*(Row(fields=fields, where=f"{path}[{index}]") for index, fields in enumerate(rows)))
 
 
 def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
@@ -122,11 +105,6 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
             f"{', '.join((*_READERS, *_TEXTS))}, each also with .gz, .zst or .bz2; convert or unpack it"
         )
     return _READERS[suffix](path, name)
-
-
-def _is_readable(path: PurePosixPath) -> bool:
-    """Whether there is a reader for a file of that name."""
-    return data_suffix(path) in (*_READERS, *_TEXTS)
 
 
 def _read_directory(directory: Path, split: str, split_by: SplitBy | None) -> Iterator[Chunk]:
@@ -169,7 +147,7 @@ def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> lis
     if not data:
         beside = f" ({names[0]} and the like are no data)" if names else ""
         raise DataError(f"{place}: no data in this directory{beside}; put files of rows there, or give another")
-    unread = [name for name in data if not _is_readable(name)]
+    unread = [name for name in data if data_suffix(name) not in (*_READERS, *_TEXTS)]
     if unread:
         raise DataError(
             f"{place}: holds {unread[0]}, of which rows are not read; a directory is read as a whole; convert or "
@@ -198,7 +176,6 @@ def _require_no_splits(source: Source, split: str) -> None:
 
 
 def _is_hidden(name: PurePosixPath) -> bool:
-    """Whether a file, or a directory that it lies in, is hidden."""
     return any(part.startswith(".") for part in name.parts)
 
 
@@ -206,9 +183,9 @@ def _is_beside_data(name: PurePosixPath) -> bool:
     """Whether a file in a directory of data is no data: hidden, a note on the data, or a mark such as ``_SUCCESS``."""
     if _is_hidden(name) or name.name in _BESIDE:
         return True
-    if not _is_readable(name):
+    if data_suffix(name) not in (*_READERS, *_TEXTS):
         return name.name.startswith("_") or bool(NOTE.match(name.name))
-    return data_suffix(name) in _TEXT and bool(NOTE.fullmatch(name.stem))
+    return data_suffix(name) in _TEXTS and bool(NOTE.fullmatch(name.stem))
 
 
 def _split_of(name: PurePosixPath) -> str:
@@ -252,7 +229,7 @@ def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
 def _copy(url: str, source: Source, target: Path) -> None:
     try:
         with open_remote(url, source.credentials) as remote, target.open("wb") as file:
-            shutil.copyfileobj(remote, file, _BLOCK_BYTES)
+            shutil.copyfileobj(remote, file)
     except Exception as error:  # of a file system's own library: no common base
         raise DataError(
             f"{url}: cannot be copied here ({without_secrets(error, source.credentials)}); a file that stays as it is "

@@ -3,15 +3,14 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.data.reading.chunk import Broken, Chunk, Row
-from tasks.data.reading.lines import BLOCK_BYTES, no_rows, on_disk, require_some, said_of
-from tasks.data.reading.slices import Slice, no_split
+from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, Slice, no_rows, no_split, two_columns
+from tasks.data.reading.lines import BLOCK_BYTES, kind_of, on_disk
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,47 +20,35 @@ BATCH_ROWS = 1000
 _SHUFFLE_BUFFER = 10_000  # rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableChunk:
-    """Rows as columns.
+def _table_rows(name: str, first: int, stream: bytes) -> Rows:
+    """Of columns in Arrow's stream format, from the row of an index on."""
+    import pyarrow as pa
 
-    Args:
-        name: of the file or the data set, for messages.
-        first: index of the first row in it, from 0.
-        stream: the columns in Arrow's stream format: a pickled slice of a table would bring the whole table along.
-    """
-
-    name: str
-    first: int
-    stream: bytes
-
-    def rows(self) -> Iterator[Row | Broken]:
-        import pyarrow as pa
-
-        table = pa.ipc.open_stream(self.stream).read_all()
-        nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
-        try:
-            rows = table.to_pylist()
-        except (ValueError, OverflowError):  # Python has no such value: half a character, a day in no year
-            entries = [self._alone(table, index) for index in range(table.num_rows)]
+    table = pa.ipc.open_stream(stream).read_all()
+    nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
+    try:
+        rows: Iterable[dict[str, object] | None] = table.to_pylist()
+    except (ValueError, OverflowError):  # Python has no such value: half a character, a day in no year
+        rows = [None] * table.num_rows
+    for index, row in enumerate(rows):
+        entry = _alone(table, index, f"{name}[{first + index}]") if row is None else row
+        if isinstance(entry, Broken):
+            yield entry
         else:
-            entries = [Row(fields=row, where=f"{self.name}[{index}]") for index, row in enumerate(rows, self.first)]
-        for entry in entries:
-            if isinstance(entry, Row) and nested:
-                told = {name: _without_nulls(entry.fields[name]) for name in nested}
-                yield Row(fields={**entry.fields, **told}, where=entry.where)
-            else:
-                yield entry
+            bare = {column: _without_nulls(entry[column]) for column in nested}
+            yield Row(fields={**entry, **bare}, where=f"{name}[{first + index}]")
 
-    def _alone(self, table: "pa.Table", index: int) -> Row | Broken:
-        where = f"{self.name}[{self.first + index}]"
-        for column in table.column_names:
-            try:
-                table[column][index].as_py()
-            except (ValueError, OverflowError) as error:
-                found = f"column {column!r} holds what Python has no value for ({error})"
-                return Broken(where=where, reason="not readable", raw="", found=found)
-        return Row(fields=table.slice(index, 1).to_pylist()[0], where=where)
+
+def _alone(table: "pa.Table", index: int, where: str) -> dict[str, object] | Broken:
+    for column in table.column_names:
+        try:
+            table[column][index].as_py()
+        except (ValueError, OverflowError) as error:
+            found = f"column {column!r} holds what Python has no value for ({error})"
+            accepted = "text in UTF-8 and times of our calendar"
+            return Broken(where=where, reason="not readable", raw="", found=found, accepted=accepted)
+    row: dict[str, object] = table.slice(index, 1).to_pylist()[0]
+    return row
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
@@ -70,7 +57,7 @@ def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
 
     # Without pre_buffer=False a whole row group lies in memory, which may be the whole file.
     options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "page_checksum_verification": True}
-    with _readable(path, name, "Parquet") as file, pq.ParquetFile(file, **options) as rows:
+    with _readable(path, name, "Parquet") as (file, _), pq.ParquetFile(file, **options) as rows:
         size = sum(rows.metadata.row_group(index).total_byte_size for index in range(rows.num_row_groups))
         fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # rows of a book each are few
         yield from table_chunks(rows.iter_batches(batch_size=min(fitting, BATCH_ROWS)), name)
@@ -80,8 +67,8 @@ def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
     """The rows of an Arrow file (Feather), or of a stream in a file, as `datasets` writes it."""
     import pyarrow as pa
 
-    with _readable(path, name, "Arrow") as file, pa.OSFile(str(file)) as stream:
-        if said_of(file) == "Arrow":
+    with _readable(path, name, "Arrow") as (file, kind), pa.OSFile(str(file)) as stream:
+        if kind == "Arrow":
             batches = pa.ipc.open_file(stream)
             found = (batches.get_batch(index) for index in range(batches.num_record_batches))
         else:
@@ -89,8 +76,8 @@ def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
         yield from table_chunks(map(_validated, found), name)
 
 
-def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[TableChunk]:
-    """Batches cut into chunks of about a megabyte.
+def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[Chunk]:
+    """Batches cut into chunks of about a megabyte. A pickled slice would bring the whole batch along, a stream not.
 
     Raises:
         DataError: there is no row, or two columns have one name.
@@ -99,18 +86,17 @@ def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> I
 
     first = 0
     for batch in batches:
-        twice = {column for column in batch.schema.names if batch.schema.names.count(column) > 1}
-        if twice:
-            raise DataError(f"{name}: two columns are named {min(twice)!r}; one of each name is accepted; rename one")
+        if twice := {column for column in batch.schema.names if batch.schema.names.count(column) > 1}:
+            raise two_columns(name, min(twice))
         count = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
         for start in range(0, batch.num_rows, count):
             piece, sink = batch.slice(start, count), pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write(piece)
-            yield TableChunk(name=name, first=first + start, stream=sink.getvalue().to_pybytes())
+            yield Chunk(rows=partial(_table_rows, name, first + start, sink.getvalue().to_pybytes()))
         first += batch.num_rows
     if not first:
-        raise no_rows(name, "columns without a row")
+        raise no_rows(name, ": columns without a row")
 
 
 def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
@@ -135,22 +121,21 @@ def _without_nulls(value: object) -> object:
 
 
 @contextmanager
-def _readable(path: Path, name: str, kind: str) -> Iterator[Path]:
-    """The file unpacked; what its library cannot read is refused."""
+def _readable(path: Path, name: str, kind: str) -> Iterator[tuple[Path, str]]:
+    """The file unpacked, and what it is by its first bytes; what its library cannot read is refused."""
     import pyarrow as pa
 
     with on_disk(path, name) as file:
         with file.open("rb") as stream:
-            require_some(stream.read(1), name)
+            found, _ = kind_of(stream.read(64), name)
         try:
-            yield file
+            yield file, found
         except (
             OSError,
             ValueError,
             OverflowError,
             pa.ArrowException,
-        ) as error:  # ValueError: of names that are no text
-            found = said_of(file)
+        ) as error:
             cause = "cut or damaged" if found == kind else f"not {kind}, but {found}"
             raise DataError(
                 f"{name} is {cause} ({str(error).splitlines()[0]}); {kind} is accepted; write or download it again, "

@@ -17,11 +17,9 @@ from lineage.errors import DataError
 from lineage.fingerprint import canonical_json, short
 from lineage.model_files import TOKENIZER_FILES
 from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
-from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, RowKind, RowOutcome, arrow_schema
+from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, TRAIN, RowKind, RowOutcome, arrow_schema
 from tasks.data.ordered_pool import ordered_map, row_batches
-from tasks.data.preparing.row_split import TRAIN
-from tasks.data.tokens.packing import pack
-from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenization import Tokenization, pack
 from tasks.data.tokens.tokenize_rows import MAX_NAMED, REFUSED, RowTokenizer, TokenPart, TokenStats
 from tasks.tokenizers import tokenizer_of
 

@@ -1,8 +1,20 @@
-"""Chat templates: rendering, stop tokens and thinking blocks."""
+"""Chat templates: rendering within limits, stop tokens and thinking blocks.
 
+A template is a program that came with a model. On Linux its time and memory are limited, in the process that renders,
+on every conversation. CPU time is that of the thread: a busy machine refuses nothing. An operation of C code, such as a
+huge power, cannot be interrupted; SIGVTALRM ends its process.
+"""
+
+import ctypes
 import json
 import logging
+import os
 import re
+import resource
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -10,8 +22,6 @@ from typing import TYPE_CHECKING, Literal
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.kinds import Message
-from tasks.data.tokens import render_limits
-from tasks.data.tokens.render_limits import Limited, OverTimeError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -150,8 +160,8 @@ class Template:
                     texts = [[_with_json_arguments(message) for message in messages] for messages in conversations]
                     return self._texts(texts, tools, prompt=prompt, thinks=thinks)
         except (OverTimeError, MemoryError) as error:
-            time, memory = f"{render_limits.SECONDS} s of CPU time", f"{render_limits.MEMORY_BYTES // 2**20} MiB"
-            limit = time if isinstance(error, OverTimeError) else memory
+            seconds, memory = f"{SECONDS} s of CPU time", f"{MEMORY_BYTES // 2**20} MiB"
+            limit = seconds if isinstance(error, OverTimeError) else memory
             refusal = (
                 f"the chat template of {self.name or 'the model'} takes more than {limit} for one conversation"
                 f"{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is accepted; mend the "
@@ -350,3 +360,69 @@ def _tail(text: str, tokens: Sequence[str]) -> tuple[str, list[str]]:
             return text, ends
         ends.insert(0, text[len(bare) - len(token) :])
         text = bare[: -len(token)]
+
+
+SECONDS, MEMORY_BYTES = 10, 2**30
+_PROCESS_SECONDS = 60  # of user time
+_POLL_SECONDS = 0.25
+_LIMITS, _PAGE_BYTES = resource.getrlimit(resource.RLIMIT_DATA), resource.getpagesize()
+_PROC = "/proc/self/statm" if sys.platform == "linux" else os.devnull
+
+
+class OverTimeError(Exception):
+    """A rendering took more CPU time than it may."""
+
+
+class Limited:
+    """A block that is stopped where it uses more than ``SECONDS`` (OverTimeError) or ``MEMORY_BYTES`` (MemoryError).
+
+    It costs a few microseconds.
+    """
+
+    def __enter__(self) -> None:
+        if usage := os.pread(_statm, 200, 0):
+            limit, (soft, hard) = int(usage.split()[5]) * _PAGE_BYTES + MEMORY_BYTES, _LIMITS
+            limit = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+            signal.setitimer(signal.ITIMER_VIRTUAL, _PROCESS_SECONDS)
+            with _lock:
+                _deadlines[threading.get_ident()] = time.thread_time() + SECONDS
+                if not _watches:
+                    _watches.append(threading.Thread(target=_watch, daemon=True, name="chat-template-limits"))
+                    _watches[0].start()
+
+    def __exit__(self, *raised: object) -> None:
+        with _lock:
+            if _deadlines.pop(threading.get_ident(), None) is None:
+                _raise_in(threading.get_ident(), None)  # what was not raised yet comes too late
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, _LIMITS)
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_POLL_SECONDS)
+        with _lock:  # a thread with a deadline is alive
+            for thread, deadline in list(_deadlines.items()):
+                if time.clock_gettime(time.pthread_getcpuclockid(thread)) > deadline:
+                    del _deadlines[thread]
+                    _raise_in(thread, OverTimeError)
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    what = error and ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+def _begin() -> None:
+    """Of a process, also of one that was forked: threads are not, and a lock may be held."""
+    global _deadlines, _watches, _lock, _statm
+    _deadlines, _watches, _lock, _statm = {}, [], threading.Lock(), os.open(_PROC, os.O_RDONLY)
+
+
+_deadlines: dict[int, float]  # of threads that render, in their CPU seconds
+_watches: list[threading.Thread]  # one, once something was rendered
+_lock: threading.Lock
+_statm: int
+_begin()
+os.register_at_fork(after_in_child=_begin)

@@ -1,6 +1,8 @@
-"""What decides the tokens of prepared rows, beside the rows and the tokenizer."""
+"""What decides the tokens of prepared rows, beside the rows and the tokenizer; and packs: short rows in one example."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lineage.artifact import Kind
@@ -49,3 +51,61 @@ class Tokenization:
                 "too_long=cut_answer: prompts have no answer yet; cut_prompt (the default), drop and refuse are "
                 "accepted; state one of them"
             )
+
+
+# Tested: in a pack, a row has the loss and the gradients that it has alone (tests/integration/test_packs.py).
+PACKABLE = frozenset({
+    "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+    "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
+    "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+})  # fmt: skip
+_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not get it
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROWS_PER_SEARCH = 10_000  # best fits are looked for among so many
+
+
+def pack(tokens: Path, max_length: int) -> int:
+    """Replaces rows by packs of them: best-fit decreasing, Ding et al. 2024, arXiv:2404.10830. Returns how many.
+
+    Each pack holds whole rows, one after the other; ``seq_lengths`` are their lengths.
+    """
+    from datasets import Dataset, disable_progress_bars
+    from trl import pack_dataset
+
+    disable_progress_bars()  # it fills logs, and says nothing
+    draft = tokens.with_suffix(".packs")
+    packs = pack_dataset(
+        Dataset.from_file(str(tokens)), max_length, strategy="bfd",
+        map_kwargs={"batch_size": _ROWS_PER_SEARCH, "cache_file_name": str(draft)},
+    )  # fmt: skip
+    draft.replace(tokens)
+    return len(packs)
+
+
+def why_not_packable(config: Mapping[str, object]) -> str | None:
+    """Why a model cannot keep the rows of a pack apart; None: it can.
+
+    Args:
+        config: of the model, as its ``config.json`` has it.
+    """
+    found, layers = config.get("model_type"), config.get("layer_types")
+    others = sorted({str(each) for each in layers} - _LAYERS) if isinstance(layers, list) else []
+    if others:
+        why = f"its layers of {', '.join(others)} pass on what they saw of one row of a pack to the next"
+    elif config.get("use_bidirectional_attention"):
+        why = "its attention is not causal"
+    elif found in _WINDOW_IN_MASK and config.get("sliding_window") and config.get("use_sliding_window", True):
+        why = "its sliding window is part of a mask, which packs go without"
+    elif found not in PACKABLE:
+        why = f"no test shows that it keeps the rows of a pack apart; known to: {', '.join(sorted(PACKABLE))}"
+    else:
+        return None
+    return f"on a model of type {found}, {why}"
+
+
+def rows_of(pack: Mapping[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    """The rows of a pack, whose lengths are its ``seq_lengths``."""
+    place = 0
+    for length in pack["seq_lengths"]:
+        yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
+        place += length

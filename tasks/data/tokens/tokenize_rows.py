@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
@@ -443,16 +443,9 @@ class TokenStats:
 
     @staticmethod
     def from_json(text: str) -> "TokenStats":
-        fields = json.loads(text)
-        return TokenStats(
-            **{name: fields[name] for name in ("num_rows", "num_examples", "num_tokens", "num_trained", "packed")},
-            cut=Named(**fields["cut"]),
-            prompts_cut=Named(**fields["prompts_cut"]),
-            split=Named(**fields["split"]),
-            stop_tokens=fields["stop_tokens"],
-            dropped={reason: Named(**named) for reason, named in fields["dropped"].items()},
-            lengths={int(length): count for length, count in fields["lengths"].items()},
-            samples=fields["samples"],
-            labels=fields.get("labels", {}),  # accounts of text, conversations and pairs may be older
-            gets_loss=fields.get("gets_loss", True),
-        )
+        known = {each.name for each in fields(TokenStats)}  # stats of text, conversations and pairs may be older
+        stored = {name: value for name, value in json.loads(text).items() if name in known}
+        stored |= {name: Named(**stored[name]) for name in ("cut", "prompts_cut", "split")}
+        stored["dropped"] = {reason: Named(**named) for reason, named in stored["dropped"].items()}
+        stored["lengths"] = {int(length): count for length, count in stored["lengths"].items()}
+        return TokenStats(**stored)

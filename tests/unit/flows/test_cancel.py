@@ -55,16 +55,14 @@ def test_a_run_is_named_by_enough_of_its_id(runs, word, day):
     assert find_run(word, runs).id == f"202601{day}-000000-aa{day}"
 
 
-def test_latest_is_the_last_run_where_none_runs(runs):
-    note("20260102-000000-aa02", outcome="done").write(runs)
-    assert find_run("latest", runs).id == "20260103-000000-aa03"
-
-
-def test_latest_is_what_runs_rather_than_what_waits(runs):
+def test_latest_is_what_runs_rather_than_what_waits_and_else_the_last_run(runs):
     note("20260104-000000-aa04", waits_for="another run of toy").write(runs)
     assert find_run("latest", runs).id == "20260102-000000-aa02"
     note("20260102-000000-aa02", outcome="done").write(runs)
     assert find_run("latest", runs).id == "20260104-000000-aa04"
+    note("20260104-000000-aa04", outcome="done").write(runs)
+    note("20260105-000000-aa05", outcome="failed").write(runs)
+    assert find_run("latest", runs).id == "20260105-000000-aa05"
 
 
 def test_a_run_that_is_none_is_refused(runs, tmp_path):
@@ -85,7 +83,11 @@ def test_what_is_over_is_let_be(tmp_path):
     assert cancel(dead, tmp_path).startswith(f"{dead.id} died before: its process ")
 
 
-def test_what_a_killed_run_left_is_ended(tmp_path, left_behind):
+def test_what_a_killed_run_left_is_ended_and_what_another_run_has_started_is_let_be(tmp_path, left_behind):
+    other = note("20260101-000000-bbbb", driver=replace(Owner.here(), started=0.0))
+    other.write(tmp_path)
+    assert cancel(other, tmp_path).endswith("is gone; nothing is left")
+    assert left_behind.poll() is None
     dead = note(driver=replace(Owner.here(), started=0.0))
     dead.write(tmp_path)
     said = cancel(dead, tmp_path)
@@ -95,16 +97,11 @@ def test_what_a_killed_run_left_is_ended(tmp_path, left_behind):
     assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
 
 
-def test_what_another_run_has_started_is_let_be(tmp_path, left_behind):
-    dead = note("20260101-000000-bbbb", driver=replace(Owner.here(), started=0.0))
-    dead.write(tmp_path)
-    assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
-    assert left_behind.poll() is None
-
-
-def test_what_a_run_left_on_another_host_is_ended_there(tmp_path, left_behind):
+def test_a_run_on_another_host_and_what_it_left_are_ended_there(tmp_path, left_behind):
     dead = note(driver=replace(Owner.here(), host="elsewhere"))
     dead.write(tmp_path)
+    with pytest.raises(PipelineError, match=rf"runs on elsewhere .*call posttrain cancel {dead.id} on that machine"):
+        cancel(dead, tmp_path)
     os.utime(run_record_path(tmp_path, dead.id), (0, 0))
     assert cancel(dead, tmp_path).endswith(f"call posttrain cancel {dead.id} there to end what it may have left")
     assert left_behind.poll() is None
@@ -154,13 +151,6 @@ def test_a_server_that_another_host_has_to_itself_is_asked_where_it_is_reached_f
         module._api_of(elsewhere)
     shared = replace(elsewhere, links=Links(prefect_api="http://10.0.0.2:4200/api"))
     assert module._api_of(shared) == "http://10.0.0.2:4200/api"
-
-
-def test_what_was_started_by_hand_elsewhere_is_ended_there(tmp_path):
-    running = note(driver=replace(Owner.here(), host="elsewhere"))
-    running.write(tmp_path)
-    with pytest.raises(PipelineError, match=rf"runs on elsewhere .*call posttrain cancel {running.id} on that machine"):
-        cancel(running, tmp_path)
 
 
 def test_what_prefect_started_prefect_ends(tmp_path, sleeper, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from dataclasses import asdict, replace
 
 import pytest
@@ -36,18 +35,10 @@ def test_what_is_neither_database_nor_server_is_refused(uri):
         tracking_uri(uri)
 
 
-def test_a_server_that_nobody_runs_is_refused_at_once():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI=.*no MLflow server answers there"):
-            require_reachable(uri, None)
-
-
-def test_no_password_is_shown_or_written_down():
+def test_no_password_is_shown_or_written_down_also_of_a_server_that_nobody_runs():
     assert shown("postgresql://me:secret@db:5432/mlflow?sslkey=secret") == "postgresql://db:5432/mlflow"
     assert shown("sqlite:////here/mlflow.db") == "sqlite:////here/mlflow.db"
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI=.*no MLflow server answers there") as refusal:
         require_reachable("http://me:secret@127.0.0.1:1", None)
     assert "secret" not in str(refusal.value)
 

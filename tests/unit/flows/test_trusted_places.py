@@ -314,28 +314,3 @@ def test_of_a_packed_table_no_more_is_unpacked_than_a_row_may_have(quote, tmp_pa
     assert "rows.csv.gz:" in (said := capsys.readouterr().err) and "more than 1 MB" in said
     assert sum(taken) <= 2**20 + 4
     assert csv.field_size_limit() <= 64 * 2**20
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", b""),
-        ("model.safetensors", b"\xff" * 64),
-        ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
-        ("model.safetensors", (2).to_bytes(8, "little") + b"{}" + b"more"),
-        ("config.json", b'{"model_type": '),
-        ("config.json", b"[1]"),
-        ("tokenizer.json", b"\xff\xfe"),
-    ],
-)
-def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path, toy):
-    (tmp_path / "model").mkdir()
-    for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / each).write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "model" / name).write_bytes(content)
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    result = toy("data", "rows.jsonl", f"model={tmp_path / 'model'}")
-    assert result.returncode == 2
-    assert f"{tmp_path / 'model' / name}: cannot be read as a part of a model" in result.stderr
-    assert "Traceback" not in result.stderr

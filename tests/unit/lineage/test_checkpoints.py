@@ -90,26 +90,21 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(store: Checkpoin
     assert newest and newest.step == 5
 
 
-def test_what_is_cleared_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
+def test_what_is_cleared_or_discarded_is_gone_at_once_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
     for step in (2, 4):
         commit(store, step)
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        store.clear()
-    assert store.steps() == []
-
-
-def killed(*args: object, **kwargs: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_what_is_discarded_is_found_whole_or_not_at_all(store: Checkpoints, monkeypatch) -> None:
     draft = store.directory / ".step-5.0123"
-    draft.mkdir(parents=True)
+    draft.mkdir()
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         store.discard_drafts()
-    assert not draft.exists()
+    assert not draft.exists() and store.steps() == [2, 4]
+    with pytest.raises(KeyboardInterrupt):
+        store.clear()
+    assert store.steps() == []
 
 
 def test_only_what_is_kept_stays(store: Checkpoints) -> None:

@@ -100,7 +100,22 @@ def test_a_plan_reads_the_files_of_a_model(model):
     assert read_json(model, "config.json") is None  # for who can do without it
     with pytest.raises(ConfigError, match=r"config.json: cannot be read as a part of a model \(RecursionError"):
         require_sound(model)
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read as a part of a model"):
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"cut"),
+        ("model.safetensors", b"\xff" * 64),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"{}" + b"more"),
+        ("config.json", b'{"model_type": '),
+        ("config.json", b"[1]"),
+        ("tokenizer.json", b"\xff\xfe"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_named(model, name, content):
+    (model / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{model / name}: cannot be read as a part of a model"):
         pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))

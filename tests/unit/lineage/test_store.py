@@ -31,7 +31,7 @@ def entry(tmp_path):
     return entry
 
 
-def test_an_output_is_unfinished_until_it_is_committed(tmp_path, entry):
+def test_an_output_is_unfinished_until_it_is_committed_and_where_a_file_is_missing(tmp_path, entry):
     assert entry.path == tmp_path / "dpo" / ("f" * 16)
     assert not entry.is_finished()
     lock = Lock(entry.path)
@@ -39,6 +39,8 @@ def test_an_output_is_unfinished_until_it_is_committed(tmp_path, entry):
     entry.commit(manifest(), lock)
     assert entry.is_finished() and not entry.work.exists()
     assert Manifest.from_json(manifest().to_json()) == manifest()
+    (entry.output / "model.txt").unlink()
+    assert not entry.is_finished()
 
 
 def test_a_kill_between_output_and_manifest_leaves_it_unfinished(entry, monkeypatch):
@@ -77,18 +79,12 @@ def test_an_output_is_on_the_disk_before_it_has_its_manifest_and_that_before_its
     assert at < done.index(entry.path) < done.index(("moved", entry.checkpoints.directory))
 
 
-def test_a_missing_output_file_is_not_finished(entry):
-    lock = Lock(entry.path)
-    lock.try_acquire()
-    entry.commit(manifest(), lock)
-    (entry.output / "model.txt").unlink()
-    assert not entry.is_finished()
-
-
-def test_a_manifest_that_cannot_be_read_says_what_to_do(entry):
-    (entry.path / "manifest.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"delete .* to make it again"):
-        entry.manifest()
+def test_a_manifest_that_cannot_be_read_says_what_to_do_and_is_none_of_the_finished(entry):
+    for damaged in ("{}", "{"):
+        (entry.path / "manifest.json").write_text(damaged)
+        with pytest.raises(ArtifactError, match=r"delete .* to make it again"):
+            entry.manifest()
+        assert list(Store(entry.path.parents[1]).finished("dpo")) == []
 
 
 def test_errors_cross_process_borders():
@@ -97,11 +93,6 @@ def test_errors_cross_process_borders():
     error = pickle.loads(pickle.dumps(StageError("dpo", "out of memory", "stage.log")))
     assert str(error) == "stage dpo failed: out of memory (log: stage.log)"
     assert isinstance(error, PipelineError)
-
-
-def test_a_damaged_manifest_of_another_artifact_is_passed_over(entry):
-    (entry.path / "manifest.json").write_text("{")
-    assert list(Store(entry.path.parents[1]).finished("dpo")) == []
 
 
 def test_who_lost_the_lock_does_not_commit(entry):
@@ -146,21 +137,17 @@ def modes(directory: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in directory.rglob("*") if path.is_file()}
 
 
-def test_every_file_of_an_output_is_as_readable_as_its_manifest(tmp_path: Path, mode: int) -> None:
+def test_every_file_of_an_output_and_of_a_checkpoint_is_as_readable_as_its_manifest(tmp_path: Path, mode: int) -> None:
     entry = Store(tmp_path).entry("dpo", "f" * 64)
+    write_for_the_writer_alone(tmp_path / "draft")
+    record = Checkpoint(step=5, time=1.0, train_seconds=1.0, num_workers=1, zero_stage=0, metrics={})
+    assert modes(entry.checkpoints.commit(tmp_path / "draft", record)) == {mode}
     entry.begin()
     write_for_the_writer_alone(entry.output)
     lock = Lock(entry.path)
     assert lock.try_acquire()
     entry.commit(manifest(), lock)
     assert modes(entry.output) == {mode}
-
-
-def test_every_file_of_a_checkpoint_is(tmp_path: Path, mode: int) -> None:
-    entry = Store(tmp_path).entry("dpo", "f" * 64)
-    write_for_the_writer_alone(tmp_path / "draft")
-    record = Checkpoint(step=5, time=1.0, train_seconds=1.0, num_workers=1, zero_stage=0, metrics={})
-    assert modes(entry.checkpoints.commit(tmp_path / "draft", record)) == {mode}
 
 
 def test_what_lies_elsewhere_and_what_may_be_read_by_more_stays_as_it_is(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lineage.artifact import Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
 from lineage.sources import Pinned, pin
-from tasks.data.formats.pairs import common_beginning
+from tasks.data.formats.known import common_beginning
 from tasks.data.reading.chunk import Row
 from tests.unit.tasks.data.reading.written import read, rows_of
 

@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tasks.data.tokens.encoding import PrefixEncoder, encoder_of
-from tasks.data.tokens.quick_encoder import DIGITS, GPT_2, LLAMA_3, PROVEN, QWEN, QuickEncoder, quick_encoder
+from tasks.data.tokens.encoding import (
+    DIGITS,
+    GPT_2,
+    LLAMA_3,
+    PROVEN,
+    QWEN,
+    PrefixEncoder,
+    QuickEncoder,
+    encoder_of,
+    quick_encoder,
+)
 from tests import tiny
 
 texts = st.text(st.sampled_from("ab \n\té€😀.:'Å\u0958") | st.characters(exclude_categories=["Cs"]), max_size=20)

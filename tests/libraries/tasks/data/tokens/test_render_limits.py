@@ -9,7 +9,7 @@ import pytest
 
 from lineage.errors import ConfigError
 from tasks.chat_template import CHATML
-from tasks.data.tokens import render_limits
+from tasks.data.tokens import template as limits
 from tasks.data.tokens.template import Template
 
 SAID = [{"role": "user", "content": "q"}]
@@ -25,7 +25,7 @@ def template(text: str) -> Template:
 def hasty(monkeypatch):
     """Limits that a test reaches at once, and a watch that begins with them."""
     for name, value in (("SECONDS", 0.02), ("_POLL_SECONDS", 0.01), ("_watches", [])):
-        monkeypatch.setattr(render_limits, name, value)
+        monkeypatch.setattr(limits, name, value)
 
 
 def test_loops_without_end_are_stopped_in_the_models_name(hasty):
@@ -34,11 +34,11 @@ def test_loops_without_end_are_stopped_in_the_models_name(hasty):
 
 
 def test_a_huge_text_is_refused_and_memory_is_free_again(monkeypatch):
-    monkeypatch.setattr(render_limits, "MEMORY_BYTES", 2**26)
+    monkeypatch.setattr(limits, "MEMORY_BYTES", 2**26)
     for text in (HUGE, "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"):
         with pytest.raises(ConfigError, match=r"the chat template of /models/evil takes more than 64 MiB"):
             template(text).render([SAID], None, "r")
-    assert resource.getrlimit(resource.RLIMIT_DATA) == render_limits._LIMITS
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits._LIMITS
     assert template(CHATML).render([SAID], None, "r")
 
 
@@ -51,7 +51,7 @@ def test_the_limits_hold_on_the_rows_themselves(hasty):
 
 
 def test_an_operation_that_cannot_be_interrupted_ends_its_process():
-    code = "from tasks.data.tokens import render_limits as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
+    code = "from tasks.data.tokens import template as r; r._PROCESS_SECONDS = 0.05\nwith r.Limited(): 9 ** (10**9)"
     ended = subprocess.run([sys.executable, "-c", code], check=False)
     assert ended.returncode == -signal.SIGVTALRM
 

@@ -12,8 +12,8 @@ import pytest
 from lineage.artifact import Kind
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.known import BY_NAME, FORMATS
+from tasks.data.formats.turns import canonical
 from tasks.data.kinds import messages_of, tools_of
-from tasks.data.preparing.row_split import canonical
 
 Row = dict[str, object]
 

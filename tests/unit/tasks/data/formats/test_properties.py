@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.data.formats.known import BY_NAME
-from tasks.data.formats.values import BadRowError
+from tasks.data.formats.turns import BadRowError
 from tasks.data.preparing.convert_rows import remarks
 
 Row = dict[str, object]

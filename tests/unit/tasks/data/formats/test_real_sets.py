@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.data.formats.detect import detect
-from tasks.data.formats.values import BadRowError
+from tasks.data.formats.turns import BadRowError
 from tasks.data.kinds import messages_of, tools_of
 from tasks.data.preparing.convert_rows import remarks
 

@@ -9,7 +9,7 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.data.kinds import ROW_KINDS
-from tasks.data.preparing.leakage import NamedSet, find, prompts_of
+from tasks.data.preparing.repeats import NamedSet, find_leakage, prompts_of
 
 
 def words(seed, count=100):
@@ -48,7 +48,7 @@ def rows(tmp_path):
 def leaks(tmp_path):
     def found(train, held_out):
         with duckdb.connect() as connection:
-            return find(train, held_out, connection, tmp_path)
+            return find_leakage(train, held_out, connection, tmp_path)
 
     return found
 

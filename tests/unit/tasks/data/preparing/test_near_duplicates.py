@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.preparing.near_duplicates import BANDS, NUM_BANDS, band_hashes, find
-from tasks.data.preparing.shingles import shingles
+from tasks.data.preparing.repeats import BANDS, NUM_BANDS, band_hashes, find_near_duplicates, shingles
 
 
 def grams(texts, size):
@@ -112,7 +111,7 @@ def search(tmp_path):
         table = pa.table({**keys, **{band: bands[:, place] for place, band in enumerate(BANDS)}})
         pq.write_table(table, tmp_path / "keys.parquet")
         with duckdb.connect() as connection:
-            return find(connection, f"read_parquet('{tmp_path}/keys.parquet')", tmp_path)
+            return find_near_duplicates(connection, f"read_parquet('{tmp_path}/keys.parquet')", tmp_path)
 
     return found
 

@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 from tasks.data.preparing.report import (
     DataReport,
@@ -12,6 +13,7 @@ from tasks.data.preparing.report import (
     Remark,
     SourceReport,
     render,
+    sections,
     write_reports,
 )
 
@@ -48,6 +50,10 @@ def report(text="word"):
     )  # fmt: skip
 
 
+def page_of(report):
+    return render(report, sections(report, Path()))
+
+
 class Page(HTMLParser):
     """What a browser makes of the page."""
 
@@ -69,14 +75,14 @@ def test_a_report_that_was_written_is_read_as_it_was(tmp_path):
         write_reports(each, tmp_path)
 
         assert DataReport.read(tmp_path) == each
-        assert (tmp_path / "report.html").read_text() == render(each)
+        assert (tmp_path / "report.html").read_text() == page_of(each)
 
 
 def test_the_page_says_all_that_the_report_holds():
-    shown = Page(render(report())).text
+    shown = Page(page_of(report())).text
 
     for told in (
-        "1234", "leaked rows", "path word", "evidence word", "column word", "to word", "5 of 9", "reason word",
+        "1234", "leaked rows", "path word", "evidence word", "column word", "to word", "9 read, 5 used", "reason word",
         "remark word", "place word", "ignored word", "tokenizer word", "max_length=64 holds 95 %", "packing",
         "near word", "other word", "0.87", "n-gram", "train word", "held word", "0.61", "train set word",
         "held set word", "rejects word", "12.3 %", "sample word", "0 to 4: 4 rows", "5 to 9: 2 rows",
@@ -88,15 +94,15 @@ def test_what_is_not_listed_is_in_a_file_that_the_page_names():
     several = report()
     several.counts |= {"near_duplicate_rows": 31, "leaked_rows": 32}
 
-    shown = Page(render(several)).text
+    shown = Page(page_of(several)).text
 
-    assert "The first 1 of 31; near_duplicates.parquet has all of them." in shown
-    assert "The first 1 of 32; leakage.parquet has all of them." in shown
-    assert "The first" not in Page(render(report())).text
+    assert "and 30 more; near_duplicates.parquet has all of them" in shown
+    assert "and 31 more; leakage.parquet has all of them" in shown
+    assert " more; " not in Page(page_of(report())).text
 
 
 def test_what_rows_bring_is_text_on_the_page():
-    plain, hostile = Page(render(report())), render(report(HOSTILE))
+    plain, hostile = Page(page_of(report())), page_of(report(HOSTILE))
 
     assert hostile.isascii()
     shown = Page(hostile)
@@ -106,7 +112,7 @@ def test_what_rows_bring_is_text_on_the_page():
 
 
 def test_the_page_loads_nothing():
-    page = render(report())
+    page = page_of(report())
 
     assert "default-src 'none'" in page
     assert not re.findall(r"(?:src|href|url)\s*[=(]", page.replace("default-src", "").replace("style-src", ""))

@@ -10,7 +10,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data import ordered_pool
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing import write
+from tasks.data.preparing import staging
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 from tasks.prepare_data import PrepareText
 from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side
@@ -42,7 +42,7 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
     assert detected is None
 
     convert = ConvertRows(kind=Kind.TEXT, seed=0, system_prompt=None, prompt_template=None, detected=detected)
-    rejects = [reject for chunk in chunks for reject in convert(chunk).rejects]
+    rejects = [reject for chunk in chunks for _, reject in convert(chunk).rejects]
 
     assert len(rejects) == 3001
     assert (rejects[-1].where, rejects[-1].reason) == (f"{path}:3001", "format not known")
@@ -57,13 +57,13 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
 def test_rows_come_out_by_their_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int, borders: list[int], per_batch: int
 ) -> None:
-    monkeypatch.setattr(write, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(staging, "BYTES_AT_ONCE", bytes_at_once)
     positions = [place * 7 % 50 for place in range(50)]
     batches = (
         pa.record_batch({"text": list(map(str, part)), "position": part})
         for part in (positions[start : start + per_batch] for start in range(0, 50, per_batch))
     )
-    found = list(write.in_order(batches, tmp_path, borders))
+    found = list(staging.in_order(batches, tmp_path, borders))
     assert [text for batch in found for text in batch.column("text").to_pylist()] == list(map(str, range(50)))
     assert not list(tmp_path.iterdir())
 
