@@ -17,7 +17,7 @@ from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import RULES, diagnose
 from lineage.errors import ConfigError, PipelineError
-from lineage.html import html_page
+from lineage.markup import html_page
 from lineage.run_file import RunFile
 from lineage.store import Entry
 

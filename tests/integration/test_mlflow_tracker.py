@@ -347,12 +347,12 @@ def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, clien
     manifest = store.stage("sft", {}, recipe={"method": "SFT", "learning_rate": 1e-6})
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        stage = tracker.stage(start_of(store, manifest))
+        stage = Tracked(tracker, start_of(store, manifest))
         lines = [{"step": step, "time": 1000.0 + step, "metrics": {"loss": 3.0}} for step in range(1, 101)]
         (stage.start.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         run_id = stage.run_ids().stage
         tracker.wake()
         wait_until(lambda: DIAGNOSIS in client.get_run(run_id).data.tags, "the tag of a running stage")
-        finish(stage, manifest)
+        stage.finish(manifest)
     found = "flat: loss 3 at the start, 3 at step 100, noise 0"
     assert client.get_run(run_id).data.tags[DIAGNOSIS] == found
