@@ -20,6 +20,8 @@ from flows.sweep.folder import trial_results
 from flows.wording import clock, printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
+from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.rules import live_findings
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.owner import HEARTBEAT_SECONDS
@@ -40,6 +42,7 @@ class StageView:
         progress: of one that runs, or ran when its run ended.
         dashboard: address of Ray's, where it has one.
         attempts: of one that runs, or ran when its run ended: all that were made so far.
+        findings: of the loss-curve doctor, on one that runs.
     """
 
     title: str
@@ -48,6 +51,7 @@ class StageView:
     progress: Progress | None
     dashboard: str | None
     attempts: Sequence[Attempt] = ()
+    findings: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,7 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
         dashboard = None
     return StageView(
         title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
+        findings=() if ended else live_findings(directory),
     )  # fmt: skip
 
 

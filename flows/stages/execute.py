@@ -190,6 +190,7 @@ def make(
         start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
         resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
         changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+        because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
     require_unchanged(run.plan, planned, code=False)  # nor while it was read
     files = digest_files(entry.output)
