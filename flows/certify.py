@@ -14,13 +14,11 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
-from flows.progress.observer import Observers
 from flows.progress.screen import Screen
 from flows.rehearsal import WEIGHTS, delete_others, scratch, scratch_plan
-from flows.stages.admission import require_gpus
 from flows.stages.execute import execute
-from flows.stages.inputs import job_inputs
-from flows.stages.run import Run
+from flows.stages.resources import require_gpus
+from flows.stages.run import Run, job_inputs
 from flows.stops import stoppable
 from flows.wording import counted
 from lineage.artifact import MODELS
@@ -79,7 +77,7 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
         with (
             stoppable(),
             Screen(sys.stderr, names) as screen,
-            open_run(plan, words, screen, plan.stages, in_flow=False, command="certify") as run,
+            open_run(plan, words, screen.on, plan.stages, in_flow=False, command="certify") as run,
         ):
             return list(_certificates(run, pipeline.store))
 
@@ -165,7 +163,7 @@ def _interrupted(
         before = planned.stage.resources.num_workers
         return Comparison(verdict="not compared", detail=resources, num_workers=(before, before))
     resumes = f"resumes with {counted(resources.num_workers, 'worker')}"
-    run.observer.announce(f"{planned.name}  {how}: killed after step {SAVE_STEPS + 1}, {resumes}")
+    run.announce(f"{planned.name}  {how}: killed after step {SAVE_STEPS + 1}, {resumes}")
     plan = run.plan  # in a second store, with the inputs of the first
     inputs = {
         slot: given if given.pinned else replace(given, entry=plan.entry(plan.stage(given.name)))
@@ -216,10 +214,10 @@ def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, afte
     """
     is_same = resources == planned.stage.resources
     entry = run.plan.entry(planned)
-    quiet = replace(run, observer=Observers())  # a loss on purpose is not reported
+    quiet = replace(run, emit=lambda event: None)  # a loss on purpose is not reported
     for _ in range(_TRIES):
         shutil.rmtree(entry.path, ignore_errors=True)
-        with _killed(after, entry.metrics, lambda: run.processes.kill(entry.path)):
+        with _killed(after, entry.metrics, lambda: run.processes.end(entry.path, None)):
             if is_same:
                 execute(quiet, planned)
             else:

@@ -396,7 +396,7 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
 
 def check_ray(address: str) -> Finding:
     """The cluster that is set answers, and can be joined as a run would join it."""
-    from flows.stages.cluster_capacity import ask_cluster
+    from flows.stages.resources import ask_cluster
 
     if not address:
         return Finding("ray", "ok", "none is set: a cluster is started for each stage that needs one")

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import yaml
 
-from flows.commands.arguments import add_overrides, words_of
+from flows.commands.arguments import add_overrides, words_of, write_rendered
 from flows.declare.compose import composed_files
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.declared import split_words
 from lineage.dvc import FILE, View, read_stages
-from lineage.errors import ConfigError, PipelineError
+from lineage.errors import ConfigError
 from lineage.sources import local_parts, local_paths
 from lineage.store import MANIFEST, METRICS, PLOTS
 from tasks.method import Training
@@ -163,16 +163,14 @@ def main() -> int:
     """Writes the file, and keeps the store out of git."""
     parser = argparse.ArgumentParser(prog="python -m flows.dvc_yaml", description=__doc__)
     add_overrides(parser)
-    options = parser.parse_intermixed_args()
     folder = Path.cwd()
-    try:
-        (folder / FILE).write_text(render(words_of(options), folder))
+
+    def rendered(options: argparse.Namespace) -> str:
+        text = render(words_of(options), folder)
         _ignore_in_git(load_pipeline(options.overrides, options.config_dir).store, folder)
-    except PipelineError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{folder / FILE} is written")
-    return 0
+        return text
+
+    return write_rendered(parser, folder / FILE, rendered)
 
 
 if __name__ == "__main__":

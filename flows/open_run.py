@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.planning.disk_capacity import require_plan_disk
-from flows.planning.needs import needs
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.prefect.open_runs import settle_left
-from flows.progress.observer import Observer, Observers, RunRecorder
+from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import RUN_VARIABLE, SweepRecord
-from flows.stages.admission import require_gpus
 from flows.stages.launch import StageProcesses, shared_modules
+from flows.stages.resources import require_gpus
 from flows.stages.run import Run
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError
 from lineage.stated_labels import Statement, record_labels
-from lineage.tracker import Execution, Tracker
+from lineage.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
 
 
@@ -53,13 +52,14 @@ def note_before(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    plan: Plan, words: Sequence[str], observer: Observer, stages: Sequence[PlannedStage],
+    plan: Plan, words: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
     trials: Trials | None = None, *, in_flow: bool = True, command: str = "run",
 ) -> Iterator[Run]:  # fmt: skip
     """A run of some stages of a plan; with the context its processes end and its record closes.
 
     Args:
         words: the options and overrides that state the pipeline, for the record.
+        listener: shows the run, beside what records it.
         trials: of a sweep; then the plan is that of one of them, and the stages are those of all.
         in_flow: whether Prefect orders the stages.
         command: of ``posttrain``.
@@ -79,9 +79,13 @@ def open_run(
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
+
+        def emit(event: Event) -> None:
+            for each in (listener, record.on, tracker.on):
+                each(event)
+
         try:
-            observers = Observers(observer, record)
-            yield Run(plan=plan, processes=processes, observer=observers, tracker=tracker, claim=record.claim)
+            yield Run(plan=plan, processes=processes, emit=emit, tracker=tracker, claim=record.claim)
         except PipelineError:
             processes.end_all()
             raise
@@ -137,7 +141,7 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
         ConfigError: names the stage.
     """
     for planned in stages:
-        require_gpus(planned.name, needs(planned)[1])
+        require_gpus(planned.name, planned.needs[1])
         nodes = planned.stage.resources.num_nodes
         if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
             raise ConfigError(

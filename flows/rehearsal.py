@@ -4,9 +4,8 @@ import contextlib
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
@@ -14,21 +13,22 @@ from filelock import FileLock
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, note_before, open_run
+from flows.planning.estimates import Estimator, History, step_seconds
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
-from flows.progress.observer import Observer, Observers
 from flows.progress.screen import Screen
 from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
 from flows.stops import stoppable
 from flows.tracking import make_tracker
-from flows.wording import counted
+from flows.wording import clock, counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.lock import Lock, owner
 from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
 from lineage.store import REHEARSALS, Entry, create_store
+from lineage.tracker import Event, Listener
 from tasks.context import Launcher
 from tasks.method import Training
 from tasks.train.adapter_files import ADAPTER_DIR
@@ -87,9 +87,10 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     rows: list[Row] = []
     try:
         with scratch(pipeline.store, keep=keep) as place:
-            plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1)
+            plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1, one_micro_batch=True)
             check_machine(plan.stages)
             make_tracker(named.tracking)  # MLflow answers
+            announce(plan)
             delete_others(place)
             _unregister(named)  # for equal bytes the registry creates no second version
             _run(pipeline, plan, words, rows)
@@ -105,48 +106,66 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     return Rehearsal(place=place, rows=rows)
 
 
+def announce(plan: Plan) -> None:
+    """Says on stderr how long the trainings of a rehearsal will take."""
+    found = list(Estimator(plan, History.of(plan.home)).estimates(plan.stages).values())
+    if found:
+        runs = sum(each.runs for each in found)
+        basis = f"measured on {counted(runs, 'run')}" if runs else "by formula"
+        trainings = f"{counted(len(found), 'training')} of {NUM_STEPS} steps"
+        about = clock(sum(each.seconds for each in found))
+        print(f"{trainings}, one micro batch per worker each: about {about} ({basis})", file=sys.stderr)
+
+
+def micro_batches(real: Stage, short: Stage) -> int:
+    """How many steps of the rehearsal a step of the real stage is."""
+    if isinstance(real.method, Training) and isinstance(short.method, Training):
+        return real.method.global_batch_size // short.method.global_batch_size
+    return 1
+
+
 def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each finished stage."""
     note_before(plan)
     names = [planned.name for planned in plan.stages]
     with stoppable(), Screen(sys.stderr, names) as screen:
-        stop = StopOnce(screen, max(map(len, names)))
-        with open_run(plan, words, stop, plan.stages, in_flow=False, command="rehearse") as run:
+        stop = StopOnce(screen.on, max(map(len, names)))
+        with open_run(plan, words, stop.on, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 num_steps = run.checks.num_steps(planned, pipeline.stages[planned.name].method)
+                num_steps = num_steps and num_steps * micro_batches(pipeline.stages[planned.name], planned.stage)
                 size = stop.saved.get(planned.name)
                 rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
 
 
-class StopOnce(Observers):
+class StopOnce:
     """Stops each training after its first step, as when its machine is taken away: it saves, and is resumed.
 
     Attributes:
         saved: name of a stage -> bytes of the checkpoint from which it resumes.
     """
 
-    def __init__(self, observer: Observer, width: int) -> None:
-        super().__init__(observer)
+    def __init__(self, listener: Listener, width: int) -> None:
         self.saved: dict[str, int] = {}
+        self._listener = listener
         self._entry: Entry | None = None  # of the training that runs; stages run one after another
         self._name = ""
         self._width = width
 
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        super().running(title, metrics, total)
-        self._name, self._entry = title, Entry(metrics.parent) if total else None
-        if self._entry:
-            (self._entry.work / STOP_FILE).touch()
-
-    def announce(self, text: str) -> None:
-        """Replaces the report of the stop."""
+    def on(self, event: Event) -> None:
+        """Passes an event on, and in place of the first report of the stop one of its own."""
         checkpoint = self._entry.checkpoints.newest() if self._entry else None
-        if self._entry and checkpoint and self._name not in self.saved:
+        if event.state == "message" and self._entry and checkpoint and self._name not in self.saved:
             folder = self._entry.checkpoints.path(checkpoint.step)
             self.saved[self._name] = sum((folder / name).stat().st_size for name in checkpoint.files)
             text = f"{self._name:<{self._width}}  saved at step {checkpoint.step} and stopped; resumes from there"
-        super().announce(text)
+            event = Event(text=text)
+        self._listener(event)
+        if event.start:
+            self._name, self._entry = event.title, Entry(event.start.directory) if event.num_steps else None
+            if self._entry:
+                (self._entry.work / STOP_FILE).touch()
 
 
 def row_of(
@@ -155,7 +174,8 @@ def row_of(
     """The row of a finished stage, read from its manifest and its reports.
 
     Args:
-        num_steps: of the real stage; None: unknown, or it does not train.
+        num_steps: of the real stage, each as often as it has the rows of a step of this one; None: unknown, or it does
+            not train.
         checkpoint_bytes: of the checkpoint from which it resumed.
     """
     entry, method = plan.entry(planned), planned.stage.method
@@ -180,14 +200,6 @@ def row_of(
         real_seconds=None if pace is None or num_steps is None else pace * num_steps,
         verdict="works" if resumed else "works, but leaves no checkpoint when it is stopped",
     )
-
-
-def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
-    """Of the fastest step, by its tokens and their pace, which exclude saves; None: not reported."""
-    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
-    tokens = [total - before for before, total in pairwise(totals)]
-    paces = [step.get("tokens_per_second", 0.0) for step in reports]
-    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
 
 
 def _is_merged(manifest: Manifest) -> bool:
@@ -268,13 +280,21 @@ def delete_others(place: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int) -> Plan:
+def scratch_plan(
+    pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int, one_micro_batch: bool = False
+) -> Plan:
     """The plan that runs every stage of a pipeline with so few steps in another store; aliases are the real store's.
+
+    Args:
+        one_micro_batch: a step is one micro batch per worker, which takes the same memory and the same path.
 
     Raises:
         ConfigError: the pipeline cannot work.
     """
-    stages = {name: _short(stage, num_steps, save_steps) for name, stage in pipeline.stages.items()}
+    stages = {
+        name: _short(stage, num_steps, save_steps, one_micro_batch=one_micro_batch)
+        for name, stage in pipeline.stages.items()
+    }
     plan = make_plan(
         replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation(), advice="off")
     )
@@ -284,11 +304,15 @@ def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps:
     return replace(plan, pipeline=replace(plan.pipeline, store=store), stages=planned)
 
 
-def _short(stage: Stage, num_steps: int, save_steps: int) -> Stage:
+def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bool = False) -> Stage:
     """The stage with fewer steps; what determines its memory is unchanged. A lost training is retried once."""
     method, resources = stage.method, stage.resources
     if not isinstance(method, Training):
         return stage
+    rows, reads = resources.num_workers * resources.micro_batch_size, getattr(method, "reads", None)
+    # A step of generated completions is divided into groups and minibatches, which need all of it.
+    if one_micro_batch and rows < method.global_batch_size and reads is not None and reads.trained:
+        method = replace(method, global_batch_size=rows)
     best = method.best and replace(method.best, every_steps=min(method.best.every_steps or save_steps, save_steps))
     validation = method.validation and replace(
         method.validation, every_steps=min(method.validation.every_steps or save_steps, save_steps), every_epochs=None,

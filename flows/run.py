@@ -55,7 +55,7 @@ def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
-    with stoppable(), _screen([planned]) as screen, open_run(plan, words, screen, [planned], in_flow=False) as run:
+    with stoppable(), _screen([planned]) as screen, open_run(plan, words, screen.on, [planned], in_flow=False) as run:
         execute(run, planned)
 
 
@@ -63,7 +63,7 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
     """Seconds of each stage that ran, how the tracker names this execution, and what came of it."""
     with stoppable(), contextlib.ExitStack() as beside:
         try:
-            with _screen(plan.stale) as screen, open_run(plan, words, screen, plan.stale) as run:
+            with _screen(plan.stale) as screen, open_run(plan, words, screen.on, plan.stale) as run:
                 results = _run_flow(run, beside)
         except (ConfigError, StoppedError):  # before anything ran, or by the user
             raise

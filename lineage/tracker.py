@@ -1,12 +1,13 @@
-"""What a run reports to its record while it goes, and a record of nothing."""
+"""What a run emits while it goes: events for its listeners, and a record of nothing."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lineage.errors import PrunedError, StoppedError
 from lineage.manifest import InputRecord, Manifest, Provenance
 
 
@@ -37,7 +38,6 @@ class StageStart:
         directory: of the stage in the store; reports appear in its ``metrics.jsonl``.
         parents: name of a stage that it reads -> record of that stage's output.
         resumes: whether it resumes from a checkpoint, and so continues the run of the attempt before.
-        title: its name in this execution; empty: its stage's name.
     """
 
     stage: str
@@ -49,7 +49,6 @@ class StageStart:
     directory: Path
     parents: Mapping[str, Manifest]
     resumes: bool = False
-    title: str = ""
 
     def manifest(self, pipeline: str) -> Manifest:
         """What its manifest will say that is known now."""
@@ -62,6 +61,47 @@ class StageStart:
             fingerprint=self.fingerprint, inputs=dict(self.inputs), files={}, output_digest="", metrics={},
             provenance=now, produces=self.produces,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What a run emits: the new state of one of its stages, or a message.
+
+    Args:
+        title: of the stage: its name, and in a sweep also the trial where only some trials have it.
+        state: of the stage; ``waiting`` comes repeatedly, ``reused``: another run produced it meanwhile.
+        text: what it waits for, why it ended without an output, or the message.
+        start: of one that runs.
+        num_steps: optimizer steps of one that runs; None: it counts none.
+        manifest: of one that is done or reused.
+        error: that ended one.
+    """
+
+    title: str = ""
+    state: Literal["message", "waiting", "running", "reused", "done", "failed", "pruned", "stopped"] = "message"
+    text: str = ""
+    start: StageStart | None = None
+    num_steps: int | None = None
+    manifest: Manifest | None = None
+    error: BaseException | None = None
+
+    @property
+    def seconds(self) -> float:
+        """That a stage took which is done."""
+        if self.state != "done" or self.manifest is None:
+            return 0.0
+        return self.manifest.provenance.end - self.manifest.provenance.start
+
+
+Listener = Callable[[Event], None]  # may be called from any thread, and raises nothing
+
+
+def ending_of(title: str, error: BaseException) -> Event:
+    """A stage that raised, or was stopped."""
+    if isinstance(error, PrunedError):
+        return Event(title=title, state="pruned", text=str(error), error=error)
+    is_stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
+    return Event(title=title, state="stopped" if is_stopped else "failed", text=str(error), error=error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,33 +129,22 @@ class RunIds:
     parents: tuple[str, ...] = ()
 
 
-class StageTracker:
-    """The record of one running stage: nothing. No method raises: a lost record ends no training."""
-
-    def run_ids(self) -> RunIds:
-        """For the manifest; may wait a moment for a run that is still being created."""
-        return RunIds()
-
-    def finished(self, manifest: Manifest) -> None:
-        """After the commit."""
-
-    def failed(self, error: BaseException) -> None:
-        """The stage raised, or was stopped."""
-
-
 class Tracker:
-    """The record of one execution: nothing (``tracking=none``). No method raises; all may come from any thread."""
+    """The record of one execution: nothing (``tracking=none``).
+
+    No method raises, since a lost record ends no training; all may be called from any thread.
+    """
 
     def execution(self, execution: Execution) -> AbstractContextManager[None]:
         """Opens the record; closes it as failed, stopped or finished with what leaves the context."""
         return nullcontext()
 
-    def stage(self, start: StageStart) -> StageTracker:
-        """Opens the record of a stage."""
-        return StageTracker()
+    def on(self, event: Event) -> None:
+        """Listens to the run."""
 
-    def reused(self, title: str, manifest: Manifest) -> None:
-        """Another execution has produced a stage meanwhile."""
+    def run_ids(self, title: str) -> RunIds:
+        """Of a stage that runs, for its manifest; may wait a moment for a run that is still being created."""
+        return RunIds()
 
     def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
         """A trial of this execution, which is a sweep."""

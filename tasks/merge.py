@@ -28,7 +28,10 @@ from tasks.train.merging import (
     INDEX,
     POLICY,
     adapters_on_one_base,
+    compared,
     drawn,
+    golden_texts,
+    golden_values,
     plain_lora,
     read_tensor,
     require_alike,
@@ -199,7 +202,6 @@ class Merge(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.tokenizers import load_tokenizer
-        from tasks.train.golden_prompts import compared, golden_texts, golden_values
         from tasks.train.models import copy_tokenizer, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 

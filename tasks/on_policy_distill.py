@@ -32,6 +32,6 @@ class OnPolicyDistillation(Completing):
     beta: Annotated[float, Ge(0), Le(1)] = 1.0
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
-        from tasks.train.on_policy_trainer import on_policy_trainer
+        from tasks.train.generating_trainer import on_policy_trainer
 
         return on_policy_trainer(run, self, beta=self.beta)

@@ -154,13 +154,14 @@ class TeacherAnswers(Method):
         self, rows: Sequence[Row], prompts: Sequence[list[int]], number: int, model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext,
     ) -> "list[Answer]":  # fmt: skip
-        from tasks.evaluate.answers import greedy_answers, sampled_answers
+        from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
 
         size = ctx.resources.micro_batch_size
         if self.sampling is None:
             return greedy_answers(model, tokenizer, prompts, self.max_new_tokens, size, self.num_beams)
         seeds = [random.Random(f"{self.seed} {row[ROW_ID]} {number}").getrandbits(63) for row in rows]
-        return sampled_answers(model, tokenizer, prompts, self.max_new_tokens, size, self.sampling, seeds)
+        tokens = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, size, self.sampling, seeds)
+        return answers_of(model, tokenizer, tokens)
 
 
 def _asked(row: Row) -> Row:

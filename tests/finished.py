@@ -10,6 +10,7 @@ from lineage.digest import digest_files, digest_of
 from lineage.lock import Lock
 from lineage.manifest import InputRecord, Manifest, Provenance, provenance
 from lineage.store import Entry
+from lineage.tracker import Event, StageStart
 from tests.saved import commit
 
 
@@ -52,3 +53,17 @@ def _ran() -> Provenance:
 def save(entry: Entry, step: int, **record: int) -> Path:
     """Commits a checkpoint."""
     return commit(entry.checkpoints, step, {"state.txt": str(step)}, **record)
+
+
+def event(state, text="", *, title="dpo", directory=None, num_steps=None, seconds=1.0, **metrics):
+    """An event of a stage of this directory."""
+    start = StageStart(
+        stage=title, method="DPO", produces="policy", fingerprint="0" * 64, recipe={}, inputs={},
+        directory=directory or Path(), parents={},
+    )  # fmt: skip
+    done = start.manifest("toy")
+    times = replace(done.provenance, start=10.0, end=10.0 + seconds)
+    return Event(
+        title=title, state=state, text=text, start=start if state == "running" else None, num_steps=num_steps,
+        manifest=replace(done, metrics=metrics, provenance=times) if state == "done" else None,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.tracker import Execution, StageStart
+from lineage.tracker import Event, Execution, StageStart, ending_of
 
 
 def execution(store, reused=()):
@@ -39,18 +39,32 @@ def commit(start, manifest, ids=None):
     return manifest
 
 
-def finish(stage, manifest):
-    """Commits a tracked stage and reports it."""
-    stage.finished(commit(stage.start, manifest, stage.run_ids()))
+class Tracked:
+    """A stage whose events reach a tracker."""
+
+    def __init__(self, tracker, start):
+        self.tracker, self.start = tracker, start
+        tracker.on(Event(title=start.stage, state="running", start=start))
+
+    def run_ids(self):
+        return self.tracker.run_ids(self.start.stage)
+
+    def failed(self, error):
+        self.tracker.on(ending_of(self.start.stage, error))
+
+    def finish(self, manifest):
+        """Commits it and reports it."""
+        manifest = commit(self.start, manifest, self.run_ids())
+        self.tracker.on(Event(title=self.start.stage, state="done", manifest=manifest))
 
 
 def record(uri, store, manifest, parents=()):
     """One execution with one stage, from start to end."""
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        stage = tracker.stage(start_of(store, manifest, parents))
+        stage = Tracked(tracker, start_of(store, manifest, parents))
         ids = stage.run_ids()
-        finish(stage, manifest)
+        stage.finish(manifest)
     return tracker, ids
 
 
@@ -58,7 +72,7 @@ def attempt(uri, store, start, error, *steps):
     """One execution with one stage that raises after some steps; returns its tracker."""
     tracker = MlflowTracker(uri)
     with contextlib.suppress(type(error)), tracker.execution(execution(store)):
-        stage = tracker.stage(start)
+        stage = Tracked(tracker, start)
         stage.run_ids()
         report(start, *steps)
         stage.failed(error)

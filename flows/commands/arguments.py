@@ -1,9 +1,11 @@
 """Arguments that several commands share."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lineage.errors import PipelineError
 from lineage.secrets import redacted
 
 
@@ -24,7 +26,9 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """What makes a sweep of a run, and what makes a run of the best trial of a sweep."""
     parser.add_argument("--multirun", action="store_true", help="try every value, such as a.b=1,2; see sweep=")
-    parser.add_argument("--overrides-from", type=Path, metavar="FILE", help="a sweep's best.yaml: its overrides first")
+    parser.add_argument(
+        "--overrides-from", type=Path, metavar="FILE", help="best.yaml of a sweep, or a patch of diagnose"
+    )
 
 
 def read_overrides(options: argparse.Namespace) -> None:
@@ -61,3 +65,14 @@ def stated_words(options: argparse.Namespace) -> list[str]:
 def words_of(options: argparse.Namespace) -> list[str]:
     """The same as it is recorded and printed: without the secrets of an address."""
     return list(map(redacted, stated_words(options)))
+
+
+def write_rendered(parser: argparse.ArgumentParser, file: Path, render: Callable[[argparse.Namespace], str]) -> int:
+    """The whole of a ``python -m`` that writes a file; returns the exit code."""
+    try:
+        file.write_text(render(parser.parse_intermixed_args()))
+    except PipelineError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{file} is written")
+    return 0

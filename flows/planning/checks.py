@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,8 @@ def check_data(pipeline: Pipeline) -> None:
     for name, source in pipeline.sources.items():
         check_direction(f"sources.{name}.columns", source.columns, source.format)
     training = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
-    for field, names in (("accept_label_drop", pipeline.accept_label_drop), ("restart", pipeline.restart)):
+    named = {"accept_label_drop": pipeline.accept_label_drop, "restart": pipeline.restart, "because": pipeline.because}
+    for field, names in named.items():
         for name in names:
             if name not in training:
                 raise ConfigError(
@@ -66,6 +67,21 @@ def check_positions(pipeline: Pipeline) -> None:
         if positions is not None and method.max_length > positions:
             wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))
             raise ConfigError(f"stages.{name}.method.{wrong}")
+
+
+def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Of some stages, rows that are longer than what a model with computed positions was made for: they train."""
+    found: dict[int, list[str]] = {}
+    for name, method, config in _trainings(pipeline):
+        known, rope = config.get("max_position_embeddings"), config.get("rope_scaling") or config.get("rope_parameters")
+        is_scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) != "default"
+        if name in stages and isinstance(known, int) and method.max_length > known and not is_scaled:
+            found.setdefault(known, []).append(f"{name} ({method.max_length})")
+    return [
+        f"max_length of {', '.join(names)} exceeds the model's max_position_embeddings={known}: longer rows would be "
+        f"read at positions that it does not know; set max_length={known} or less, or scale them (docs/models.md)"
+        for known, names in found.items()
+    ]
 
 
 def batch_notes(pipeline: Pipeline) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,29 @@ class PlannedStage:
     restart: bool = False  # from step 0, although there are checkpoints
     examples: Path | None = None  # where it is counted how many examples its rows make; None: it trains on none
     hyperparameters: Hyperparameters | None = None  # None: it does not train
+
+    @property
+    def asks(self) -> tuple[int, int]:
+        """CPUs and GPUs that its workers take, wherever they are."""
+        method, resources = self.stage.method, self.stage.resources
+        workers = resources.num_workers if method.trains else 1
+        return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """CPUs and GPUs of this machine that it takes; a cluster elsewhere admits its own work."""
+        return (0, 0) if self.runs_elsewhere else self.asks
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether its workers are on a cluster that is not started here."""
+        return self.stage.method.trains and self.stage.resources.on_cluster and bool(os.environ.get("RAY_ADDRESS"))
+
+    @property
+    def pool(self) -> tuple[str, int] | None:
+        """The GPU pool that it draws on and how many slots of it: one too where it runs on CPUs."""
+        pool = self.stage.resources.gpu_pool
+        return (pool, max(1, self.asks[1])) if pool and self.stage.method.uses_gpu else None
 
     @property
     def upstream(self) -> list[str]:

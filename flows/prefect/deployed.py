@@ -41,7 +41,7 @@ from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
 from flows.prefect.flow import approved, flow_run_here, open_flow, run_stages, task_runner
 from flows.prefect.open_runs import OpenFlow
 from flows.prefect.page import RunPage, show_plan
-from flows.progress.waiting_note import WaitingNote
+from flows.progress.recorder import WaitingNote
 from flows.promotion.notify import notify, require_block
 from flows.promotion.retrain import follow_up, promotion_due
 from flows.stages.execute import Result
@@ -271,7 +271,7 @@ def _execute(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -
     """Runs what is stale; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    with RunPage(plan) as page, open_run(plan, cli_args, page, plan.stale) as run:
+    with RunPage(plan) as page, open_run(plan, cli_args, page.on, plan.stale) as run:
         page.link(run.tracker)
         run_stages(run, finished)
         return approved(run)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import yaml
 
-from flows.commands.arguments import add_allow_code, add_overrides, words_of
+from flows.commands.arguments import add_allow_code, add_overrides, words_of, write_rendered
 from flows.declare.compose import CONF, field_of
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline, nearest
 from flows.declared import split_words
-from lineage.errors import ConfigError, MissingValueError, PipelineError
+from lineage.errors import ConfigError, MissingValueError
 
 FILE = "prefect.yaml"
 POOL = "posttrain"
@@ -255,15 +255,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.prefect.deployments", description=__doc__)
     add_overrides(parser)
     add_allow_code(parser)
-    options = parser.parse_intermixed_args()
-    try:
-        preset = replace(Preset.of(words_of(options)), allow_code=options.allow_code)
-        Path(FILE).write_text(render(preset))
-    except PipelineError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{Path(FILE).absolute()} is written")
-    return 0
+
+    def rendered(options: argparse.Namespace) -> str:
+        return render(replace(Preset.of(words_of(options)), allow_code=options.allow_code))
+
+    return write_rendered(parser, Path.cwd() / FILE, rendered)
 
 
 if __name__ == "__main__":

@@ -26,16 +26,14 @@ from prefect.states import Cancelled, Crashed, Failed, Paused, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
-from flows.planning.needs import pool_of
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
 from flows.prefect.address import configured_api_url, prefix_of_command
 from flows.prefect.open_runs import End, OpenFlow, api_here, report_unknown, settle, settle_left
 from flows.prefect.server import EmbeddedServer
-from flows.progress.observer import Observer
 from flows.progress.run_record import end_of
 from flows.stages.execute import Result, execute
-from flows.stages.gpu_pool import require_pools
+from flows.stages.resources import require_pools
 from flows.stages.run import Run
 from flows.stops import hearing_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
@@ -270,7 +268,7 @@ def approved(run: Run) -> bool:
     """Asks for every approval that is missing, until one is denied."""
     for judged in judgements(run.plan):
         if judged.awaits_approval:
-            approved, who, why = ask(judged, run.observer)
+            approved, who, why = ask(judged, run.announce)
             record_decision(run.plan.pipeline.store, judged, approved=approved, who=who, why=why)
             if not approved:
                 return False
@@ -289,7 +287,7 @@ def verdict_state(run: Run) -> State[None] | None:
 
 
 def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
-    drawn = [each for each in map(pool_of, stages) if each]
+    drawn = [planned.pool for planned in stages if planned.pool]
     return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
 
 
@@ -308,7 +306,7 @@ class Approval(RunInput):
     why: str = ""
 
 
-def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
+def ask(judged: Judgement, announce: Callable[[str], None]) -> tuple[bool, str, str]:
     """Pauses this flow run until a person resumes or cancels it.
 
     Prefect's own ``pause_flow_run`` would wait on after a cancellation.
@@ -326,7 +324,7 @@ def ask(judged: Judgement, observer: Observer) -> tuple[bool, str, str]:
         url = str(client.api_url).rstrip("/")
         try:
             client.set_flow_run_state(flow_run.id, paused)
-            observer.announce(_question(judged, flow_run.id, url))
+            announce(_question(judged, flow_run.id, url))
             state = _decision(client, flow_run.id)
         except TerminationSignal:  # a deployed run that is cancelled is terminated at once: that is an answer too
             state = client.read_flow_run(flow_run.id).state

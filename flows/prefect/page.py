@@ -4,10 +4,9 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -16,13 +15,13 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from flows.planning.plan import Plan
-from flows.progress.stage_progress import Progress
+from flows.progress.stage_progress import Progress, line_of, progress_of
 from lineage.artifact import Kind
 from lineage.fingerprint import short
+from lineage.markup import markdown_table
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.tracker import Tracker
+from lineage.tracker import Event, Tracker
 from lineage.verdict import VERDICT_TABLE
-from tasks.context import Metrics
 from tasks.evaluate.report import TABLE_FILE
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}
@@ -36,7 +35,7 @@ def show_plan(plan: Plan) -> None:
     """What will run, what is reused, and why."""
     rows = [(each.name, each.state, f"`{short(each.fingerprint)}`", each.reason) for each in plan.stages]
     head = f"{len(plan.stale)} of {len(plan.stages)} stages to run; store {plan.pipeline.store}"
-    text = "\n".join([_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
+    text = "\n".join([markdown_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
     _show(f"{plan.pipeline.name}-plan", text, head)
 
 
@@ -57,7 +56,7 @@ class _Bar:
 
 
 class RunPage:
-    """An observer that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
+    """A listener that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
 
     Its thread alone calls Prefect: no stage waits for a server that is away.
     """
@@ -83,36 +82,20 @@ class RunPage:
         self._closed.set()
         self._thread.join(_JOIN_SECONDS)
 
-    def waiting(self, title: str, reason: str) -> None:
-        if self._waits.get(title) != reason:
-            self._waits[title] = reason
-            self.announce(f"{title}: waits for {reason}")
-
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        progress = Progress(path=metrics, total=total)
-        self.announce(f"{title}: {progress.begun()}")
-        self._bars[title] = _Bar(progress=progress)
-
-    def reused(self, title: str) -> None:
-        self._end(title, "reused: another run made it", 100.0)
-
-    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
-        loss = f"  loss {metrics['loss']:.3f}" if "loss" in metrics else ""
-        self._end(title, f"done in {seconds:.1f} s{loss}", 100.0)
-
-    def failed(self, title: str, cause: str) -> None:
-        self._end(title, f"FAILED: {cause}")
-
-    def pruned(self, title: str, cause: str) -> None:
-        self._end(title, cause)
-
-    def announce(self, text: str) -> None:
-        get_run_logger().info(text)
-
-    def _end(self, title: str, text: str, percent: float | None = None) -> None:
-        self.announce(f"{title}: {text}")
-        if title in self._bars:
+    def on(self, event: Event) -> None:
+        """Listens to the run."""
+        title, text = event.title, line_of(event)
+        if event.start:
+            progress = progress_of(event, event.start)
+            self._bars[title], text = _Bar(progress=progress), progress.begun()
+        elif (event.state == "waiting" and self._waits.get(title) == text) or event.state == "stopped":
+            return
+        elif event.state == "waiting":
+            self._waits[title] = text
+        elif title in self._bars:
+            percent = 100.0 if event.state in ("reused", "done") else None
             self._bars[title] = replace(self._bars[title], exit=text, percent=percent)
+        get_run_logger().info(f"{title}: {text}" if title else text)
 
     def _follow(self) -> None:
         """Updates the page, seldom enough to be no load on the server."""
@@ -161,7 +144,7 @@ class RunPage:
         if is_server(uri):
             page = f"{shown(uri).rstrip('/')}/#/runs"  # MLflow finds the experiment of a run by itself
             links, after = {name: f"[{run}]({page}/{run})" for name, run in runs.items()}, ""
-        text = "\n".join([_table(["run", "MLflow"], list(links.items())), "", after])
+        text = "\n".join([markdown_table(["run", "MLflow"], list(links.items())), "", after])
         _show(f"{self._plan.pipeline.name}-mlflow", text, f"recorded in {shown(uri)}")
         return True
 
@@ -169,15 +152,6 @@ class RunPage:
 def _percent(progress: Progress) -> float:
     progress.refresh()
     return min(100.0, 100.0 * progress.step / progress.total) if progress.total else 0.0
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [
-        head,
-        ["---"] * len(head),
-        *([cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows),
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def _show(key: str, markdown: str, description: str) -> None:

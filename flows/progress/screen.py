@@ -2,17 +2,15 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from flows.progress.stage_progress import Progress
+from flows.progress.stage_progress import Progress, line_of, progress_of
 from flows.wording import printable
-from tasks.context import Metrics
+from lineage.tracker import Event
 
 PLAIN_INTERVAL_SECONDS = 30.0
 
@@ -25,7 +23,7 @@ class _Stream(Console):
 
 
 class Screen:
-    """Shows the run on a stream; every method may be called from any thread."""
+    """Shows the run on a stream, as a listener."""
 
     def __init__(self, stream: IO[str], names: list[str], plain: bool = False) -> None:
         self._console = _Stream(file=stream, highlight=False)
@@ -49,50 +47,38 @@ class Screen:
         if self._is_live:
             self._live.stop()
 
-    def waiting(self, name: str, reason: str) -> None:
-        """Says once for what a stage waits."""
-        with self._lock:
-            known = self._waits.get(name) == reason
-            self._waits[name] = reason
-        if not (known or self._is_live):
-            self._say(name, f"waits for {reason}")
-
-    def running(self, name: str, metrics: Path, total: int | None) -> None:
-        with self._lock:
-            self._waits.pop(name, None)
-            self._running[name] = progress = Progress(path=metrics, total=total)
-            begun = progress.begun()
-        if not self._is_live:
-            self._say(name, begun)
-
-    def reused(self, name: str) -> None:
-        self._end(name, "reused: another run made it")
-
-    def done(self, name: str, seconds: float, metrics: Metrics) -> None:
-        self._end(name, "  ".join([f"done in {seconds:.1f} s", *_highlights(metrics)]))
-
-    def failed(self, name: str, cause: str) -> None:
-        self._end(name, f"FAILED: {printable(cause.partition(chr(10))[0])}")
-
-    def pruned(self, name: str, cause: str) -> None:
-        self._end(name, cause)
-
-    def announce(self, text: str) -> None:
-        """Prints lines that belong to no single stage."""
-        with self._lock, contextlib.suppress(OSError):
-            self._console.print(text, markup=False, soft_wrap=True)
-
-    def _end(self, name: str, text: str) -> None:
-        with self._lock:
-            self._waits.pop(name, None)
-            self._running.pop(name, None)
-        if self._is_live:
-            self._live.refresh()  # else the live line of a stage is drawn once more below the line of its end
-        self._say(name, text)
+    def on(self, event: Event) -> None:
+        """Listens to the run."""
+        title, text = event.title, line_of(event)
+        if event.state == "message":
+            self._print(text)
+        elif event.state == "waiting":
+            with self._lock:
+                is_known = self._waits.get(title) == text
+                self._waits[title] = text
+            if not (is_known or self._is_live):
+                self._say(title, text)
+        elif event.start:
+            with self._lock:
+                self._waits.pop(title, None)
+                self._running[title] = progress = progress_of(event, event.start)
+                text = progress.begun()
+            if not self._is_live:
+                self._say(title, text)
+        elif event.state != "stopped":
+            with self._lock:
+                self._waits.pop(title, None)
+                self._running.pop(title, None)
+            if self._is_live:
+                self._live.refresh()  # else the live line of a stage is drawn once more below the line of its end
+            self._say(title, printable(text.partition("\n")[0]))
 
     def _say(self, name: str, text: str) -> None:
+        self._print(f"{name:<{self._width}}  {text}")
+
+    def _print(self, text: str) -> None:
         with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
-            self._console.print(f"{name:<{self._width}}  {text}", markup=False, soft_wrap=True)
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))
@@ -100,8 +86,8 @@ class Screen:
             for name, line in self._running.items():
                 line.refresh()
                 grid.add_row(f"{name:<{self._width}}", line.describe())
-            for name, reason in self._waits.items():
-                grid.add_row(f"{name:<{self._width}}", f"waits for {reason}")
+            for name, text in self._waits.items():
+                grid.add_row(f"{name:<{self._width}}", text)
         return grid
 
     def _plain_progress(self) -> None:
@@ -112,10 +98,3 @@ class Screen:
                     line.refresh()
             for name, line in lines.items():
                 self._say(name, line.describe())
-
-
-def _highlights(metrics: Mapping[str, float]) -> list[str]:
-    shown = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
-    if "tokens_per_second" in metrics:
-        shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
-    return shown

@@ -1,11 +1,14 @@
 """How far a stage is, read from its ``metrics.jsonl``: for the screen of its own run and for ``posttrain status``."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.wording import clock
 from lineage.metrics_file import ReportFile
+from lineage.store import Entry
+from lineage.tracker import Event, StageStart
 
 _TAIL_BYTES = 256 * 1024  # where a long file is read for the first time; the latest reports are what counts
 
@@ -68,11 +71,36 @@ class Progress:
         """``120/300  loss 3.410  9,800 tok/s  ETA 0:21``"""
         elapsed = max(0.0, time.time() - self.started)
         parts = [f"{self.step}/{self.total}" if self.total else f"{elapsed:.0f} s"]
-        if "loss" in self.metrics:
-            parts.append(f"loss {self.metrics['loss']:.3f}")
-        if "tokens_per_second" in self.metrics:
-            parts.append(f"{self.metrics['tokens_per_second']:,.0f} tok/s")
+        parts += _highlights(self.metrics)
         left = self.seconds_left()
         if left is not None:
             parts.append(f"ETA {clock(left)}")
         return "  ".join(parts)
+
+
+def progress_of(event: Event, start: StageStart) -> Progress:
+    """The state of a stage that an event reports to run."""
+    return Progress(path=Entry(start.directory).metrics, total=event.num_steps)
+
+
+def line_of(event: Event) -> str:
+    """What an event says, apart from the title of its stage."""
+    match event.state:
+        case "waiting":
+            return f"waits for {event.text}"
+        case "reused":
+            return "reused: another run made it"
+        case "done":
+            metrics = event.manifest.metrics if event.manifest else {}
+            return "  ".join([f"done in {event.seconds:.1f} s", *_highlights(metrics)])
+        case "failed":
+            return f"FAILED: {event.text}"
+        case _:
+            return event.text
+
+
+def _highlights(metrics: Mapping[str, float]) -> list[str]:
+    shown = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+    if "tokens_per_second" in metrics:
+        shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
+    return shown

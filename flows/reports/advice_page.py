@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from flows.declare.compose import CONF
-from flows.reports.settings_page import markdown_table, write_page
+from flows.reports.settings_page import write_page
+from lineage.markup import markdown_table
 from tasks.advice import ADAMW, BATCH_FACTOR, SIZES, TABLE, Row, Value
 from tasks.recipe import ADAPTER_FACTOR
 
@@ -125,7 +126,7 @@ def render() -> str:
 
 
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(markdown_table(columns, rows)) + "\n"
+    return markdown_table(columns, rows) + "\n"
 
 
 def _cells(row: Row) -> list[str]:

@@ -10,8 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
-from flows.reports.settings_page import markdown_table, nested, section, write_page
+from flows.reports.settings_page import nested, section, write_page
 from lineage.artifact import Kind
+from lineage.markup import markdown_table
 from tasks.dpo import DPO
 from tasks.recipe import Method, TrainingRecipe
 from tasks.train.dpo_losses import LOSSES
@@ -43,7 +44,7 @@ _SETTINGS = ("adapter", "quantization", "precision", "sharding")
 
 def render() -> str:
     """The text of the page."""
-    parts = [_HEAD, _TRAININGS, *markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
+    parts = [_HEAD, _TRAININGS, markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
     shared = {each.name for each in fields(TrainingRecipe)}
     for name, cls in trainings().items():
         own = set().union(*(each.__annotations__ for each in cls.__mro__ if each not in TrainingRecipe.__mro__))
@@ -69,7 +70,7 @@ def _losses() -> str:
         "another forward pass.\n"
     )
     columns = ("loss", "from", "reads", "takes an `f_divergence`", "computed by")
-    return "\n".join([said, *markdown_table(columns, rows), ""])
+    return "\n".join([said, markdown_table(columns, rows), ""])
 
 
 def _overview() -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from typing import cast
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lineage.graph.ancestry import Edge
-from lineage.html import html_page
+from lineage.markup import html_page
 
 _HERE = Path(__file__)
 

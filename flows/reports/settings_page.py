@@ -15,6 +15,7 @@ from typing import cast, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 
 from flows.reports.compat import all_outcomes, condition_rows, refused_rows, rule_rows
+from lineage.markup import markdown_table
 from tasks.context import Resources
 from tasks.recipe import ADAPTER_FACTOR, TrainingRecipe
 from tasks.train.adapters import ADAPTERS
@@ -82,7 +83,7 @@ def _formats() -> str:
         for name, row in FORMATS.items()
     ]  # fmt: skip
     said = "Every format reads `skip_modules` and `merge`.\n"
-    return "\n".join([said, *markdown_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
+    return "\n".join([said, markdown_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
 
 
 def _optimizers() -> str:
@@ -95,7 +96,7 @@ def _optimizers() -> str:
         f"Every optimizer reads `weight_decay`. `pip install 'posttrain[{EXTRA}]'` installs the packages that they "
         "need, but for those with a licence, which forbids commercial use.\n"
     )
-    return "\n".join([said, *markdown_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
+    return "\n".join([said, markdown_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
 
 
 def _adapters() -> str:
@@ -105,7 +106,7 @@ def _adapters() -> str:
         "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
         "norms.\n"
     )
-    return "\n".join([said, *markdown_table(("type", "from", "reads"), rows), ""])
+    return "\n".join([said, markdown_table(("type", "from", "reads"), rows), ""])
 
 
 def _needs(entry: Entry) -> str:
@@ -121,7 +122,7 @@ def _schedules() -> str:
         for name, entry in SCHEDULES.items()
     ]
     said = "Every schedule reads `warmup`.\n"
-    return "\n".join([said, *markdown_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
+    return "\n".join([said, markdown_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
 
 
 def nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
@@ -174,7 +175,7 @@ def section(title: str, where: str, cls: type, without: Collection[str] = (), ab
         else ""
     )
     table = markdown_table((f"`{where}.`", "accepted", "default", "meaning"), rows)
-    paragraphs = [prose(lead(cls)) + rate, *([about] if about else []), "\n".join(table if rows else [])]
+    paragraphs = [prose(lead(cls)) + rate, *([about] if about else []), table if rows else ""]
     return "\n\n".join([f"## {title}", *filter(None, paragraphs)]) + "\n"
 
 
@@ -239,11 +240,11 @@ def _what_works() -> str:
         [
             _WHAT_WORKS,
             "Every value works alone on CPUs, but:\n",
-            *markdown_table(("setting", "works", "with, or why not"), conditions),
+            markdown_table(("setting", "works", "with, or why not"), conditions),
             "\nEvery two values of different settings work together, but:\n",
-            *markdown_table(("setting", "not with", "rule"), refused),
+            markdown_table(("setting", "not with", "rule"), refused),
             "\nThe rules:\n",
-            *markdown_table(("rule", "refuses, for example", "why", "set instead"), rules),
+            markdown_table(("rule", "refuses, for example", "why", "set instead"), rules),
             "",
         ]
     )
@@ -251,12 +252,6 @@ def _what_works() -> str:
 
 def _code(overrides: str) -> str:
     return f"`{overrides}`" if overrides else ""
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
 
 
 def write_page(file: Path, text: str) -> int:

@@ -8,21 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from flows.planning.needs import needs, pool_of, runs_elsewhere
-from flows.planning.plan import Plan, PlannedStage
+from flows.planning.estimates import Estimator, History
+from flows.planning.plan import PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
-from flows.stages.admission import admitted
-from flows.stages.inputs import (
-    input_records,
-    inputs_as_planned,
-    job_inputs,
-    require_unchanged,
-    require_unchanged_sources,
-)
 from flows.stages.job import STOP_FILE, Job
 from flows.stages.launch import saving_first
-from flows.stages.run import Run
+from flows.stages.resources import admitted, pool_slots
+from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
 from flows.stages.stage_process import end_left_session
 from flows.wording import counted
 from lineage.attempts import attempts, changed_at, earlier_codes, last_words, note_attempt, resumed_at
@@ -30,13 +23,13 @@ from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.disk import full_disk_named
-from lineage.errors import AskedError, LostError, PipelineError, PrunedError, StageError, StoppedError
+from lineage.errors import AskedError, LostError, StageError
 from lineage.kind import kind_here
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, Provenance, hardware, provenance
+from lineage.manifest import Manifest, hardware, provenance
 from lineage.metrics_file import last_step
 from lineage.store import Entry
-from lineage.tracker import RunIds, StageStart, StageTracker
+from lineage.tracker import Event, StageStart, ending_of
 from tasks.context import Metrics
 
 
@@ -57,17 +50,11 @@ def execute(run: Run, planned: PlannedStage) -> Result:
     try:
         with full_disk_named(run.plan.entry(planned).path):
             return _execute(run, planned)
-    except StoppedError:
+    except BaseException as error:
+        run.emit(ending_of(run.title(planned), error))
+        if isinstance(error, OSError):  # of the store: read-only, gone
+            raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
         raise
-    except PrunedError as error:
-        run.observer.pruned(run.title(planned), str(error))
-        raise
-    except PipelineError as error:
-        run.observer.failed(run.title(planned), str(error))
-        raise
-    except OSError as error:  # of the store: read-only, gone
-        run.observer.failed(run.title(planned), str(error))
-        raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
 
 
 def _execute(run: Run, planned: PlannedStage) -> Result:
@@ -83,7 +70,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
             return _reused(run, planned, entry)
         parents = inputs_as_planned(run.plan, planned)
         entry.open()
-        run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.observer.announce)
+        run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.announce)
         start = stage_start(run, planned, entry, parents, resumes=can_resume(planned, entry))
         return _tracked(run, planned, entry, start, lock)
 
@@ -95,28 +82,26 @@ def _waiting_for_owner(run: Run, planned: PlannedStage, entry: Entry) -> None:
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
-    run.processes.raise_if_stopped()
-    run.processes.raise_if_unwanted(run.plan.entry(planned).path)  # its trial was pruned
-    run.observer.waiting(run.title(planned), reason)
+    run.processes.raise_if_ended(run.plan.entry(planned).path)
+    run.emit(Event(title=run.title(planned), state="waiting", text=reason))
 
 
 def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     manifest = entry.manifest()
     assert manifest is not None
-    run.tracker.reused(run.title(planned), manifest)
-    run.observer.reused(run.title(planned))
+    run.emit(Event(title=run.title(planned), state="reused", manifest=manifest))
     return Result(manifest=manifest, seconds=0.0)
 
 
 def _report_done(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
-    seconds = manifest.provenance.end - manifest.provenance.start
-    run.observer.done(run.title(planned), seconds, manifest.metrics)
+    done = Event(title=run.title(planned), state="done", manifest=manifest)
+    run.emit(done)
     if "diverged_at_step" in manifest.metrics:
         at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
-        run.observer.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
+        run.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
     for line in _notes(manifest.metrics):
-        run.observer.announce(f"{run.title(planned)}: {line}")
-    return Result(manifest=manifest, seconds=seconds)
+        run.announce(f"{run.title(planned)}: {line}")
+    return Result(manifest=manifest, seconds=done.seconds)
 
 
 def _notes(metrics: Metrics) -> Iterator[str]:
@@ -135,22 +120,18 @@ def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, l
         require_unchanged(run.plan, planned)  # the wait may have been long
         checkpoint = None if planned.restart else last_intact(planned, entry)
         begin(planned, entry, checkpoint, lock.require, ended_before(run.plan.home, entry))
-        tracked = run.tracker.stage(start)
         with saving_first(planned.stage, entry.work / STOP_FILE):
-            try:
-                manifest = make(run, planned, start, checkpoint, tracked, visible_gpus, lock.token)
-                entry.commit(manifest, lock, kept_checkpoints(planned, entry))
-            except BaseException as error:
-                tracked.failed(error)
-                raise
-            tracked.finished(manifest)
+            num_steps = run.checks.num_steps(planned, planned.stage.method)
+            run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
+            manifest = make(run, planned, start, checkpoint, visible_gpus, lock.token)
+            entry.commit(manifest, lock, kept_checkpoints(planned, entry))
             return _report_done(run, planned, manifest)
 
 
 @contextlib.contextmanager
 def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
-    cpus, gpus = needs(planned)
+    cpus, gpus = planned.needs
     room = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with _in_pool(run, planned), admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
         yield visible_gpus
@@ -158,12 +139,9 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
 
 def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManager[None]:
     """The wait for a pool is long: it comes before that for the machine, which would stand idle meanwhile."""
-    drawn = pool_of(planned)
-    if drawn is None:
+    if planned.pool is None:
         return contextlib.nullcontext()
-    from flows.stages.gpu_pool import pool_slots  # imports prefect
-
-    pool, slots = drawn
+    pool, slots = planned.pool
     return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
 
 
@@ -176,7 +154,7 @@ def stage_start(
         stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
         produces=method.produces, fingerprint=planned.fingerprint,
         recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-        title=run.title(planned), resumes=resumes,
+        resumes=resumes,
     )  # fmt: skip
 
 
@@ -185,7 +163,6 @@ def make(
     planned: PlannedStage,
     start: StageStart,
     checkpoint: Checkpoint | None,
-    tracked: StageTracker,
     visible_gpus: tuple[str, ...],
     token: str,
 ) -> Manifest:
@@ -200,46 +177,34 @@ def make(
         PipelineError: it failed, made nothing, or a source changed meanwhile.
     """
     entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
-    run.observer.running(run.title(planned), entry.metrics, run.checks.num_steps(planned, method))
     started = time.time()
+    estimator = Estimator(run.plan, History.of(run.plan.home))
+    predicted = estimator.estimate(planned)
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
         inputs=job_inputs(run.plan, planned, start.parents), token=token,
     )  # fmt: skip
-    metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.observer.announce)
+    metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.announce)
     tried = attempts(entry.path)
     made_by = provenance(
         start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
         resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
         changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+        because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
-    require_unchanged_sources(run.plan, planned)  # nor while it was read
+    require_unchanged(run.plan, planned, code=False)  # nor while it was read
     files = digest_files(entry.output)
     if not files:
         raise StageError(planned.name, "it ended without writing any output", str(job.log))
-    store = run.plan.pipeline.store
-    return certified(_manifest(run.plan, start, tracked.run_ids(), files, metrics, made_by), start.parents, store)
-
-
-def _manifest(
-    plan: Plan, start: StageStart, run_ids: RunIds, files: Mapping[str, str], metrics: Metrics, made_by: Provenance
-) -> Manifest:
-    return Manifest(
-        pipeline=plan.pipeline.name,
-        stage=start.stage,
-        method=start.method,
-        recipe=dict(start.recipe),
-        fingerprint=start.fingerprint,
-        inputs=dict(start.inputs),
-        files=dict(files),
-        output_digest=digest_of(files),
-        metrics=dict(metrics),
-        provenance=made_by,
-        produces=start.produces,
-        mlflow_run_id=run_ids.stage,
-        execution_run_id=run_ids.execution,
+    run_ids = run.tracker.run_ids(run.title(planned))
+    manifest = replace(
+        start.manifest(run.plan.pipeline.name), files=files, output_digest=digest_of(files), metrics=dict(metrics),
+        provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
-    )
+    )  # fmt: skip
+    manifest = certified(manifest, start.parents, run.plan.pipeline.store)
+    estimator.record(planned, manifest, predicted)
+    return manifest
 
 
 def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:
@@ -287,7 +252,7 @@ def begin(
 
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
     """The processors that a stage's workers run on; empty: unknown, on the hosts of a cluster."""
-    return {} if runs_elsewhere(planned) else dict(hardware())
+    return {} if planned.runs_elsewhere else dict(hardware())
 
 
 def run_attempts(
@@ -307,7 +272,7 @@ def run_attempts(
         checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
-        tell: reports to the observer.
+        tell: reports to the listeners.
 
     Raises:
         LostError: once too often.

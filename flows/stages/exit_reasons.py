@@ -83,7 +83,7 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
         memory_kills_before: when it started.
     """
     here = f"on {socket.gethostname()}"
-    if not job.method.trains or isinstance(job, CheckJob):
+    if not job.trains:
         who, when = f"its process {here}", ""
     elif job.resources.on_cluster:
         who, when = f"the process that leads its workers, {here},", f" {_when(job, 0)}"

@@ -22,7 +22,7 @@ import psutil
 from flows.declare.pipeline import Stage
 from flows.planning.plan import PlannedStage
 from flows.stages.exit_reasons import asked, death, left, lost, memory_kills
-from flows.stages.job import CheckJob, Job
+from flows.stages.job import Job
 from flows.stages.process_settings import in_stage_environment
 from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main
 from flows.stops import ended, hurried
@@ -47,7 +47,7 @@ class HangWatch:
         self._job, self._work = job, job.directory / "work"
         minutes = job.resources.hang_minutes
         # In the foreground a debugger may stop a stage for as long as it likes.
-        watched = job.method.trains and not isinstance(job, CheckJob) and job.resources.launcher != Launcher.FOREGROUND
+        watched = job.trains and job.resources.launcher != Launcher.FOREGROUND
         self._limit = 60 * minutes if watched and minutes else None
         self._seen: dict[int, tuple[Heartbeat | None, float]] = {}  # rank -> the last one, and when it was seen
         # A cluster that is joined may have capacity for the first worker only after hours.
@@ -132,7 +132,7 @@ def saving_first(stage: Stage, stop_file: Path) -> Iterator[None]:
 
 def ask(job: Job, process: BaseProcess) -> None:
     """Asks a stage to end: one that trains finishes its step and saves."""
-    if job.method.trains and not isinstance(job, CheckJob):
+    if job.trains:
         ask_to_stop(job.stop_file)
     else:
         signal_group(process, signal.SIGTERM)
@@ -227,14 +227,19 @@ class StageProcesses:
         atexit.unregister(end_fork_server)
         atexit.register(end_fork_server)  # until then the next run of this process finds its imports done
 
-    def raise_if_stopped(self) -> None:
-        """For callers that wait.
+    def raise_if_ended(self, directory: Path) -> None:
+        """For callers that wait with one stage.
 
         Raises:
             StoppedError: the run is being stopped.
+            PipelineError: the ``why`` of ``end``; once.
         """
         if self._stopped.is_set():
             raise StoppedError("the run was stopped")
+        with self._lock:
+            why = self._unwanted.pop(directory, None)
+        if why is not None:
+            raise why
 
     def run(self, job: Job) -> Metrics:
         """Runs a job to its end.
@@ -244,8 +249,7 @@ class StageProcesses:
             StoppedError: the run is being stopped.
             PipelineError: this stage was ended: the ``why`` of ``end``.
         """
-        self.raise_if_stopped()
-        self.raise_if_unwanted(job.directory)
+        self.raise_if_ended(job.directory)
         if job.resources.launcher == Launcher.FOREGROUND:
             with contextlib.redirect_stdout(sys.stderr), in_stage_environment():  # stdout is for the result
                 return _result(job, answer(job))
@@ -259,20 +263,19 @@ class StageProcesses:
         finally:
             self._end(job.directory, process)
         if reply is None:
-            self._raise_if_stopped(job)
-            self.raise_if_unwanted(job.directory)
+            self._raise_if_ended(job)
             reply = death(job, process.exitcode, kills)
         if isinstance(reply, StoppedError | LostError):
             if process.exitcode != -signal.SIGKILL:
                 self._stopped.wait(_WHOLE_SECONDS)
-            self._raise_if_stopped(job)
+            self._raise_if_ended(job)
         return _result(job, reply)
 
-    def _raise_if_stopped(self, job: Job) -> None:
+    def _raise_if_ended(self, job: Job) -> None:
         """For one that had begun, and has ended without a result."""
         if self._stopped.is_set():
             ended.append(left(job))
-        self.raise_if_stopped()
+        self.raise_if_ended(job.directory)
 
     def _start(self, job: Job) -> tuple[BaseProcess, Connection]:
         reader, writer = multiprocessing.Pipe(duplex=False)
@@ -283,7 +286,7 @@ class StageProcesses:
                 process = context.Process(target=stage_main, args=(job, writer, dict(os.environ)), name=job.stage)
                 process.start()
         except (OSError, EOFError):
-            self.raise_if_stopped()  # a stop has taken the fork server away
+            self.raise_if_ended(job.directory)  # a stop has taken the fork server away
             raise
         with self._lock:
             self._running[job.directory] = job, process
@@ -323,31 +326,18 @@ class StageProcesses:
                 process.join(_POLL_SECONDS)
             signal_group(process, signal.SIGKILL)
 
-    def end(self, directory: Path, why: PipelineError) -> None:
-        """Ends one stage with its whole group, now or when it would start; callers that wait get ``why`` raised."""
-        with self._lock:
-            self._unwanted[directory] = why
-            _, process = self._running.get(directory, (None, None))
-        if process:
-            signal_group(process, signal.SIGKILL)
+    def end(self, directory: Path, why: PipelineError | None) -> None:
+        """Ends one stage with its whole group, now or when it would start.
 
-    def kill(self, directory: Path) -> None:
-        """Kills one stage with its whole group, as a machine that fails would: the stage is lost, not unwanted."""
-        with self._lock:
-            _, process = self._running.get(directory, (None, None))
-        if process:
-            signal_group(process, signal.SIGKILL)
-
-    def raise_if_unwanted(self, directory: Path) -> None:
-        """For callers that wait with one stage.
-
-        Raises:
-            PipelineError: the ``why`` of ``end``; once.
+        Args:
+            why: raised to callers that wait; None: none is raised, and the stage is lost as by a machine that fails.
         """
         with self._lock:
-            why = self._unwanted.pop(directory, None)
-        if why is not None:
-            raise why
+            if why is not None:
+                self._unwanted[directory] = why
+            _, process = self._running.get(directory, (None, None))
+        if process:
+            signal_group(process, signal.SIGKILL)
 
     def _end(self, directory: Path, process: BaseProcess) -> None:
         process.join(_GRACE_SECONDS)

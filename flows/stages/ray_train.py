@@ -27,11 +27,10 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from flows.progress.run_record import dashboard_file
-from flows.stages.cluster_capacity import join
 from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
-from flows.stages.job import Job
+from flows.stages.job import Job, run_worker
 from flows.stages.process_settings import WORKER_ENVIRONMENT
-from flows.stages.worker import run_worker
+from flows.stages.resources import join
 from lineage.errors import ConfigError, LostError, PipelineError, StageError, StoppedError
 from lineage.remote_files import private_folder
 from tasks.context import Metrics

@@ -1,4 +1,8 @@
-"""What the stages of one run share, and the check of all rows before the first of them trains."""
+"""What the stages of one run share, and what is checked before one starts.
+
+Its inputs are those that were planned and committed; sources are checked also at its end. The rows of all stages are
+checked before the first of them trains.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,20 +13,151 @@ from pathlib import Path
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
-from flows.progress.observer import Observer
-from flows.stages.admission import Waiting, admitted
-from flows.stages.inputs import job_input
-from flows.stages.job import CheckJob
+from flows.stages.job import CheckJob, JobInput
 from flows.stages.launch import StageProcesses
+from flows.stages.resources import Waiting, admitted
 from flows.wording import counted
-from lineage.artifact import DATA
-from lineage.errors import LostError, StageError
-from lineage.manifest import Manifest
+from lineage.artifact import DATA, MODELS, SOURCE, Kind
+from lineage.digest import DigestCache
+from lineage.errors import ArtifactError, DataError, LostError, PipelineError, StageError
+from lineage.manifest import InputRecord, Manifest
+from lineage.sources import pin
 from lineage.store import Store
-from lineage.tracker import Tracker
+from lineage.tracker import Event, Listener, Tracker
 from tasks.check_rows import EXAMPLES, POLICY, rows_slot
 from tasks.data.kinds import HELD_OUT
 from tasks.method import Method, Training
+
+
+def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The manifests of the inputs of a stage, after a check that sources, inputs and code are those of the plan.
+
+    Raises:
+        StageError: an input, a source or the code is not.
+        DataError: it would learn nothing new.
+    """
+    parents = intact_parents(plan, planned)
+    require_unchanged(plan, planned)
+    require_new_rows(plan, planned)
+    return parents
+
+
+def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
+    """The records of the stages that it reads and of the models that aliases name, whose every byte is unchanged.
+
+    Raises:
+        StageError: one is not.
+    """
+    parents = {}
+    promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
+    for name, entry in {**stages, **promoted}.items():
+        try:
+            parents[name] = entry.require_intact()
+        except ArtifactError as error:
+            raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
+    return parents
+
+
+def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True) -> None:
+    """That the sources which it reads, and its code, are still what was planned: its names would stand for others.
+
+    Args:
+        code: checked too.
+
+    Raises:
+        StageError: one has changed, or is gone.
+    """
+    digests, log = DigestCache(plan.pipeline.store / "digests.json"), str(plan.entry(planned).logs)
+    for planned_input in planned.inputs.values():
+        if planned_input.entry or planned_input.pinned is None:
+            continue
+        name = planned_input.name.removeprefix(SOURCE)
+        try:
+            same = pin(name, planned_input.pinned.source, digests).fingerprint == planned_input.fingerprint
+        except (PipelineError, OSError):
+            same = False
+        if not same:
+            raise StageError(
+                planned.name,
+                f"sources.{name}: {planned_input.pinned.source.path} has changed since the plan was made; "
+                "let it rest, and run again: the new bytes get a name of their own",
+                log,
+            )
+    if code and planned.stage.method.code_digest(now=True) != planned.code_digest:
+        raise StageError(
+            planned.name,
+            f"the code of {type(planned.stage.method).__module__} has changed since the plan was made; run again: what "
+            "is finished is kept, and the rest is made by the new code",
+            log,
+        )
+
+
+def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
+    """That a model which is renewed, to be promoted, meets a row that its data stages had not met before.
+
+    Raises:
+        DataError: each of them found nothing new: it would learn the old rows once more.
+    """
+    if plan.pipeline.operation.retrain is None or planned.stage.method.produces not in MODELS:
+        return
+    reading = [other for other in plan.stages if Kind.ROWS in other.stage.method.consumes.values()]
+    manifests = {other.name: plan.entry(other).manifest() for other in reading}
+    # Where one does not count, or is not finished, it may have something new.
+    if {manifest.metrics.get("new_rows") if manifest else None for manifest in manifests.values()} == {0}:
+        raise DataError(
+            f"nothing is new: {', '.join(manifests)} found no row that was not there before, so {planned.name} would "
+            "learn the old ones once more; give new rows, state retrain=null to train all the same, or start from base"
+        )
+
+
+def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:
+    """What fills its slots, for the process that runs it."""
+    consumes = planned.stage.method.consumes
+    return {
+        slot: job_input(plan, planned_input, consumes[slot] if slot in consumes else consumes["*"], parents)
+        for slot, planned_input in planned.inputs.items()
+    }
+
+
+def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
+    """What fills its slots, for its manifest."""
+    return {slot: _record(planned_input, parents) for slot, planned_input in planned.inputs.items()}
+
+
+def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
+    """What fills one slot."""
+    return JobInput(
+        name=planned_input.name,
+        kind=kind,
+        fingerprint=planned_input.fingerprint,
+        path=plan.path_of(planned_input),
+        source=planned_input.source,
+        digest=_record(planned_input, parents).digest,
+        trusts_code=_trusts_code(plan, planned_input),
+    )
+
+
+def _trusts_code(plan: Plan, planned_input: PlannedInput) -> bool:
+    """Whether a policy comes from a source that lets the model's own code run."""
+    if planned_input.source is not None:
+        return planned_input.source.trust_remote_code
+    policy = plan.stage(planned_input.name).inputs.get(POLICY)
+    return policy is not None and _trusts_code(plan, policy)
+
+
+def _record(planned_input: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = planned_input.pinned
+    digest = pinned.digest if pinned else parents[planned_input.name].output_digest
+    return InputRecord(
+        artifact=planned_input.name,
+        fingerprint=planned_input.fingerprint,
+        digest=digest,
+        source=pinned.record if pinned else None,
+    )
+
+
+# --- the rows of all that is to train, before the first of it trains
 
 
 @dataclass
@@ -162,13 +297,14 @@ class Run:
     """One run of a plan: what its stages share.
 
     Args:
-        titles: stage -> its title for the observer, where that is not its name.
+        emit: passes an event to all listeners.
+        titles: stage -> its title in events, where that is not its name.
         claim: keeps what further plans read, such as those of trials; raises as ``claim`` of the same name.
     """
 
     plan: Plan
     processes: StageProcesses
-    observer: Observer
+    emit: Listener
     tracker: Tracker
     titles: Mapping[str, str] = field(default_factory=dict)
     checks: DataChecks = field(default_factory=DataChecks)
@@ -176,3 +312,7 @@ class Run:
 
     def title(self, planned: PlannedStage) -> str:
         return self.titles.get(planned.name, planned.name)
+
+    def announce(self, text: str) -> None:
+        """Emits lines that belong to no single stage."""
+        self.emit(Event(text=text))

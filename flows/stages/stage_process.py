@@ -20,7 +20,7 @@ import psutil
 
 from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.exit_reasons import failed
-from flows.stages.job import CheckJob, Job
+from flows.stages.job import CheckJob, Job, run_check, run_worker
 from lineage.disk import full_disk_named
 from lineage.errors import StageError, StoppedError
 from lineage.owner import Owner
@@ -88,7 +88,7 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     _die_with_parent()
     note_session(job.stop_file.parent)
     _log_to(job)
-    if job.method.trains and not isinstance(job, CheckJob):
+    if job.trains:
         # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.
         signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job.stop_file))
     else:
@@ -130,18 +130,12 @@ def _log_error() -> None:
 
 def run(job: Job) -> Metrics:
     """Runs a job in this process: under Ray Train if it trains."""
-    if isinstance(job, CheckJob):
-        from flows.stages.worker import run_check
-
-        with full_disk_named(job.directory):
-            return run_check(job)
-    if job.method.trains:
+    if job.trains:
         from flows.stages.ray_train import train
 
         return train(job)
-    from flows.stages.worker import run_worker
-
-    return run_worker(job)
+    with full_disk_named(job.directory):
+        return run_check(job) if isinstance(job, CheckJob) else run_worker(job)
 
 
 def finite(metrics: Metrics) -> dict[str, float]:

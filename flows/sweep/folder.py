@@ -24,6 +24,7 @@ from filelock import FileLock
 from flows.declare.sweep import Sweep
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl, atomic_write, read_jsonl
+from lineage.markup import markdown_table
 from lineage.metrics_file import read_reports
 from lineage.secrets import redacted
 from lineage.store import Store
@@ -247,9 +248,4 @@ def _csv(table: Iterable[Sequence[object]]) -> str:
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:
-    """A table with aligned columns, so that a terminal shows it too."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in cells]
-    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+    return markdown_table(table[0], table[1:], align="right") + "\n"

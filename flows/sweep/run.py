@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 
 from flows.declare.compose import field_of
 from flows.open_run import Trials, check_machine, note_before, open_run
-from flows.planning.needs import asks, runs_elsewhere
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
-from flows.stages.admission import count_cpus, visible_gpus
-from flows.stages.cluster_capacity import ask_cluster
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
+from flows.stages.resources import ask_cluster, count_cpus, visible_gpus
 from flows.stages.run import Run
 from flows.stops import stoppable
 from flows.sweep.folder import SweepFiles, TrialResult, TrialState, overrides, sweep_folder, trial_results
@@ -87,7 +85,7 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
                 _run_recorded(engine, cli_args, screen)
             execution_id = engine.run.tracker.execution_id()
         else:  # the results are read, and nothing starts
-            engine.drive(Run(plan=plan, processes=StageProcesses(), observer=screen, tracker=Tracker()))
+            engine.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
     seconds = time.perf_counter() - start
     report = json.dumps(sweep_dict(sweep, files, seconds, execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, files, seconds), flush=True)
@@ -119,7 +117,7 @@ def _num_workers(sweep: SweepPlan) -> int:
     if sweep.sweep.parallel is not None:
         return sweep.sweep.parallel
     own = [planned for planned in sweep.plan.stages if planned.name in sweep.own]
-    remote = [planned for planned in own if runs_elsewhere(planned)]
+    remote = [planned for planned in own if planned.runs_elsewhere]
     if not remote:
         here = count_cpus(), len(visible_gpus())
         return max((_num_fitting(planned, here) for planned in own), default=1)
@@ -134,7 +132,7 @@ def _num_workers(sweep: SweepPlan) -> int:
 
 def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
     """How many such stages the CPUs and GPUs allow at once; one that asks for more runs alone."""
-    counts = [int(total // asked) for total, asked in zip(capacity, asks(planned), strict=True) if asked]
+    counts = [int(total // asked) for total, asked in zip(capacity, planned.asks, strict=True) if asked]
     return max(1, min(counts, default=1))
 
 
@@ -147,7 +145,7 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> 
     sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
     count = None if sweep.known is None else len(sweep.known)
     trials = Trials(folder=folder, own=sweep.own, count=sweep.sweep.num_trials if count is None else count)
-    with open_run(plan, cli_args, screen, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
+    with open_run(plan, cli_args, screen.on, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # stderr is closed
             print(union_text(sweep), file=sys.stderr, flush=True)
         server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
@@ -387,7 +385,7 @@ class Engine:
         if result.state != "complete":
             cause = result.cause.strip().partition("\n")[0]
             words = " ".join(overrides(result.params))
-            self.run.observer.announce(f"trial {result.number} {result.state}: {words}: {cause}")
+            self.run.announce(f"trial {result.number} {result.state}: {words}: {cause}")
         own = {name: value for name, value in result.metrics.items() if name.partition("/")[0] in self.sweep.own}
         end = TrialEnd(state=result.state, manifests=manifests, metrics=own | dict(result.values), cause=result.cause)
         self.run.tracker.trial_ends(result.number, end)

@@ -16,6 +16,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
+from lineage.markup import markdown_table
 from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
@@ -24,6 +25,7 @@ FINGERPRINT, STAGE, METHOD = "posttrain.fingerprint", "posttrain.stage", "posttr
 STORE, OUTPUT, DIGEST = "posttrain.store", "posttrain.output", "posttrain.digest"
 LABELS, WORDS, CAUSE = "posttrain.labels", "posttrain.words", "posttrain.cause"
 RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was resumed from
+DIAGNOSIS = "posttrain.diagnosis"  # a line per finding on the curves of a stage, also while it runs
 HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
 RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: its id in the manifest
 REUSED = "posttrain.reused."  # + stage: the run that produced what this execution reused
@@ -86,13 +88,13 @@ class ExecutionRun:
 
 def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
     """Markdown: a line per stage that links to its run."""
-    lines = ["| stage | state | run |", "| --- | --- | --- |"]
-    for stage, (state, run) in list(rows.items())[:_ROWS]:
-        link = f"#/experiments/{run.experiment_id}/runs/{run.run_id}"
-        lines.append(f"| {stage} | {state} | [{run.run_id[:8]}]({link}) |")
+    found = [
+        (stage, state, f"[{run.run_id[:8]}](#/experiments/{run.experiment_id}/runs/{run.run_id})")
+        for stage, (state, run) in list(rows.items())[:_ROWS]
+    ]
     if len(rows) > _ROWS:
-        lines.append(f"| {len(rows) - _ROWS} more | | |")
-    return "\n".join(lines)
+        found.append((f"{len(rows) - _ROWS} more", "", ""))
+    return markdown_table(("stage", "state", "run"), found)
 
 
 def execution_name(pipeline: str, start: float) -> str:

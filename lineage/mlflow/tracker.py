@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.errors import PrunedError, StoppedError, TakenOverError
+from lineage.errors import StoppedError, TakenOverError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, shown
 from lineage.owner import Owner
 from lineage.run_file import OpenRecord, RunFile
 from lineage.store import Entry
-from lineage.tracker import Execution, RunIds, StageStart, StageTracker, Tracker, TrialEnd
+from lineage.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 
 if TYPE_CHECKING:
     from lineage.mlflow.sync import Mirror
@@ -32,28 +32,16 @@ _STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _HALF_RECORDED = "the stage finished, its record did not: `posttrain rebuild` writes it again"
 
 
-class MlflowStageTracker(StageTracker):
+class _Stage:
     """The record of one running stage in MLflow."""
 
-    def __init__(self, tracker: "MlflowTracker", start: StageStart) -> None:
-        self.start, self.entry = start, Entry(start.directory)
-        self.title = start.title or start.stage
-        self.began = 0.0
+    def __init__(self, title: str, start: StageStart, began: float) -> None:
+        self.title, self.start, self.began = title, start, began
+        self.entry = Entry(start.directory)
         self.ids: RunIds | None = None
         self.was_tried = False  # to write it
         self.ended: tuple[str, str] | None = None  # status and cause
         self.noted: tuple[str, str] | None = None  # the same, once the start record has it
-        self._tracker = tracker
-
-    def run_ids(self) -> RunIds:
-        return self._tracker.run_ids(self)
-
-    def finished(self, manifest: Manifest) -> None:
-        self.ended = "FINISHED", ""
-        self._tracker.wake()
-
-    def failed(self, error: BaseException) -> None:
-        self._tracker.stage_failed(self, error)
 
 
 class MlflowTracker(Tracker):
@@ -67,7 +55,7 @@ class MlflowTracker(Tracker):
         self._uri = uri
         self._me = Owner.here()
         self._mirror: Mirror | None = None
-        self._stages: list[MlflowStageTracker] = []  # that run, or whose end is not written
+        self._stages: list[_Stage] = []  # that run, or whose end is not written
         self._tasks: list[Callable[[Mirror], None]] = []
         self._artifacts: set[tuple[str, str]] = set()  # stage and fingerprint, of the rows of the table
         self._status: tuple[str, str] | None = None  # of the execution, at its end
@@ -86,7 +74,7 @@ class MlflowTracker(Tracker):
             note.write()
         thread = threading.Thread(target=self._write, daemon=True, name="mlflow")
         for title, manifest in execution.reused.items():
-            self.reused(title, manifest)
+            self.on(Event(title=title, state="reused", manifest=manifest))
         thread.start()
         status = "FINISHED", ""
         try:
@@ -102,33 +90,44 @@ class MlflowTracker(Tracker):
             if not thread.is_alive() and self._is_complete:
                 note.remove()
 
-    def stage(self, start: StageStart) -> MlflowStageTracker:
-        stage = MlflowStageTracker(self, start)
+    def on(self, event: Event) -> None:
+        title, manifest, error = event.title, event.manifest, event.error
+        if event.start:
+            self._begin(title, event.start)
+        elif event.state == "reused" and manifest:
+            self._do(lambda mirror: self._reuse(mirror, title, manifest))
+        elif event.state == "done":
+            self._end(title, "FINISHED", "")
+        elif error:
+            is_killed = event.state != "failed" or isinstance(error, TakenOverError)
+            if self._end(title, "KILLED" if is_killed else "FAILED", event.text):
+                self._was_stopped |= event.state == "stopped"
+
+    def _begin(self, title: str, start: StageStart) -> None:
         before, uri = RunFile.read(start.directory), shown(self._uri)
         manifest = start.manifest(self._execution.pipeline)
-        stage.began = manifest.provenance.start
         note = RunFile(
             uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
-            words=self._execution.words, title=stage.title, resumes=start.resumes, writer=self._me,
+            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me,
             start=manifest,
             registries=before.registered_in if before else [],  # an alias there still names this fingerprint
         )  # fmt: skip
         with contextlib.suppress(OSError):
             note.write(start.directory)
-        self._stages.append(stage)
-        self.wake()
-        return stage
-
-    def stage_failed(self, stage: MlflowStageTracker, error: BaseException) -> None:
-        """Ends a stage that raised, as failed or as killed."""
-        stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
-        self._was_stopped |= stopped
-        killed = stopped or isinstance(error, PrunedError | TakenOverError)
-        stage.ended = "KILLED" if killed else "FAILED", str(error)
+        self._stages.append(_Stage(title, start, manifest.provenance.start))
         self.wake()
 
-    def reused(self, title: str, manifest: Manifest) -> None:
-        self._do(lambda mirror: self._reuse(mirror, title, manifest))
+    def _end(self, title: str, status: str, cause: str) -> bool:
+        """Ends the record of a stage; False: it has none that is open."""
+        stage = self._running(title)
+        if stage:
+            stage.ended = status, cause
+            self.wake()
+        return stage is not None
+
+    def _running(self, title: str) -> _Stage | None:
+        running = (each for each in list(self._stages) if each.title == title and each.ended is None)
+        return next(running, None)
 
     def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
         self._do(lambda mirror: mirror.runs.sync_trial(self._execution.pipeline, number, params, None, {}))
@@ -151,8 +150,11 @@ class MlflowTracker(Tracker):
         current = self._mirror.runs.current if self._mirror else None
         return current.run_id if current else None
 
-    def run_ids(self, stage: MlflowStageTracker) -> RunIds:
-        """The ids of a stage's run; waits for them while nothing fails."""
+    def run_ids(self, title: str) -> RunIds:
+        """Of a stage that runs; waits for them while nothing fails."""
+        stage = self._running(title)
+        if stage is None:
+            return RunIds()
         with self._changed:
             self._changed.wait_for(lambda: stage.ids or stage.was_tried, _RUN_IDS_SECONDS)
         return stage.ids or RunIds()
@@ -188,7 +190,7 @@ class MlflowTracker(Tracker):
                     stage.was_tried = True
                 self._changed.notify_all()
 
-    def _write_all(self, stages: list[MlflowStageTracker], status: tuple[str, str] | None) -> bool:
+    def _write_all(self, stages: list[_Stage], status: tuple[str, str] | None) -> bool:
         """Writes what MLflow lacks; what fails does not keep the rest. Returns whether nothing failed."""
         results = [self._attempt(partial(self._note_end, stage)) for stage in stages]
         if self._mirror is None and not self._attempt(self._open):
@@ -212,7 +214,7 @@ class MlflowTracker(Tracker):
         runs.open(execution.pipeline, execution.words, execution.folder, self._start)
         self._mirror = Mirror(runs)
 
-    def _note_end(self, stage: MlflowStageTracker) -> None:
+    def _note_end(self, stage: _Stage) -> None:
         """Notes a failure in the start record, unless that is of another attempt by now."""
         ended = stage.ended  # a stage may end at any time
         if ended and ended[0] != "FINISHED":
@@ -222,7 +224,7 @@ class MlflowTracker(Tracker):
                 replace(note, status=ended[0], cause=ended[1]).write(stage.start.directory)
         stage.noted = ended
 
-    def _sync_stage(self, mirror: "Mirror", stage: MlflowStageTracker) -> None:
+    def _sync_stage(self, mirror: "Mirror", stage: _Stage) -> None:
         ended, start, execution = stage.noted, stage.start, mirror.runs.current
         assert execution
         recorded = mirror.sync(stage.entry)

@@ -46,6 +46,8 @@ def greedy_answers(
     Args:
         num_beams: of a beam search, which looks for the most likely answer.
     """
+    import torch
+
     stops = _stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
 
@@ -54,26 +56,9 @@ def greedy_answers(
         found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
         return found
 
-    with _greedy(model, sorted(stops), pad, max_new_tokens, num_beams):
-        return _answers(generate, model, tokenizer, prompts, batch_size)
-
-
-def sampled_answers(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    sampling: "Sampling",
-    seeds: Sequence[int],
-) -> list[Answer]:
-    """Sampled answers, in order of the prompts, with the stop tokens of greedy ones.
-
-    Args:
-        seeds: of each answer's noise, which the other rows of its batch do not change.
-    """
-    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
-    return _answers(generate, model, tokenizer, prompts, batch_size)
+    greedy = _greedy(model, sorted(stops), pad, max_new_tokens, num_beams)
+    with greedy, torch.inference_mode(), without_router_loss(model):
+        return answers_of(model, tokenizer, _in_batches(generate, prompts, batch_size))
 
 
 def sampled_tokens(
@@ -85,23 +70,11 @@ def sampled_tokens(
     sampling: "Sampling",
     seeds: Sequence[int],
 ) -> list[list[int]]:
-    """The tokens of sampled answers, with the stop token that ends them."""
-    generate = _sampler(model, tokenizer, prompts, max_new_tokens, sampling, seeds)
-    found: dict[int, list[int]] = {}
-    for batch in batches([len(prompt) for prompt in prompts], batch_size):
-        found.update(zip(batch, generate(batch), strict=True))
-    return [found[index] for index in range(len(prompts))]
+    """The tokens of sampled answers, in order of the prompts, with the stop token that ends them.
 
-
-def _sampler(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: "Sampling",
-    seeds: Sequence[int],
-) -> Callable[[Sequence[int]], list[list[int]]]:
-    """Samples the tokens that follow the prompts with some indices."""
+    Args:
+        seeds: of each answer's noise, which the other rows of its batch do not change.
+    """
     from tasks.train.rollouts import sample
 
     stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
@@ -112,34 +85,27 @@ def _sampler(
             max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
         )  # fmt: skip
 
-    return generate
+    return _in_batches(generate, prompts, batch_size)
 
 
-def _answers(
-    generate: Callable[[Sequence[int]], list[list[int]]],
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    batch_size: int,
+def answers_of(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[Sequence[int]]
 ) -> list[Answer]:
-    """Answers in order of the prompts.
+    """The answers that generated tokens are."""
+    stops, found = _stop_tokens(model, tokenizer), list[Answer]()
+    for text, ids in zip(tokenizer.batch_decode([*tokens], skip_special_tokens=True), tokens, strict=True):
+        length = next((at for at, token in enumerate(ids) if token in stops), None)
+        found.append(Answer(text=text, finished=length is not None, num_tokens=len(ids) if length is None else length))
+    return found
 
-    Args:
-        generate: the tokens that follow the prompts with these indices.
-    """
-    import torch
 
-    stops = _stop_tokens(model, tokenizer)
-    found: dict[int, Answer] = {}
-    with torch.inference_mode(), without_router_loss(model):
-        for batch in batches([len(prompt) for prompt in prompts], batch_size):
-            output = generate(batch)
-            texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-            for index, text, ids in zip(batch, texts, output, strict=True):
-                length = next((at for at, token in enumerate(ids) if token in stops), None)
-                found[index] = Answer(
-                    text=text, finished=length is not None, num_tokens=len(ids) if length is None else length
-                )
+def _in_batches(
+    generate: Callable[[Sequence[int]], list[list[int]]], prompts: Sequence[Sequence[int]], batch_size: int
+) -> list[list[int]]:
+    """What follows each prompt; prompts of similar length are generated together."""
+    found: dict[int, list[int]] = {}
+    for batch in batches([len(prompt) for prompt in prompts], batch_size):
+        found.update(zip(batch, generate(batch), strict=True))
     return [found[index] for index in range(len(prompts))]
 
 

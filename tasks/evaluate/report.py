@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lineage.markup import markdown_table
 from tasks.evaluate.row_scores import KL, REWARD
 
 Message = dict[str, str]
@@ -67,7 +68,7 @@ def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
     rows = [
         [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns.items())] for name in names
     ]
-    return markdown_table(["policy", *(title for title, _ in columns.values())], rows)
+    return table_of(["policy", *(title for title, _ in columns.values())], rows)
 
 
 def _reward_model(metrics: Mapping[str, float]) -> str:
@@ -79,7 +80,7 @@ def _reward_model(metrics: Mapping[str, float]) -> str:
     }
     if not shown:
         return ""
-    return markdown_table(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
+    return table_of(["reward model", *shown], [["accuracy ↑", *(f"{value:.2f}" for value in shown.values())]])
 
 
 def _lost(metrics: Mapping[str, float]) -> str:
@@ -89,7 +90,7 @@ def _lost(metrics: Mapping[str, float]) -> str:
         for kind, _, what in (key.rpartition("/") for key in metrics)
         if what in LOST and (count := metrics[f"{kind}/{what}"])
     ]
-    return markdown_table(["held-out rows", "of", "number"], rows) if rows else ""
+    return table_of(["held-out rows", "of", "number"], rows) if rows else ""
 
 
 def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequence[str]]) -> str:
@@ -97,7 +98,7 @@ def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequenc
     blocks = []
     for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
         rows = [[name, _cell(texts[index])] for name, texts in answers.items()]
-        blocks.append(markdown_table(["policy", _cell(prompt[-1]["content"])], rows))
+        blocks.append(table_of(["policy", _cell(prompt[-1]["content"])], rows))
     return "\n".join(blocks)
 
 
@@ -106,9 +107,6 @@ def _cell(text: str) -> str:
     return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
 
 
-def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (titles, *rows)]
-    lines = [padded[0], ["-" * width for width in widths], *padded[1:]]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of a report, whose columns are aligned."""
+    return markdown_table(columns, rows, align="left") + "\n"

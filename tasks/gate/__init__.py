@@ -21,7 +21,7 @@ from lineage.verdict import (
     interval_text,
 )
 from tasks.context import Metrics, TrainContext
-from tasks.evaluate.report import markdown_table
+from tasks.evaluate.report import table_of
 from tasks.evaluate.row_scores import read_policies, read_scores
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import PARENT, Evidence, Rule
@@ -136,7 +136,7 @@ def verdict_table(verdict: Verdict) -> str:
     asked = " if a person approves it" if verdict.approval == "required" and verdict.result == "pass" else ""
     head = f"**{verdict.result}**{asked}: {_model(verdict.candidate)}{champion}"
     foot = f"Intervals have confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
-    return f"{head}\n\n{markdown_table(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
+    return f"{head}\n\n{table_of(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
 
 
 def _row(rule: RuleResult) -> list[str]:

@@ -36,21 +36,20 @@ from tasks.train.adapted import (
     upon,
 )
 from tasks.train.adapter_files import intake
-from tasks.train.adapting import RankBudget
 from tasks.train.callbacks import (
     StepZeroProof,
     require_agreement,
 )
 from tasks.train.checkpointing import held_out_rows
-from tasks.train.fit import fit
+from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
-from tasks.train.golden_prompts import compared, golden_prompts, golden_values
 from tasks.train.kernels import (
     attention_of,
     hold_in,
     prepare_layers,
     replace_kernels,
 )
+from tasks.train.merging import compared, golden_prompts, golden_values
 from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install
 from tasks.train.quantized_base import is_quantized, step_in_fp32

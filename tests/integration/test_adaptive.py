@@ -10,7 +10,7 @@ import torch
 from lineage.errors import StoppedError
 from tasks.best import Best
 from tasks.method import Adapter, Adaptive, Schedule
-from tasks.train import adapting
+from tasks.train import fit
 from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
@@ -23,12 +23,12 @@ LORA = Adapter(rank=2, alpha=4, dropout=0.5)
 def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Step -> the loss that the watch is shown in place of 2.0, or of 2.1 at every other step."""
     shown: dict[int, float] = {}
-    observe = adapting.LossWatch.observe
+    observe = fit.LossWatch.observe
 
-    def scripted(self: adapting.LossWatch, step: int, loss: float, *, can_return: bool) -> object:
+    def scripted(self: fit.LossWatch, step: int, loss: float, *, can_return: bool) -> object:
         return observe(self, step, shown.get(step, 2.0 + step % 2 / 10), can_return=can_return)
 
-    monkeypatch.setattr(adapting.LossWatch, "observe", scripted)
+    monkeypatch.setattr(fit.LossWatch, "observe", scripted)
     return shown
 
 
@@ -73,14 +73,14 @@ def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:
 def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:
-    begin = adapting.AdaptiveRate.on_step_begin
+    begin = fit.AdaptiveRate.on_step_begin
 
-    def diverging(self: adapting.AdaptiveRate, args, state, control, **kwargs) -> None:
+    def diverging(self: fit.AdaptiveRate, args, state, control, **kwargs) -> None:
         begin(self, args, state, control, **kwargs)
         if state.global_step == 5:
             next(each for each in self.trainer.model.parameters() if each.requires_grad).data.fill_(math.nan)
 
-    monkeypatch.setattr(adapting.AdaptiveRate, "on_step_begin", diverging)
+    monkeypatch.setattr(fit.AdaptiveRate, "on_step_begin", diverging)
     ran, whole = StageFolder(tmp_path / "ran", root), StageFolder(tmp_path / "whole", root)
     method = stage(num_steps=12, adapter=adapter, best=Best(every_steps=2), divergence_z=1e6, spike_z=None)
     metrics = whole(method)

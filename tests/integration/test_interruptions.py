@@ -13,24 +13,11 @@ from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from lineage.errors import LostError, StageError
-from lineage.tracker import Tracker
+from lineage.tracker import Event, Tracker
 from tests.command import CONF
 from tests.toy_interrupted import TROUBLE_FILE
 
 HERE = socket.gethostname()
-
-
-class Heard:
-    """What an observer was told."""
-
-    def __init__(self) -> None:
-        self.announced: list[str] = []
-
-    def announce(self, text: str) -> None:
-        self.announced.append(text)
-
-    def __getattr__(self, name: str):
-        return lambda *told: None
 
 
 class Toy:
@@ -39,7 +26,7 @@ class Toy:
     def __init__(self, folder: Path, processes: StageProcesses) -> None:
         (folder / "rows.txt").write_text("rows")
         self.folder, self.processes = folder, processes
-        self.heard = Heard()
+        self.announced: list[str] = []
 
     def plan(self, *words: str) -> Plan:
         told = ["pipeline=toy-interrupted", "model=none", "tracking=none", f"sources.rows.path={self.folder}/rows.txt"]
@@ -49,10 +36,14 @@ class Toy:
         plan = self.plan(*words)
         plan.pipeline.store.mkdir(exist_ok=True)
         (plan.pipeline.store / TROUBLE_FILE).write_text(trouble)
-        run = Run(plan=plan, processes=self.processes, observer=self.heard, tracker=Tracker())
+        run = Run(plan=plan, processes=self.processes, emit=self.hear, tracker=Tracker())
         for name in ("data", "train"):
             result = execute(run, plan.stage(name))
         return result
+
+    def hear(self, event: Event) -> None:
+        if event.state == "message":
+            self.announced.append(event.text)
 
     @property
     def directory(self) -> Path:
@@ -93,7 +84,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, processes: StageProcesses
 def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, trouble, step, said):
     result = toy(trouble)
     assert result.manifest.output_digest == unbroken
-    [lost] = toy.heard.announced
+    [lost] = toy.announced
     assert lost.startswith("stage train failed: ") and said in lost
     assert f"it goes on from its checkpoint of step {step}" in lost or not step
     assert step or lost.endswith("it goes on again from the beginning")
@@ -108,7 +99,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, troub
 )
 def test_a_worker_that_hangs_is_named_and_replaced_within_twice_the_set_time(toy, unbroken, trouble, where):
     assert toy(trouble, "resources.hang_minutes=0.03").manifest.output_digest == unbroken
-    [lost] = toy.heard.announced
+    [lost] = toy.announced
     assert f"stage train failed: rank 0 on {HERE} hangs {where}: no progress for " in lost
     assert float(lost.partition("no progress for ")[2].partition(" s")[0]) < 2 * 0.03 * 60
     log = (toy.directory / "logs" / "stage.log").read_text()
@@ -127,4 +118,4 @@ def test_a_wrong_row_is_told_with_its_worker_and_tried_no_second_time(toy):
     assert not isinstance(failed.value, LostError)
     assert failed.value.cause == f"rank 0 on {HERE} at step 4: rows.txt line 7: the answer is empty; delete the row"
     assert failed.value.exit_code == 2
-    assert toy.heard.announced == []
+    assert toy.announced == []

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.tracker import Event
 from tests.tracked_stage import execution, record
 
 
@@ -41,7 +42,7 @@ def test_a_stage_that_another_execution_made_meanwhile_is_a_link_too(uri, client
     _, ids = record(uri, store, manifest)
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        tracker.reused("a", manifest)
+        tracker.on(Event(title="a", state="reused", manifest=manifest))
     run = client.get_run(tracker.execution_id())
     assert run.data.tags["posttrain.reused.a"] == ids.stage
     assert ids.stage in run.data.tags["mlflow.note.content"]

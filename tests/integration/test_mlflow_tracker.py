@@ -11,7 +11,7 @@ import pytest
 from lineage.errors import PrunedError, StoppedError, TakenOverError
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
-from lineage.mlflow.entities import HOST, PID, STARTED
+from lineage.mlflow.entities import DIAGNOSIS, HOST, PID, STARTED
 from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
@@ -19,8 +19,9 @@ from lineage.mlflow.tracker import MlflowTracker
 from lineage.owner import Owner
 from lineage.run_file import RunFile
 from lineage.store import Entry
+from lineage.tracker import ending_of
 from tests.command import wait_until
-from tests.tracked_stage import attempt, commit, execution, finish, record, report, start_of
+from tests.tracked_stage import Tracked, attempt, commit, execution, record, report, start_of
 
 DEAD = replace(Owner.here(), pid=4194304)
 
@@ -61,13 +62,13 @@ def test_reports_appear_while_the_stage_runs(uri, client, store):
     with tracker.execution(execution(store)):
         manifest = store.stage("base", {}, metrics={"loss": 9.0, "train_seconds": 4.0})
         start = start_of(store, manifest)
-        stage = tracker.stage(start)
+        stage = Tracked(tracker, start)
         report(start, 1, 2)
         run_id = stage.run_ids().stage
         wait_until(lambda: steps(client, run_id) == [1, 2], "the reports are recorded")
         assert client.get_run(run_id).info.status == "RUNNING"
         report(start, 3)
-        finish(stage, manifest)
+        stage.finish(manifest)
     assert steps(client, run_id) == [1, 2, 3]
     assert [each.timestamp for each in client.get_metric_history(run_id, "loss")] == [1001000, 1002000, 1003000]
     # The final mean of a metric that was reported is not mixed with its steps.
@@ -82,11 +83,11 @@ def test_a_resumed_stage_continues_its_run_and_no_step_is_there_twice(uri, clien
     assert run.info.status == "KILLED"
     second = MlflowTracker(uri)
     with second.execution(execution(store)):
-        stage = second.stage(replace(start, resumes=True))
+        stage = Tracked(second, replace(start, resumes=True))
         assert stage.run_ids().stage == run.info.run_id
         assert client.get_run(run.info.run_id).info.status == "RUNNING"
         report(start, 3, 4)  # from the checkpoint after step 2
-        finish(stage, manifest)
+        stage.finish(manifest)
     [run] = runs(client, "base")
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", second.execution_id())
     assert "posttrain.cause" not in run.data.tags
@@ -137,9 +138,9 @@ def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, mon
     tracker = MlflowTracker(uri)
     with monkeypatch.context() as patch, tracker.execution(execution(store)):
         patch.setattr(patient, window, fails_instead if window == "create_model_version" else fails_after_the_call)
-        stage = tracker.stage(start)
+        stage = Tracked(tracker, start)
         report(start, 1, 2)
-        finish(stage, manifest)
+        stage.finish(manifest)
     [run] = runs(client, "cpt")
     assert (run.info.status, run.data.params["beta"], len(run.inputs.model_inputs)) == ("FINISHED", "0.1", 1)
     assert len(run.outputs.model_outputs) == 1
@@ -153,15 +154,24 @@ def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store,
     def ends_behind(self, stage):
         original(self, stage)
         if not stage.ended:
-            self.stage_failed(stage, PrunedError("worse than others"))
+            self.on(ending_of(stage.title, PrunedError("worse than others")))
 
     monkeypatch.setattr(MlflowTracker, "_note_end", ends_behind)
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        stage = tracker.stage(start_of(store, store.stage("base", {})))
+        stage = Tracked(tracker, start_of(store, store.stage("base", {})))
         stage.run_ids()
     [run] = runs(client, "base")
     assert run.info.status == "KILLED"
+
+
+def test_a_stop_that_comes_after_the_end_of_a_stage_leaves_it_finished(uri, client, store):
+    manifest, tracker = store.stage("base", {}), MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = Tracked(tracker, start_of(store, manifest))
+        stage.finish(manifest)
+        stage.failed(KeyboardInterrupt())
+    assert [run.info.status for run in runs(client)] == ["FINISHED", "FINISHED"]
 
 
 def test_syncing_again_changes_nothing(uri, client, store):
@@ -181,14 +191,14 @@ def test_who_lost_a_stage_to_another_run_leaves_its_record_to_it(uri, client, st
     start = start_of(store, manifest)
     loser, winner = MlflowTracker(uri), MlflowTracker(uri)
     with loser.execution(execution(store)):
-        stage = loser.stage(start)
+        stage = Tracked(loser, start)
         run_id = stage.run_ids().stage
         with winner.execution(execution(store)):
-            resumed = winner.stage(replace(start, resumes=True))
+            resumed = Tracked(winner, replace(start, resumes=True))
             assert resumed.run_ids().stage == run_id
             report(start, 1, 2)
             stage.failed(TakenOverError("was lost to process 7"))
-            finish(resumed, manifest)
+            resumed.finish(manifest)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", winner.execution_id())
     assert "posttrain.cause" not in run.data.tags
@@ -198,7 +208,7 @@ def test_who_lost_a_stage_to_another_run_leaves_its_record_to_it(uri, client, st
 def test_a_run_whose_directory_was_deleted_is_closed(uri, client, store):
     start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        stage = tracker.stage(start)
+        stage = Tracked(tracker, start)
         run_id = stage.run_ids().stage
         store.delete(store.stage("base", {}))
         stage.failed(TakenOverError("was lost to gc"))
@@ -211,7 +221,7 @@ def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields)
     start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
     RunFile(uri="http://other", run_id="1", execution_id="2", words=[], **fields).write(start.directory)
     with tracker.execution(execution(store)):
-        run_id = tracker.stage(start).run_ids().stage
+        run_id = Tracked(tracker, start).run_ids().stage
     note = RunFile.read(start.directory)
     assert note and (note.run_id, note.registered_in) == (run_id, ["http://other"])
 
@@ -296,9 +306,9 @@ def test_a_database_that_was_lost_gets_a_new_run(uri, client, store):
     RunFile(uri=uri, run_id="0" * 32, execution_id="", words=[]).write(start.directory)
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
-        stage = tracker.stage(replace(start, resumes=True))
+        stage = Tracked(tracker, replace(start, resumes=True))
         assert stage.run_ids().stage is not None
-        finish(stage, manifest)
+        stage.finish(manifest)
     assert len(runs(client, "base")) == 1
 
 
@@ -331,3 +341,18 @@ def test_ten_samples_of_a_policy_are_a_table_of_its_run(uri, client, store):
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json")).read_text())
     assert table["columns"] == ["step", "prompt", "completion", "reward"]
     assert table["data"] == [[step, "1+1", "2", float(step)] for step in range(15, 25)]
+
+
+def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, client, store):
+    manifest = store.stage("sft", {}, recipe={"method": "SFT", "learning_rate": 1e-6})
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = Tracked(tracker, start_of(store, manifest))
+        lines = [{"step": step, "time": 1000.0 + step, "metrics": {"loss": 3.0}} for step in range(1, 101)]
+        (stage.start.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run_id = stage.run_ids().stage
+        tracker.wake()
+        wait_until(lambda: DIAGNOSIS in client.get_run(run_id).data.tags, "the tag of a running stage")
+        stage.finish(manifest)
+    found = "flat: loss 3 at the start, 3 at step 100, noise 0"
+    assert client.get_run(run_id).data.tags[DIAGNOSIS] == found

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from flows.declare.config import load_pipeline
 from flows.planning.disk_capacity import require_plan_disk
 from flows.planning.plan import make_plan
-from flows.stages.inputs import job_inputs
+from flows.stages.run import job_inputs
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError

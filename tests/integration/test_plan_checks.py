@@ -1,6 +1,7 @@
 """What the plan refuses or remarks: evaluations that cannot compare, tables of positions, dropout by micro batch."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.checks import batch_notes, check_evaluations, check_frozen_models
+from flows.planning.checks import batch_notes, check_evaluations, check_frozen_models, position_notes
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
@@ -153,6 +154,28 @@ def test_more_tokens_than_a_table_of_positions_holds_are_refused(tmp_path):
     make_plan(load_pipeline([f"model={model}"]))
     model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128)
     make_plan(load_pipeline([f"model={model}"]))  # computed
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "stages", "said"),
+    [
+        ({}, (129, 128), ("cpt", "sft"), r"max_length of cpt \(129\) exceeds .*=128: .*set max_length=128 or less"),
+        ({}, (129, 500), ("cpt", "sft"), r"max_length of cpt \(129\), sft \(500\) exceeds"),
+        ({}, (129, 128), ("sft",), None),
+        ({}, (128, 128), ("cpt", "sft"), None),
+        ({"rope_parameters": {"rope_type": "default"}}, (128, 129), ("cpt", "sft"), r"max_length of sft \(129\)"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, (512, 512), ("cpt", "sft"), None),
+    ],
+)
+def test_the_plan_says_where_rows_are_longer_than_what_computed_positions_were_made_for(
+    tmp_path, config, lengths, stages, said
+):
+    model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128, **config)
+    cpt, sft = (
+        f"stages.{name}.method.max_length={length}" for name, length in zip(("cpt", "sft"), lengths, strict=True)
+    )
+    notes = position_notes(load_pipeline(["pipeline=sft-kto", f"model={model}", cpt, sft]), stages)
+    assert re.match(said, notes[0]) if said else notes == []
 
 
 COMMIT, DIGEST = "ab" * 20, "cd" * 32

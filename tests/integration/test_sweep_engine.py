@@ -59,10 +59,11 @@ def drive(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "execute", run_stage)
         processes = SimpleNamespace(end=lambda path, why: ended.append((path.parent.name, str(why))), stop=lambda: None)
-        observer = SimpleNamespace(announce=lambda text: None)
         if study:
             sweep = replace(sweep, known=None)
-        run = Run(plan=sweep.plan, processes=processes, observer=observer, tracker=Tracker(), claim=lambda _: None)
+        run = Run(
+            plan=sweep.plan, processes=processes, emit=lambda event: None, tracker=Tracker(), claim=lambda _: None
+        )
         engine = module.Engine(sweep=sweep, study=study, files=files, num_workers=workers)
         engine.drive(run)
         return titles, {each.number: (each.state, each.cause) for each in module.trial_results(folder)}, ended

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lineage.html import html_page
+from lineage.markup import html_page
 
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"

@@ -238,7 +238,7 @@ def test_mlflow_must_accept_the_credentials_that_are_set(service, credentials, l
 
 
 def test_a_service_that_does_not_answer_is_an_error(monkeypatch):
-    monkeypatch.setattr("flows.stages.cluster_capacity.ask_cluster", lambda seconds: pytest.fail("was asked"))
+    monkeypatch.setattr("flows.stages.resources.ask_cluster", lambda seconds: pytest.fail("was asked"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     [prefect] = doctor.check_prefect({"PREFECT_API_URL": f"http://{place}", "PREFECT_HOME": "/nonexistent"})
@@ -249,7 +249,7 @@ def test_a_service_that_does_not_answer_is_an_error(monkeypatch):
 
 
 def test_a_cluster_is_asked_what_it_holds_however_it_is_named(monkeypatch):
-    monkeypatch.setattr("flows.stages.cluster_capacity.ask_cluster", lambda seconds: (6.0, 1.0))
+    monkeypatch.setattr("flows.stages.resources.ask_cluster", lambda seconds: (6.0, 1.0))
     with socket.create_server(("127.0.0.1", 0)) as there:
         for address in ("auto", f"127.0.0.1:{there.getsockname()[1]}"):
             found = doctor.check_ray(address)
@@ -295,7 +295,7 @@ def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
     def refuse(seconds):
         raise ConfigError("RAY_ADDRESS=auto: wants a token; or none; put it in RAY_AUTH_TOKEN")
 
-    monkeypatch.setattr("flows.stages.cluster_capacity.ask_cluster", refuse)
+    monkeypatch.setattr("flows.stages.resources.ask_cluster", refuse)
     expected = Finding("ray", "error", "RAY_ADDRESS=auto: wants a token; or none", "put it in RAY_AUTH_TOKEN")
     assert doctor.check_ray("auto") == expected
 

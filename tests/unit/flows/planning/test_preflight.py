@@ -8,9 +8,8 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.open_run import check_machine
 from flows.planning.model_checks import check_models
-from flows.planning.needs import needs
 from flows.planning.plan import make_plan
-from flows.stages.admission import require_gpus
+from flows.stages.resources import require_gpus
 from lineage.errors import ConfigError
 
 
@@ -82,9 +81,9 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch)
 
 def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
     plan = make_plan(load_pipeline(["resources=cluster", "resources.gpus_per_worker=1"]))
-    assert needs(plan.stage("sft")) == (2, 2)
+    assert plan.stage("sft").needs == (2, 2)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert needs(plan.stage("sft")) == (0, 0)
+    assert plan.stage("sft").needs == (0, 0)
 
 
 def test_quickstart_rows_that_do_not_exist_are_refused_by_the_plan():
@@ -176,8 +175,8 @@ def test_nothing_trains_before_all_data_is_prepared_also_that_which_needs_a_toke
 
 def test_data_stages_take_no_gpu():
     plan = make_plan(load_pipeline(["resources=gpu"]))
-    assert needs(plan.stage("corpus"))[1] == 0
-    assert needs(plan.stage("evaluate"))[1] == 1
+    assert plan.stage("corpus").needs[1] == 0
+    assert plan.stage("evaluate").needs[1] == 1
 
 
 def test_packing_on_the_quickstarts_own_model_is_planned():

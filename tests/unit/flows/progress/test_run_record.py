@@ -13,8 +13,8 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.progress import observer, run_record
-from flows.progress.observer import RunRecorder
+from flows.progress import recorder, run_record
+from flows.progress.recorder import RunRecorder, WaitingNote
 from flows.progress.run_record import (
     Links,
     RunRecord,
@@ -29,13 +29,12 @@ from flows.progress.run_record import (
     silent_drivers,
     waits_for,
 )
-from flows.progress.waiting_note import WaitingNote
 from lineage.errors import ArtifactError, PipelineError, StoppedError
 from lineage.gc import guard
 from lineage.owner import Owner
 from lineage.tracker import Tracker
 from tests.command import CONF, wait_until
-from tests.finished import finish
+from tests.finished import event, finish
 from tests.written_store import WrittenStore, node
 
 REFUSAL = SimpleNamespace(refusal=lambda: "gate refuses left")
@@ -80,17 +79,18 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan, 
             "data": [], "model": ["data"], "left": ["data", "model"], "right": ["data", "model"],
         }  # fmt: skip
         assert (note.stages["right"].workers, note.stages["right"].cpus, note.stages["left"].cpus) == (2, 2, 1)
-        journal.waiting("left", "1 CPU")
+        journal.on(event("waiting", "1 CPU", title="left"))
         wait_until(lambda: the_note(store).stages["left"].state == "waiting", "waits", seconds=5)
-        metrics = plan.entry(plan.stage("left")).metrics
-        journal.running("left", metrics, 10)
+        directory = plan.entry(plan.stage("left")).path
+        journal.on(event("running", title="left", directory=directory, num_steps=10))
         wait_until(lambda: the_note(store).stages["left"].state == "running", "runs", seconds=5)
         assert the_note(store).stages["left"].total == 10
-        assert Path(the_note(store).stages["left"].directory) == metrics.parent
-        journal.done("left", 1.5, {})
-        journal.reused("data")
-        journal.failed("right", "no memory")
-        journal.announce("\nmay this model be promoted?\n")
+        assert Path(the_note(store).stages["left"].directory) == directory
+        journal.on(event("done", title="left", seconds=1.5))
+        journal.on(event("reused", title="data"))
+        journal.on(event("failed", "no memory", title="right"))
+        journal.on(event("message", "\nmay this model be promoted?\n"))
+        journal.on(event("stopped", title="left"))
     note = the_note(store)
     assert {title: stage.state for title, stage in note.stages.items()} == {
         "data": "reused", "model": "pending", "left": "done", "right": "failed",
@@ -104,10 +104,10 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan, 
 def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it_is_a_sweep(plan, journal, monkeypatch):
     store = plan.pipeline.store
     with journal.open():
-        journal.done("left", 1.5, {})
-        journal.pruned("right#2", "step 3: others do better")
+        journal.on(event("done", title="left", seconds=1.5))
+        journal.on(event("pruned", "step 3: others do better", title="right#2"))
     assert (the_note(store).outcome, the_note(store).stages["right#2"].state) == ("done", "pruned")
-    monkeypatch.setattr(observer, "judgements", lambda made: [REFUSAL])
+    monkeypatch.setattr(recorder, "judgements", lambda made: [REFUSAL])
     for sweep, outcome, cause in (
         (None, "refused", "gate refuses left"),
         (SweepRecord(folder=str(store / "sweeps" / "s"), own=["left", "right"], trials=3), "done", ""),
@@ -148,7 +148,7 @@ def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan, jour
     store.mkdir()
     (store / "runs").write_text("in the way")
     with journal.open():
-        journal.running("left", store / "metrics.jsonl", None)
+        journal.on(event("running", title="left", directory=store))
     waiting = WaitingNote(store, "toy", [])
     with waiting.open():
         waiting.waits_for("another run")

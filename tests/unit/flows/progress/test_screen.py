@@ -10,6 +10,7 @@ from flows.progress import stage_progress as progress
 from flows.progress.screen import Screen
 from flows.progress.stage_progress import Progress
 from flows.wording import clock, counted
+from tests.finished import event
 
 
 class Terminal(io.StringIO):
@@ -30,7 +31,7 @@ def write_reports(path, *losses):
 def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
     stream = Terminal()
     with Screen(stream, ["dpo"]) as board:
-        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+        board.on(event("running", directory=tmp_path, num_steps=10))
         write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
         board._live.refresh()
         shown = stream.getvalue()
@@ -38,7 +39,7 @@ def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
         assert "loss 0.500" in shown
         assert "1,234 tok/s" in shown
         assert "ETA" in shown
-        board.done("dpo", 1.5, {"loss": 0.4})
+        board.on(event("done", seconds=1.5, loss=0.4))
         after = stream.getvalue()[len(shown) :]
         assert "done in 1.5 s  loss 0.400" in after
         assert "3/10" not in after
@@ -48,10 +49,11 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
     with Screen(stream, ["dpo", "reward"]) as board:
         for _ in range(5):
-            board.waiting("dpo", "1 CPU")
-        board.running("dpo", tmp_path / "none", 10)
-        board.failed("dpo", "stage dpo failed: no memory\nsecond line")
-        board.pruned("reward", "pruned at step 3")
+            board.on(event("waiting", "1 CPU"))
+        board.on(event("running", directory=tmp_path, num_steps=10))
+        board.on(event("failed", "stage dpo failed: no memory\nsecond line"))
+        board.on(event("pruned", "pruned at step 3", title="reward"))
+        board.on(event("stopped", "by SIGTERM"))
     assert stream.getvalue().splitlines() == [
         "dpo     waits for 1 CPU",
         "dpo     started (10 steps)",
@@ -64,7 +66,7 @@ def test_a_stage_that_goes_on_says_from_where(tmp_path):
     stream = io.StringIO()
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
     with Screen(stream, ["dpo"]) as board:
-        board.running("dpo", tmp_path / "metrics.jsonl", 10)
+        board.on(event("running", directory=tmp_path, num_steps=10))
     assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
 
 
@@ -74,8 +76,8 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
             raise BrokenPipeError
 
     with Screen(Closed(), ["dpo"]) as board:
-        board.running("dpo", tmp_path / "none", None)
-        board.done("dpo", 1.0, {})
+        board.on(event("running", directory=tmp_path))
+        board.on(event("done"))
     assert not board._running
 
 

@@ -9,7 +9,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.promotion import retrain
 from flows.promotion.promote import promote
-from flows.stages.inputs import require_new_rows
+from flows.stages.run import require_new_rows
 from lineage.errors import ArtifactError, DataError, StageError
 from lineage.promotions import read_events
 from lineage.store import Entry

@@ -22,14 +22,11 @@ from tests.command import CONF
 from tests.finished import finish, save
 
 
-class Heard:
-    """What an observer was told."""
+class Heard(list):
+    """A listener that keeps state, title and text of each event."""
 
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *told: self.calls.append((name, *told))
+    def __call__(self, event):
+        self.append((event.state, event.title, event.text))
 
 
 class Ending:
@@ -38,7 +35,7 @@ class Ending:
     def __init__(self, error):
         self.error = error
 
-    def raise_if_stopped(self):
+    def raise_if_ended(self, directory):
         pass
 
     def run(self, job):
@@ -53,42 +50,50 @@ def plan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "heard"),
+    ("error", "expected"),
     [(PrunedError("pruned at step 3"), ("pruned", "data#1", "pruned at step 3")),
      (StageError("data", "no memory", "x"), ("failed", "data#1", "stage data failed: no memory (log: x)"))],
 )  # fmt: skip
-def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, heard):
-    observer = Heard()
-    run = Run(plan=plan, processes=Ending(error), observer=observer, tracker=Tracker(), titles={"data": "data#1"})
+def test_a_stage_that_is_pruned_is_not_told_as_failed(plan, error, expected):
+    heard = Heard()
+    run = Run(plan=plan, processes=Ending(error), emit=heard, tracker=Tracker(), titles={"data": "data#1"})
     with pytest.raises(PipelineError):
         execute(run, plan.stage("data"))
-    assert observer.calls[-1] == heard
-    assert [call[0] for call in observer.calls if call[0] in ("pruned", "failed")] == [heard[0]]
+    assert heard[-1] == expected
+    assert [each[0] for each in heard if each[0] in ("pruned", "failed")] == [expected[0]]
+
+
+def test_an_error_that_nothing_foresaw_is_reported_as_a_failure_too(plan):
+    heard = Heard()
+    with pytest.raises(RuntimeError):
+        execute(
+            Run(plan=plan, processes=Ending(RuntimeError("a bug")), emit=heard, tracker=Tracker()), plan.stage("data")
+        )
+    assert heard[-1] == ("failed", "data", "a bug")
 
 
 def test_a_stage_that_waits_says_for_whose_lock(plan, monkeypatch):
-    observer, entry = Heard(), plan.entry(plan.stage("data"))
+    heard, entry = Heard(), plan.entry(plan.stage("data"))
     lock = Lock(entry.path)
     assert lock.try_acquire()
-    run = Run(plan=plan, processes=Ending(StoppedError("stopped")), observer=observer, tracker=Tracker())
-    monkeypatch.setattr(run.processes, "raise_if_unwanted", lambda _: None, raising=False)
+    run = Run(plan=plan, processes=Ending(StoppedError("stopped")), emit=heard, tracker=Tracker())
     stops = iter([None, StoppedError("stopped")])
 
-    def raise_if_stopped():
+    def raise_if_ended(directory):
         if stop := next(stops):
             raise stop
 
-    monkeypatch.setattr(run.processes, "raise_if_stopped", raise_if_stopped)
+    monkeypatch.setattr(run.processes, "raise_if_ended", raise_if_ended)
     with lock.holding(), pytest.raises(StoppedError):
         execute(run, plan.stage("data"))
     who = f"another run that makes it (process {os.getpid()} on {socket.gethostname()})"
-    assert observer.calls == [("waiting", "data", who)]
+    assert heard == [("waiting", "data", who), ("stopped", "data", "stopped")]
 
 
 class Writing:
     """Processes that all write an output."""
 
-    def raise_if_stopped(self):
+    def raise_if_ended(self, directory):
         pass
 
     def run(self, job):
@@ -109,7 +114,7 @@ def half_done(toy):
 
 
 def test_the_manifest_names_all_code_that_trained_it(half_done):
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
+    run = Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker())
     made_by = execute(run, half_done.stage("left")).manifest.provenance
     assert made_by.resumed_at == [4]
     assert made_by.code_digests == ["other code", half_done.stage("left").code_digest]
@@ -120,8 +125,8 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
     write = Writing.run
     monkeypatch.setattr(Writing, "run", lambda self, job: {**write(self, job), **did})
     heard = Heard()
-    execute(Run(plan=half_done, processes=Writing(), observer=heard, tracker=Tracker()), half_done.stage("left"))
-    assert [call[1] for call in heard.calls if call[0] == "announce"] == [
+    execute(Run(plan=half_done, processes=Writing(), emit=heard, tracker=Tracker()), half_done.stage("left"))
+    assert [text for state, _, text in heard if state == "message"] == [
         "left: ended early at step 60: val/loss no longer fell (validation.patience)",
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
     ]
@@ -136,13 +141,13 @@ class AskedInItsLastStep(Writing):
 
 
 def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_output(toy):
-    plan, observer = toy("stages.left.resources.launcher=foreground"), Heard()
+    plan, heard = toy("stages.left.resources.launcher=foreground"), Heard()
     finish(plan, "data", "model")
-    run = Run(plan=plan, processes=AskedInItsLastStep(), observer=observer, tracker=Tracker())
+    run = Run(plan=plan, processes=AskedInItsLastStep(), emit=heard, tracker=Tracker())
     with pytest.raises(KeyboardInterrupt), stoppable():
         execute(run, plan.stage("left"))
     assert plan.entry(plan.stage("left")).is_finished()
-    assert observer.calls[-1][:2] == ("done", "left")
+    assert ("done", "left", "") in heard
 
 
 def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
@@ -152,7 +157,7 @@ def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monke
         yield ()
 
     monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), observer=Heard(), tracker=Tracker())
+    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), emit=Heard(), tracker=Tracker())
     with pytest.raises(StageError, match="has changed since the plan was made"):
         execute(run, plan.stage("data"))
 
@@ -164,7 +169,7 @@ def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_do
     begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
     save(entry, 4)
     monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
+    run = Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker())
     made_by = execute(run, planned).manifest.provenance
     assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
     assert made_by.hardware == {"cpu": "another"}
@@ -188,7 +193,7 @@ def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monk
         yield ()
 
     monkeypatch.setattr(execute_module, "admitted", admitted)
-    run = Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker())
+    run = Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker())
     assert execute(run, planned).manifest.provenance.resumed_at == [4]
 
 
@@ -202,6 +207,6 @@ def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monke
     before = entry.metrics.read_text()
     monkeypatch.setattr(execute_module, "admitted", stopped)
     with pytest.raises(StoppedError):
-        execute(Run(plan=half_done, processes=Writing(), observer=Heard(), tracker=Tracker()), half_done.stage("left"))
+        execute(Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker()), half_done.stage("left"))
     assert [each.step for each in attempts(entry.path)] == [0]
     assert entry.metrics.read_text() == before

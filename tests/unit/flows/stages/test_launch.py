@@ -12,11 +12,10 @@ import pytest
 
 from flows.declare.pipeline import Stage
 from flows.progress.run_record import RUN_VARIABLE
-from flows.stages.job import Job
+from flows.stages.job import Job, _context
 from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import in_stage_environment, stage_environment
 from flows.stages.stage_process import end_left_session
-from flows.stages.worker import _context
 from flows.stops import stoppable
 from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
@@ -202,6 +201,6 @@ def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_that_comes_while_the_fork_server_starts_is_not_lost(number, monkeypatch):
-    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), number))
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt), stoppable():
         StageProcesses().warm_up([])

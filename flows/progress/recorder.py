@@ -1,4 +1,4 @@
-"""Who watches a run: the screen, the run record that ``posttrain status`` reads, the page in Prefect."""
+"""Keeps the record of a run, which ``posttrain status`` reads, up to date."""
 
 import contextlib
 import os
@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from flows.planning.needs import asks
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
@@ -18,7 +16,6 @@ from flows.progress.run_record import (
     Outcome,
     RunRecord,
     StageRecord,
-    StageState,
     SweepRecord,
     end_of,
     new_id,
@@ -28,71 +25,7 @@ from flows.progress.run_record import (
 from lineage.errors import PipelineError
 from lineage.mlflow.address import shown, tracking_uri
 from lineage.owner import HEARTBEAT_SECONDS, Owner
-from lineage.tracker import Tracker
-from tasks.context import Metrics
-
-
-class Observer(Protocol):
-    """Is notified of the state of each stage of a run, from any thread. No method raises where its reader is gone.
-
-    A stage goes by its title: its name, and in a sweep also the trial where only some trials have it.
-    """
-
-    def waiting(self, title: str, reason: str) -> None:
-        """It waits for something; called repeatedly while it does."""
-
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        """It began. ``metrics`` is its ``metrics.jsonl``, ``total`` its optimizer steps."""
-
-    def reused(self, title: str) -> None:
-        """Another run produced it meanwhile."""
-
-    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
-        """It is committed."""
-
-    def failed(self, title: str, cause: str) -> None:
-        """It raised, or was stopped."""
-
-    def pruned(self, title: str, cause: str) -> None:
-        """It was pruned because other trials are better: no failure."""
-
-    def announce(self, text: str) -> None:
-        """Lines that belong to no single stage."""
-
-
-class Observers:
-    """Several observers as one."""
-
-    def __init__(self, *each: Observer) -> None:
-        self._each = each
-
-    def waiting(self, title: str, reason: str) -> None:
-        for observer in self._each:
-            observer.waiting(title, reason)
-
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        for observer in self._each:
-            observer.running(title, metrics, total)
-
-    def reused(self, title: str) -> None:
-        for observer in self._each:
-            observer.reused(title)
-
-    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
-        for observer in self._each:
-            observer.done(title, seconds, metrics)
-
-    def failed(self, title: str, cause: str) -> None:
-        for observer in self._each:
-            observer.failed(title, cause)
-
-    def pruned(self, title: str, cause: str) -> None:
-        for observer in self._each:
-            observer.pruned(title, cause)
-
-    def announce(self, text: str) -> None:
-        for observer in self._each:
-            observer.announce(text)
+from lineage.tracker import Event, Tracker
 
 
 def expected(plan: Plan, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageRecord]:
@@ -116,7 +49,7 @@ def blank(plan: Plan, title: str, now: float) -> StageRecord:
     planned = next((each for each in plan.stages if each.name == name), None)
     if planned is None:
         return StageRecord(state="pending", since=now, directory="")
-    cpus, gpus = asks(planned)
+    cpus, gpus = planned.asks
     workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
     directory = str(plan.entry(planned).path) if title == name else ""
     return StageRecord(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)
@@ -127,7 +60,7 @@ _TEXT_LENGTH = 4000
 
 
 class RunRecorder:
-    """Keeps the record of one run within its context; every method may be called from any thread.
+    """Keeps the record of one run within its context, as a listener.
 
     Args:
         words: the options and overrides of the command.
@@ -200,43 +133,25 @@ class RunRecorder:
             self._note = replace(self._note, reads=list(dict.fromkeys(noted)))
         claim(plans, self._write)
 
-    def waiting(self, title: str, reason: str) -> None:
-        known = self._note.stages.get(title)
-        if not (known and known.state == "waiting" and known.reason == reason):
-            self._set(title, "waiting", reason=reason)
-
-    def running(self, title: str, metrics: Path, total: int | None) -> None:
-        self._set(title, "running", directory=metrics.parent, total=total)
-
-    def reused(self, title: str) -> None:
-        self._set(title, "reused")
-
-    def done(self, title: str, seconds: float, metrics: Metrics) -> None:
-        self._set(title, "done", seconds=seconds)
-
-    def failed(self, title: str, cause: str) -> None:
-        self._set(title, "failed", reason=cause[:_TEXT_LENGTH])
-
-    def pruned(self, title: str, cause: str) -> None:
-        self._set(title, "pruned", reason=cause[:_TEXT_LENGTH])
-
-    def announce(self, text: str) -> None:
+    def on(self, event: Event) -> None:
+        """Listens to the run."""
+        title, state, text = event.title, event.state, event.text.strip()[:_TEXT_LENGTH]
+        if state == "stopped":  # the outcome of the run says so
+            return
         with self._lock:
-            self._note = replace(self._note, said=text.strip()[:_TEXT_LENGTH])
-        self._changed.set()
-
-    def _set(
-        self, title: str, state: StageState, *, reason: str = "", directory: Path | None = None,
-        total: int | None = None, seconds: float = 0.0,
-    ) -> None:  # fmt: skip
-        now = time.time()
-        with self._lock:
-            before = self._note.stages.get(title) or blank(self._plan, title, now)
-            after = replace(
-                before, state=state, since=now, reason=reason, seconds=seconds, total=total or before.total,
-                directory=str(directory or before.directory),
-            )  # fmt: skip
-            self._note = replace(self._note, stages={**self._note.stages, title: after})
+            if state == "message":
+                self._note = replace(self._note, said=text)
+            else:
+                now = time.time()
+                before = self._note.stages.get(title) or blank(self._plan, title, now)
+                if state == "waiting" and (before.state, before.reason) == (state, text):
+                    return
+                after = replace(
+                    before, state=state, since=now, reason=text, seconds=event.seconds,
+                    total=event.num_steps or before.total,
+                    directory=str(event.start.directory) if event.start else before.directory,
+                )  # fmt: skip
+                self._note = replace(self._note, stages={**self._note.stages, title: after})
         self._link()
         self._changed.set()
 
@@ -279,3 +194,43 @@ class RunRecorder:
         except (PipelineError, OSError) as error:
             return "failed", str(error)
         return ("refused", refusals[0]) if refusals else ("done", "")
+
+
+class WaitingNote:
+    """Tells whoever asks from another process of a run that waits, and lets them cancel it.
+
+    Args:
+        words: the options and overrides of its command.
+    """
+
+    def __init__(self, store: Path, pipeline: str, words: Sequence[str]) -> None:
+        self._store = store
+        self._note = RunRecord(
+            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
+            links=with_flow_run(Links(), is_ours=False),
+        )  # fmt: skip
+        self._written = 0.0
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Ends the note with what cuts the wait off; else it is gone: a run that begins writes one with its stages."""
+        try:
+            yield
+        except BaseException as error:
+            outcome, cause = end_of(error)
+            self._write(replace(self._note, outcome=outcome, cause=cause, ended=time.time()))
+            raise
+        with contextlib.suppress(OSError):
+            run_record_path(self._store, self._note.id).unlink(missing_ok=True)
+
+    def waits_for(self, what: str) -> None:
+        """Call it at every look that was in vain: that is the heartbeat too, by which another host hears of it."""
+        now = time.monotonic()
+        if what != self._note.waits_for or now - self._written >= HEARTBEAT_SECONDS:
+            self._write(replace(self._note, waits_for=what))
+            self._written = now
+
+    def _write(self, note: RunRecord) -> None:
+        self._note = note
+        with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
+            note.write(self._store)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from flows.stages import admission
-from flows.stages.admission import admitted
+from flows.stages import resources
 from flows.stages.process_settings import stage_environment
+from flows.stages.resources import admitted
 from lineage.dvc import DvcProject
 from lineage.errors import StoppedError
 from lineage.remote_files import private_folder
@@ -21,11 +21,11 @@ def go_on() -> None:
 
 def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(admission, "count_cpus", lambda: 2)
+    monkeypatch.setattr(resources, "count_cpus", lambda: 2)
     running, most, lock = [0], [0], threading.Lock()
 
     def work(cpus: int) -> None:
-        with admission.admitted(cpus, 0, go_on):
+        with resources.admitted(cpus, 0, go_on):
             with lock:
                 running[0] += cpus
                 most[0] = max(most[0], running[0])
@@ -44,26 +44,26 @@ def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
 
 def test_gpus_are_given_by_index(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(admission, "_count_gpus", lambda: 2)
-    monkeypatch.setattr(admission, "count_cpus", lambda: 2)
+    monkeypatch.setattr(resources, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(resources, "count_cpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with admission.admitted(1, 1, go_on) as first, admission.admitted(1, 1, go_on) as second:
+    with resources.admitted(1, 1, go_on) as first, resources.admitted(1, 1, go_on) as second:
         assert sorted((*first, *second)) == ["0", "1"]
 
 
 def test_gpus_are_those_that_a_scheduler_has_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert admission.visible_gpus() == ["3", "5"]
+    assert resources.visible_gpus() == ["3", "5"]
 
 
 def test_who_waits_for_room_can_be_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(admission, "count_cpus", lambda: 1)
+    monkeypatch.setattr(resources, "count_cpus", lambda: 1)
 
     def stop() -> None:
         raise StoppedError("stopped")
 
-    with admission.admitted(1, 0, go_on), pytest.raises(StoppedError), admission.admitted(1, 0, stop):
+    with resources.admitted(1, 0, go_on), pytest.raises(StoppedError), resources.admitted(1, 0, stop):
         pass
 
 
@@ -128,6 +128,6 @@ def test_caches_that_libraries_unpickle_lie_in_it(place, tmp_path, monkeypatch):
 
 def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(admission, "count_cpus", lambda: 2)
-    with admission.admitted(64, 0, go_on) as gpus:
+    monkeypatch.setattr(resources, "count_cpus", lambda: 2)
+    with resources.admitted(64, 0, go_on) as gpus:
         assert gpus == ()
