@@ -76,10 +76,11 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.prefect.deployments
 
-settings-page: $(READY)  ## docs/settings.md, methods.md and advice.md, rendered from the dataclasses and the table of what works with what
+settings-page: $(READY)  ## docs/settings.md, methods.md, advice.md and diagnose.md, rendered from the dataclasses and tables of the code
 	$(BIN)/python -m flows.reports.settings_page
 	$(BIN)/python -m flows.reports.methods_page
 	$(BIN)/python -m flows.reports.advice_page
+	$(BIN)/python -m flows.reports.diagnosis_page
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock

@@ -38,6 +38,7 @@ COMMANDS = {
     "lineage": "show all that an artifact was made from",
     "impact": "show all that a source, a file, a row, a label or a model went into",
     "diff": "show what differs in the ancestries of two artifacts, the most likely cause first",
+    "diagnose": "read the curves of a stage; say what they mean, and what to change",
     "verify": "read every byte again and check every link of the record",
     "promote": "give an alias to a model that passed its gate",
     "rollback": "give an alias back to its previous holder",

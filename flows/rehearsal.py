@@ -4,9 +4,8 @@ import contextlib
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
@@ -14,6 +13,7 @@ from filelock import FileLock
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
 from flows.open_run import check_machine, note_before, open_run
+from flows.planning.estimates import Estimator, History, step_seconds
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
 from flows.progress.screen import Screen
@@ -21,7 +21,7 @@ from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
 from flows.stops import stoppable
 from flows.tracking import make_tracker
-from flows.wording import counted
+from flows.wording import clock, counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.lock import Lock, owner
@@ -87,9 +87,10 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     rows: list[Row] = []
     try:
         with scratch(pipeline.store, keep=keep) as place:
-            plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1)
+            plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1, one_micro_batch=True)
             check_machine(plan.stages)
             make_tracker(named.tracking)  # MLflow answers
+            announce(plan)
             delete_others(place)
             _unregister(named)  # for equal bytes the registry creates no second version
             _run(pipeline, plan, words, rows)
@@ -105,6 +106,24 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
     return Rehearsal(place=place, rows=rows)
 
 
+def announce(plan: Plan) -> None:
+    """Says on stderr how long the trainings of a rehearsal will take."""
+    found = list(Estimator(plan, History.of(plan.home)).estimates(plan.stages).values())
+    if found:
+        runs = sum(each.runs for each in found)
+        basis = f"measured on {counted(runs, 'run')}" if runs else "by formula"
+        trainings = f"{counted(len(found), 'training')} of {NUM_STEPS} steps"
+        about = clock(sum(each.seconds for each in found))
+        print(f"{trainings}, one micro batch per worker each: about {about} ({basis})", file=sys.stderr)
+
+
+def micro_batches(real: Stage, short: Stage) -> int:
+    """How many steps of the rehearsal a step of the real stage is."""
+    if isinstance(real.method, Training) and isinstance(short.method, Training):
+        return real.method.global_batch_size // short.method.global_batch_size
+    return 1
+
+
 def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each finished stage."""
     note_before(plan)
@@ -115,6 +134,7 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 num_steps = run.checks.num_steps(planned, pipeline.stages[planned.name].method)
+                num_steps = num_steps and num_steps * micro_batches(pipeline.stages[planned.name], planned.stage)
                 size = stop.saved.get(planned.name)
                 rows.append(row_of(plan, planned, seconds=seconds, num_steps=num_steps, checkpoint_bytes=size))
 
@@ -154,7 +174,8 @@ def row_of(
     """The row of a finished stage, read from its manifest and its reports.
 
     Args:
-        num_steps: of the real stage; None: unknown, or it does not train.
+        num_steps: of the real stage, each as often as it has the rows of a step of this one; None: unknown, or it does
+            not train.
         checkpoint_bytes: of the checkpoint from which it resumed.
     """
     entry, method = plan.entry(planned), planned.stage.method
@@ -179,14 +200,6 @@ def row_of(
         real_seconds=None if pace is None or num_steps is None else pace * num_steps,
         verdict="works" if resumed else "works, but leaves no checkpoint when it is stopped",
     )
-
-
-def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
-    """Of the fastest step, by its tokens and their pace, which exclude saves; None: not reported."""
-    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
-    tokens = [total - before for before, total in pairwise(totals)]
-    paces = [step.get("tokens_per_second", 0.0) for step in reports]
-    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
 
 
 def _is_merged(manifest: Manifest) -> bool:
@@ -267,13 +280,21 @@ def delete_others(place: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int) -> Plan:
+def scratch_plan(
+    pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int, one_micro_batch: bool = False
+) -> Plan:
     """The plan that runs every stage of a pipeline with so few steps in another store; aliases are the real store's.
+
+    Args:
+        one_micro_batch: a step is one micro batch per worker, which takes the same memory and the same path.
 
     Raises:
         ConfigError: the pipeline cannot work.
     """
-    stages = {name: _short(stage, num_steps, save_steps) for name, stage in pipeline.stages.items()}
+    stages = {
+        name: _short(stage, num_steps, save_steps, one_micro_batch=one_micro_batch)
+        for name, stage in pipeline.stages.items()
+    }
     plan = make_plan(
         replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation(), advice="off")
     )
@@ -283,11 +304,15 @@ def scratch_plan(pipeline: Pipeline, store: Path, *, num_steps: int, save_steps:
     return replace(plan, pipeline=replace(plan.pipeline, store=store), stages=planned)
 
 
-def _short(stage: Stage, num_steps: int, save_steps: int) -> Stage:
+def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bool = False) -> Stage:
     """The stage with fewer steps; what determines its memory is unchanged. A lost training is retried once."""
     method, resources = stage.method, stage.resources
     if not isinstance(method, Training):
         return stage
+    rows, reads = resources.num_workers * resources.micro_batch_size, getattr(method, "reads", None)
+    # A step of generated completions is divided into groups and minibatches, which need all of it.
+    if one_micro_batch and rows < method.global_batch_size and reads is not None and reads.trained:
+        method = replace(method, global_batch_size=rows)
     best = method.best and replace(method.best, every_steps=min(method.best.every_steps or save_steps, save_steps))
     validation = method.validation and replace(
         method.validation, every_steps=min(method.validation.every_steps or save_steps, save_steps), every_epochs=None,

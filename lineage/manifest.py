@@ -115,6 +115,7 @@ class Provenance:
     earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
     changed_at: list[int] = field(default_factory=list)  # of resumed_at: on another kind of machine from there on
     hardware: dict[str, str] = field(default_factory=dict)  # of its workers: cpu, gpu; by name; empty: not known
+    because: str = ""  # why its settings were changed: RULE:STAGE@FINGERPRINT of `posttrain diagnose`
 
     @property
     def code_digests(self) -> list[str]:
@@ -185,7 +186,7 @@ def _damage(name: str, recorded: str | None, found: str | None) -> str:
 def provenance(
     *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object],
     hardware: Mapping[str, str], resumed_at: Sequence[int] = (), changed_at: Sequence[int] = (),
-    earlier_code_digests: Sequence[str] = (),
+    earlier_code_digests: Sequence[str] = (), because: str = "",
 ) -> Provenance:  # fmt: skip
     """Provenance of work that this host did, or gave to others, with this environment."""
     commit, dirty = _git()
@@ -204,6 +205,7 @@ def provenance(
         earlier_code_digests=list(earlier_code_digests),
         changed_at=list(changed_at),
         hardware=dict(hardware),
+        because=because,
     )
 
 

@@ -58,6 +58,10 @@ class Resources:
     liger: bool = False  # norms, rotary positions and MLPs by the kernels of liger-kernel
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
+    price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: no price is shown
+    currency: str = "USD"  # of the price
+    watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy
+    check_memory: bool = True  # refuse a stage that does not fit by the plan's estimate
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
 
     @property

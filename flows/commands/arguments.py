@@ -26,7 +26,9 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """What makes a sweep of a run, and what makes a run of the best trial of a sweep."""
     parser.add_argument("--multirun", action="store_true", help="try every value, such as a.b=1,2; see sweep=")
-    parser.add_argument("--overrides-from", type=Path, metavar="FILE", help="a sweep's best.yaml: its overrides first")
+    parser.add_argument(
+        "--overrides-from", type=Path, metavar="FILE", help="best.yaml of a sweep, or a patch of diagnose"
+    )
 
 
 def read_overrides(options: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_sweep(parser)
     add_json(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to a file, for run --plan FILE")
+    parser.add_argument(
+        "--suggest", type=Path, metavar="FILE", help="write the overrides that make every stage fit into memory"
+    )
     parser.add_argument("--exit-code", action="store_true", help=f"exit with {WORK} where a run would do something")
 
 
@@ -28,7 +31,7 @@ def run_plan(options: argparse.Namespace) -> int:
         from flows.reports.sweep import union_dict, union_text
         from flows.sweep.plan import read_sweep
 
-        _refuse_with_sweep(options, "out", "exit_code")
+        _refuse_with_sweep(options, "out", "suggest", "exit_code")
         sweep = read_sweep(options.overrides, options.config_dir)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
@@ -36,9 +39,11 @@ def run_plan(options: argparse.Namespace) -> int:
     from flows.declared import adopt_view
     from flows.planning.checks import bf16_notes, position_notes
     from flows.planning.disk_capacity import share_notes
+    from flows.planning.estimates import Estimator, History
+    from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import has_work, pending
-    from flows.reports.run import plan_table
+    from flows.reports.run import plan_dict, plan_table
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)
@@ -47,7 +52,10 @@ def run_plan(options: argparse.Namespace) -> int:
     shares = share_notes(plan, plan.stale)
     positions = position_notes(pipeline, [planned.name for planned in plan.stale])
     plan = replace(plan, notes=[*plan.notes, *positions, *shares, *faster, *pending(plan)])
-    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan_table(plan))
+    estimator = Estimator(plan, History.of(plan.home))
+    found = estimator.estimates(plan.stale)
+    require_fits(plan, found, estimator, options.suggest)
+    print(json.dumps(plan_dict(plan, found), indent=2) if options.json else plan_table(plan, found))
     if options.out:
         from flows.planning.plan_file import write_plan
 
@@ -83,6 +91,8 @@ def run_run(options: argparse.Namespace) -> int:
         )
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
+    from flows.planning.estimates import Estimator, History
+    from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.planning.plan_file import read_plan, require_approved
     from flows.run import run_plan as execute
@@ -97,6 +107,8 @@ def run_run(options: argparse.Namespace) -> int:
         create_store(pipeline.store)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
+    estimator = Estimator(plan, History.of(plan.home))
+    require_fits(plan, estimator.estimates(plan.stale), estimator)
     if approved:
         require_approved(plan, approved)
         create_store(pipeline.store)

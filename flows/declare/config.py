@@ -238,6 +238,7 @@ class Root:
     non_commercial_labels: tuple[str, ...]
     accept_label_drop: tuple[str, ...]
     restart: tuple[str, ...]
+    because: dict[str, str]
     tags: tuple[str, ...]
     schedule: Schedule | None = None
     trigger: Trigger | None
@@ -280,6 +281,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         non_commercial_labels=root.non_commercial_labels,
         accept_label_drop=root.accept_label_drop,
         restart=root.restart,
+        because=root.because,
         operation=Operation(
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),

@@ -98,6 +98,7 @@ class Pipeline:
         non_commercial_labels: patterns of labels, as of file names.
         accept_label_drop: stages that may train less than half the share of tokens that they trained the last time.
         restart: stages that begin at step 0 although they have checkpoints.
+        because: stage -> why its settings were changed, for the record: ``RULE:STAGE@FINGERPRINT`` of the doctor.
         operation: when it runs by itself, and what follows.
         advice: whether values outside the ranges of ``tasks.advice`` are reported, or refused.
     """
@@ -112,6 +113,7 @@ class Pipeline:
     non_commercial_labels: tuple[str, ...] = ()
     accept_label_drop: tuple[str, ...] = ()
     restart: tuple[str, ...] = ()
+    because: Mapping[str, str] = field(default_factory=dict)
     operation: Operation = field(default_factory=Operation)
     advice: Advise = "warn"
 

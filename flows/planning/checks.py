@@ -36,7 +36,8 @@ def check_data(pipeline: Pipeline) -> None:
     for name, source in pipeline.sources.items():
         check_direction(f"sources.{name}.columns", source.columns, source.format)
     training = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
-    for field, names in (("accept_label_drop", pipeline.accept_label_drop), ("restart", pipeline.restart)):
+    named = {"accept_label_drop": pipeline.accept_label_drop, "restart": pipeline.restart, "because": pipeline.because}
+    for field, names in named.items():
         for name in names:
             if name not in training:
                 raise ConfigError(

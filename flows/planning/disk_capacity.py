@@ -29,7 +29,7 @@ def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
         method, resources = planned.stage.method, planned.stage.resources
         if isinstance(method, Training):
             before += require_disk(
-                planned.name, method, resources, _model(plan, planned), plan.entry(planned), before=before
+                planned.name, method, resources, model_of(plan, planned), plan.entry(planned), before=before
             )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
         method = planned.stage.method
         if not isinstance(method, Training) or not (method.adapter or method.freeze):
             continue
-        model = _model(plan, planned)
+        model = model_of(plan, planned)
         try:
             percent = percent_trained(method, model_shapes(model)) if model else None
         except ConfigError as error:
@@ -55,7 +55,7 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
     return notes
 
 
-def _model(plan: Plan, planned: PlannedStage) -> Path | None:
+def model_of(plan: Plan, planned: PlannedStage) -> Path | None:
     """Where a model of the shapes of its own lies: the first that it comes from, since training keeps them."""
     given = planned.inputs.get(POLICY)
     if given is None:
@@ -64,7 +64,7 @@ def _model(plan: Plan, planned: PlannedStage) -> Path | None:
         return _pinned(given)
     parent = next((each for each in plan.stages if each.fingerprint == given.fingerprint), None)
     if parent and isinstance(parent.stage.method, Training) and parent.stage.method.produces == Kind.CHECKPOINT:
-        return _model(plan, parent)
+        return model_of(plan, parent)
     entry = Store(plan.pipeline.store).entry(given.name, given.fingerprint)
     return entry.output if entry.is_finished() else None
 

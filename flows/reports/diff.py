@@ -6,6 +6,7 @@ from flows.wording import printable
 from lineage.graph.diff import Diff
 
 _TITLES = {
+    "diagnosis": "a diagnosis",
     "recipe": "its own recipe",
     "data": "data",
     "graph": "the graph",
@@ -20,6 +21,7 @@ _TITLES = {
     "hosts": "hosts",
 }
 _SELF_EXPLAINED = (
+    "diagnosis",
     "recipe",
     "data",
     "graph",

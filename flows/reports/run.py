@@ -11,14 +11,17 @@ from pathlib import Path
 from rich.text import Text
 
 from flows.planning.advice import advice_lines
+from flows.planning.estimates import Estimate
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.tables import empty_table, plain_text
 from flows.sweep.folder import trial_results
-from flows.wording import printable_text
+from flows.wording import clock, printable_text
 from lineage.artifact import Kind
 from lineage.attempts import Attempt, attempts
+from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.rules import live_findings
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.owner import HEARTBEAT_SECONDS
@@ -39,6 +42,7 @@ class StageView:
         progress: of one that runs, or ran when its run ended.
         dashboard: address of Ray's, where it has one.
         attempts: of one that runs, or ran when its run ended: all that were made so far.
+        findings: of the loss-curve doctor, on one that runs.
     """
 
     title: str
@@ -47,6 +51,7 @@ class StageView:
     progress: Progress | None
     dashboard: str | None
     attempts: Sequence[Attempt] = ()
+    findings: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +144,53 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
         dashboard = None
     return StageView(
         title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
+        findings=() if ended else live_findings(directory),
     )  # fmt: skip
 
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output
 
 
-def plan_table(plan: Plan) -> str:
-    """A line per stage: what happens to it, and why."""
+def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object]:
+    """The object that ``plan --json`` prints."""
+    document = plan.to_dict()
+    rows = document["stages"]
+    assert isinstance(rows, list)
+    for row in rows:
+        if row["stage"] in estimates:
+            row["estimate"] = estimates[row["stage"]].to_dict()
+    return document
+
+
+def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
+    """What each training is expected to need, and all of them; nothing where none is known."""
+    if not estimates:
+        return []
+    numbers = ("GiB per worker", "time", "GPU-hours", "price", "kWh")
+    table = empty_table("stage", *numbers, "basis", numbers=numbers)
+    all_of = list(estimates.values())
+    for name, each in estimates.items():
+        table.add_row(name, f"{each.memory / 2**30:.2f}", clock(each.seconds), *_costs([each]), each.basis)
+    if len(all_of) > 1:
+        most = max(each.memory for each in all_of)
+        table.add_row("in all", f"{most / 2**30:.2f}", clock(sum(each.seconds for each in all_of)), *_costs(all_of), "")
+    return [plain_text(table)]
+
+
+def _costs(estimates: Sequence[Estimate]) -> list[str]:
+    """GPU-hours, price and energy; empty where nothing says it."""
+    hours = sum(each.gpu_hours for each in estimates)
+    prices = [each.price for each in estimates if each.price is not None]
+    energy = [each.kwh for each in estimates if each.kwh is not None]
+    currency = estimates[0].currency
+    return [
+        f"{hours:.2f}" if hours else "", f"{sum(prices):.2f} {currency}" if prices else "",
+        f"{sum(energy):.3f}" if energy else "",
+    ]  # fmt: skip
+
+
+def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> str:
+    """A line per stage: what happens to it, and why; then what its trainings are expected to need."""
     table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
         table.add_row(planned.name, planned.state, short(planned.fingerprint), Text(planned.reason))
@@ -158,7 +202,8 @@ def plan_table(plan: Plan) -> str:
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
     trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
-    return printable_text("\n".join([*head, plain_text(table), *trained, *advice_lines(plan.advice), verdict]))
+    needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
+    return printable_text("\n".join([*head, plain_text(table), *trained, *needed, verdict]))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:

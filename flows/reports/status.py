@@ -9,6 +9,7 @@ from flows.progress.run_record import RunRecord
 from flows.reports.run import RunView, StageView
 from flows.wording import clock, counted, printable_text
 from lineage.attempts import last_words
+from lineage.diagnosis.rules import as_line
 
 _MOST_ROWS = 20
 
@@ -42,6 +43,7 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
         "attempts": len(stage.attempts), "resumed_from": stage.attempts[-1].step if stage.attempts else 0,
         "restart_cause": stage.attempts[-1].cause if stage.attempts else "",
         "workers": note.workers, "cpus": note.cpus, "gpus": note.gpus, "directory": note.directory,
+        "findings": [{"rule": each.rule, "evidence": each.evidence} for each in stage.findings],
     }  # fmt: skip
 
 
@@ -94,7 +96,9 @@ def _stage_rows(stages: Sequence[StageView]) -> Iterator[tuple[str, str]]:
     """Each stage; of a sweep, which has many, those that rest only by number."""
     quiet = [stage for stage in stages if stage.note.state in ("done", "reused", "pending", "pruned")]
     shown = [stage for stage in stages if stage not in quiet] if len(stages) > _MOST_ROWS else stages
-    yield from ((stage.title, _doing(stage)) for stage in shown)
+    for stage in shown:
+        yield stage.title, _doing(stage)
+        yield from (("", f"! {as_line(each)}; see posttrain diagnose {stage.title}") for each in stage.findings)
     if len(shown) < len(stages):
         counts = Counter(stage.note.state for stage in quiet)
         yield "others", ", ".join(f"{count} {state}" for state, count in counts.items())

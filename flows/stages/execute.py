@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, latest
 from flows.progress.stage_progress import Progress
@@ -177,6 +178,8 @@ def make(
     """
     entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
     started = time.time()
+    estimator = Estimator(run.plan, History.of(run.plan.home))
+    predicted = estimator.estimate(planned)
     job = Job(
         stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
         inputs=job_inputs(run.plan, planned, start.parents), token=token,
@@ -187,6 +190,7 @@ def make(
         start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
         resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
         changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+        because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
     require_unchanged(run.plan, planned, code=False)  # nor while it was read
     files = digest_files(entry.output)
@@ -198,7 +202,9 @@ def make(
         provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
     )  # fmt: skip
-    return certified(manifest, start.parents, run.plan.pipeline.store)
+    manifest = certified(manifest, start.parents, run.plan.pipeline.store)
+    estimator.record(planned, manifest, predicted)
+    return manifest
 
 
 def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:

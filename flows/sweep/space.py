@@ -17,7 +17,8 @@ _UNTIL = "{until}"  # in the name of a field: the stage that trials end with
 # Keys of the root that say which pipeline runs, where, when and how, and not what its stages produce.
 _NOT_VARIABLE = (
     "name", "pipeline", "store", "tracking", "code_drift", "advice", "resources", "sweep", "aliases",
-    "non_commercial_labels", "accept_label_drop", "restart", "tags", "schedule", "trigger", "retrain", "notify",
+    "non_commercial_labels", "accept_label_drop", "restart", "because", "tags", "schedule", "trigger", "retrain",
+    "notify",
 )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 
 # The most likely cause first.
 RANKS = (
-    "recipe", "data", "graph", "recipe of a parent", "bytes of an input", "seed", "code", "git", "resources",
-    "libraries", "python", "hosts",
+    "diagnosis", "recipe", "data", "graph", "recipe of a parent", "bytes of an input", "seed", "code", "git",
+    "resources", "libraries", "python", "hosts",
 )  # fmt: skip
 _MOST_FILES = 5
 
@@ -58,6 +58,11 @@ def _artifacts(index: Index, a: Node, b: Node, before: Manifest, after: Manifest
     for text in differences({"class": before.method, **before.recipe}, {"class": after.method, **after.recipe}):
         seed = text.startswith("seed:")
         yield _cause("seed" if seed else "recipe" if is_root else "recipe of a parent", text)
+    for side, one, other in (("A", before, after), ("B", after, before)):
+        because = one.provenance.because
+        if because and because != other.provenance.because:
+            name, _, found_in = because.partition(":")
+            yield _cause("diagnosis", f"{side} follows the rule {name}, which posttrain diagnose found in {found_in}")
     for slot in sorted(before.inputs.keys() | after.inputs.keys()):
         yield from _slot(slot, before.inputs.get(slot), after.inputs.get(slot))
     yield from (_cause("data", text) for text in _rows(index, a, b, before, after))

@@ -25,6 +25,7 @@ FINGERPRINT, STAGE, METHOD = "posttrain.fingerprint", "posttrain.stage", "posttr
 STORE, OUTPUT, DIGEST = "posttrain.store", "posttrain.output", "posttrain.digest"
 LABELS, WORDS, CAUSE = "posttrain.labels", "posttrain.words", "posttrain.cause"
 RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was resumed from
+DIAGNOSIS = "posttrain.diagnosis"  # a line per finding on the curves of a stage, also while it runs
 HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
 RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: its id in the manifest
 REUSED = "posttrain.reused."  # + stage: the run that produced what this execution reused

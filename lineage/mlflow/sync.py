@@ -9,11 +9,13 @@ from mlflow.exceptions import MlflowException
 
 from lineage.artifact import SOURCE
 from lineage.attempts import attempts, resumed_at
+from lineage.diagnosis.rules import as_line, live_findings
 from lineage.graph.places import artifact_at
 from lineage.manifest import InputRecord, Manifest
 from lineage.mlflow.address import is_server
 from lineage.mlflow.entities import (
     CAUSE,
+    DIAGNOSIS,
     DIGEST,
     EXTERNAL_MODEL,
     FINGERPRINT,
@@ -68,6 +70,7 @@ class Mirror:
         self.finished: dict[Key, Recorded] = {}
         self.versions: dict[Key, int] = {}
         self._open: dict[Path, tuple[float, str, Reports]] = {}  # entry -> start of the attempt, run
+        self._diagnosed: dict[Path, str] = {}  # entry -> tag
         self._labels: dict[tuple[str, str], set[str]] = {}
 
     # Stages.
@@ -105,10 +108,18 @@ class Mirror:
                 return recorded_of(run)
         run_id, reports = self._opened(entry, start, note)
         self.client.log_batch(run_id, metrics=reports.new())
+        self._diagnose(entry, run_id)
         if note.status != "RUNNING":
             self.runs.end(run_id, note.status, note.cause)
             del self._open[entry.path]
         return Recorded(run_id=run_id, experiment_id=self.runs.experiment(start.pipeline))
+
+    def _diagnose(self, entry: Entry, run_id: str) -> None:
+        """Tags a run with what its curves show, where that has changed."""
+        found = "\n".join(map(as_line, live_findings(entry.path)))
+        if found != self._diagnosed.get(entry.path, ""):
+            self.runs.tag(run_id, {DIAGNOSIS: found})
+            self._diagnosed[entry.path] = found
 
     def _sync_finished(self, entry: Entry, manifest: Manifest, note: RunFile | None) -> Recorded:
         """The manifest is there: the rest of the reports, final metrics, sources with their rows, the model."""
@@ -143,6 +154,7 @@ class Mirror:
             tags[GIT_COMMIT] = manifest.provenance.git_commit
         self.client.log_batch(run_id, metrics=metrics)
         self.runs.tag(run_id, tags)
+        self._diagnose(entry, run_id)
         rows = manifest.metrics.get("rows")
         sources = {slot: each for slot, each in manifest.inputs.items() if each.artifact.startswith(SOURCE)}
         self._add_inputs(

@@ -15,7 +15,7 @@ import pytest
 from flows.__main__ import _parser
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
-from flows.reports import advice_page, methods_page, settings_page
+from flows.reports import advice_page, diagnosis_page, methods_page, settings_page
 from flows.reports.compat import choices, shipped, trainings
 from flows.reports.settings_page import render
 from flows.sweep.space import fixed_and_swept
@@ -160,7 +160,7 @@ def test_a_method_added_by_the_page_plans_trains_and_is_reused(
     assert [row["state"] for row in json.loads(again.stdout)["stages"]] == ["reuse", "reuse"]
 
 
-RENDERED = (settings_page, methods_page, advice_page)
+RENDERED = (settings_page, methods_page, advice_page, diagnosis_page)
 
 
 @pytest.mark.parametrize("page", RENDERED)

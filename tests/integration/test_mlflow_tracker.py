@@ -11,7 +11,7 @@ import pytest
 from lineage.errors import PrunedError, StoppedError, TakenOverError
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
-from lineage.mlflow.entities import HOST, PID, STARTED
+from lineage.mlflow.entities import DIAGNOSIS, HOST, PID, STARTED
 from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
@@ -341,3 +341,18 @@ def test_ten_samples_of_a_policy_are_a_table_of_its_run(uri, client, store):
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json")).read_text())
     assert table["columns"] == ["step", "prompt", "completion", "reward"]
     assert table["data"] == [[step, "1+1", "2", float(step)] for step in range(15, 25)]
+
+
+def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, client, store):
+    manifest = store.stage("sft", {}, recipe={"method": "SFT", "learning_rate": 1e-6})
+    tracker = MlflowTracker(uri)
+    with tracker.execution(execution(store)):
+        stage = Tracked(tracker, start_of(store, manifest))
+        lines = [{"step": step, "time": 1000.0 + step, "metrics": {"loss": 3.0}} for step in range(1, 101)]
+        (stage.start.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run_id = stage.run_ids().stage
+        tracker.wake()
+        wait_until(lambda: DIAGNOSIS in client.get_run(run_id).data.tags, "the tag of a running stage")
+        stage.finish(manifest)
+    found = "flat: loss 3 at the start, 3 at step 100, noise 0"
+    assert client.get_run(run_id).data.tags[DIAGNOSIS] == found

@@ -45,8 +45,8 @@ ALONE = {
     "flows.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
+    "flows.planning.fit": "the size of memory and what changes it: its command's file parses alone, also for --help",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
-    "flows.progress.stage_log": "the index: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
     "flows.run": "the plan and the processes of a run: its command's file parses alone, also for --help",
     "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",
@@ -56,6 +56,7 @@ ALONE = {
     "tasks.train.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.actor_critic": "torch: PPO's file does not import it",
     # With its importer it would have more than 500 lines.
+    "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
     "tasks.data.formats.known": "the table of formats; detect.py finds which one rows are in",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",

@@ -12,6 +12,8 @@ from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, MOST, opened
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk
+_MAX_COLUMNS = 10_000
+_MAX_CELLS = 1_000_000  # of one row that is wrong: separators in text count too
 _QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
 _ACCEPTED = f"one cell in UTF-8 per column; {_QUOTES}, and one that holds a separator or a line break stands in quotes"
 
@@ -95,9 +97,11 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
         DataError: the fault is of several lines: which of them are rows cannot be told.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
-    reader = csv.reader(_bounded(text, name), delimiter=separator, strict=True)
+    bounded = _Bounded(text, name, separator)
+    reader = csv.reader(bounded, delimiter=separator, strict=True)
     while True:
-        first = reader.line_num + 1
+        first = bounded.first = reader.line_num + 1
+        bounded.size = bounded.cells = 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -116,12 +120,29 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
                 yield first, cells
 
 
-def _bounded(text: TextIOWrapper, name: str) -> Iterator[str]:
-    """Lines up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
-    while line := text.readline(MAX_ROW_BYTES + 1):
-        if len(line) > MAX_ROW_BYTES:
-            raise DataError(f"{name}: a line of more than {MOST}; less is accepted; end rows with a line feed")
-        yield line
+class _Bounded:
+    """Lines, up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
+
+    def __init__(self, text: TextIOWrapper, name: str, separator: str) -> None:
+        self._text, self._name, self._separator = text, name, separator
+        self.number = self.first = self.size = self.cells = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._text.readline(MAX_ROW_BYTES - self.size + 1):
+            self.number, self.size = self.number + 1, self.size + len(line)
+            self.cells += line.count(self._separator)
+            if self.size > MAX_ROW_BYTES or self.cells > _MAX_CELLS:
+                raise self._refusal()
+            yield line
+
+    def _refusal(self) -> DataError:
+        most = f"{MAX_ROW_BYTES // 2**20} MB" if self.size > MAX_ROW_BYTES else f"{_MAX_CELLS:,} separators"
+        if self.number > self.first:
+            return _swallowed(self._name, f"a cell of more than {most}", self.first, self.number)
+        return DataError(
+            f"{self._name}:{self.first}: a row of more than {most}; less is accepted; end rows with a line feed, or "
+            "split it"
+        )
 
 
 def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
@@ -143,6 +164,9 @@ def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
             f"{name}: its header, {columns[0]!r}, is separated by {_SEPARATORS[others[0]]}; {_SEPARATORS[separator]} "
             "are accepted; write it again with those (.csv: commas, .tsv: tabs)"
         )
+    if len(columns) > _MAX_COLUMNS:
+        most = f"at most {_MAX_COLUMNS:,} are accepted; keep those that hold the text"
+        raise DataError(f"{name}: {len(columns):,} columns; {most}")
     for place, column in enumerate(columns):
         if _stray_byte(column):
             found = f"{name}: the name of column {place + 1} is not UTF-8; UTF-8 is accepted; "

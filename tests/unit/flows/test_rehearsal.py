@@ -1,5 +1,6 @@
 """A rehearsal and a certification run every stage in short, in a store of their own."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 
 from flows import rehearsal
 from flows.certify import certify, other_workers
+from flows.declare.config import load_pipeline
+from flows.planning.estimates import step_seconds
 from flows.planning.plan import Plan
-from flows.rehearsal import delete_others, rehearse, row_of, scratch, scratch_plan, step_seconds
+from flows.rehearsal import announce, delete_others, micro_batches, rehearse, row_of, scratch, scratch_plan
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.lock import Lock
 from tasks.context import Launcher, Resources
@@ -165,3 +168,29 @@ def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple
     (entry.path / "manifest.json").write_text(written.to_json())
     row = row_of(plan, left, seconds=1.0, num_steps=40, checkpoint_bytes=None)
     assert ("merge" in row.exercised) is merged
+
+
+def test_a_rehearsal_takes_one_micro_batch_per_worker_a_step_and_counts_the_others(tmp_path, capsys):
+    words = ["tracking=none", f"store={tmp_path}/store", "resources.micro_batch_size=4"]
+    pipeline = load_pipeline([*words, "stages.sft.resources.num_workers=2"])
+    plan = scratch_plan(pipeline, tmp_path / "other", num_steps=2, save_steps=1, one_micro_batch=True)
+    short = {name: plan.stage(name).stage for name in ("cpt", "sft", "dpo")}
+    assert [each.method.global_batch_size for each in short.values()] == [4, 8, 4]
+    assert [micro_batches(pipeline.stages[name], each) for name, each in short.items()] == [2, 2, 4]
+    certified = scratch_plan(pipeline, tmp_path / "other", num_steps=2, save_steps=1)
+    assert certified.stage("dpo").stage.method.global_batch_size == 16
+    announce(plan)
+    assert re.search(r"4 trainings of 2 steps, one micro batch per worker each: about 0:\d\d ", capsys.readouterr().err)
+
+
+def test_a_rehearsal_of_generated_completions_keeps_its_groups(tmp_path):
+    words = [
+        "pipeline=sft-grpo",
+        "tracking=none",
+        f"store={tmp_path}/store",
+        "stages.grpo.resources.micro_batch_size=8",
+    ]
+    pipeline = load_pipeline(words)
+    plan = scratch_plan(pipeline, tmp_path / "other", num_steps=2, save_steps=1, one_micro_batch=True)
+    real = pipeline.stages["grpo"].method.global_batch_size
+    assert plan.stage("grpo").stage.method.global_batch_size == real

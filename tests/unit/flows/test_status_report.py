@@ -229,3 +229,15 @@ def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):
     replace(live, stages={**live.stages, **resting}).write(store)
     assert "others  1 done, 31 reused, 1 pending" in text(store)
     assert "dpo     3/13" in text(store)
+
+
+def test_what_the_curves_of_a_running_stage_show_is_a_line_below_it(store, live):
+    lines = [{"step": step, "time": time.time(), "metrics": {"loss": 3.0}} for step in range(1, 101)]
+    path = store / "dpo" / "0123456789abcdef" / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evidence = "loss 3 at the start, 3 at step 100, noise 0"
+    assert f"! flat: {evidence}; see posttrain diagnose dpo" in text(store)
+    [running] = status_dict(store, *views(store))["running"]
+    assert [each["findings"] for each in running["stages"] if each["stage"] == "dpo"] == [
+        [{"rule": "flat", "evidence": evidence}]
+    ]

@@ -89,7 +89,7 @@ def test_a_quote_that_is_never_closed_on_the_last_line_is_a_bad_row(tmp_path: Pa
 def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 2**20)
     file = write(tmp_path / "rows.csv", 'q,a\n1,"2\n' + "3,4\n" * 2**18 + "5,6\n")
-    assert _refusal(file).startswith("rows.csv:2: a cell of more than 64 MB: lines 2 to ")
+    assert _refusal(file).startswith("rows.csv:2: a cell of more than 1 MB: lines 2 to ")
 
 
 @pytest.mark.parametrize(

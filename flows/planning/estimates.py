@@ -1,0 +1,383 @@
+"""What a plan's trainings will need: by formula, corrected by the nearest runs that the store remembers."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from flows.planning.disk_capacity import model_of
+from flows.planning.plan import Plan, PlannedStage
+from lineage.errors import ConfigError
+from lineage.files import append_jsonl, read_jsonl
+from lineage.fingerprint import short
+from lineage.manifest import Manifest, hardware
+from lineage.metrics_file import read_reports
+from lineage.model_files import read_json
+from tasks.base_model import BaseModel
+from tasks.check_rows import POLICY, rows_slot
+from tasks.context import Resources
+from tasks.disk_need import Shapes, model_shapes
+from tasks.estimate import Architecture, Memory, architecture, memory, work
+from tasks.method import Training
+
+FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
+_PROCESS = 2**29  # resident before a model is loaded: Python, torch, transformers
+FEW_STEPS = 8  # of a rehearsal: its memory has not grown to its peak
+_START_SECONDS = 6.0  # of a stage beside its steps, where no run is remembered: imports, loading, saving
+_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # of a core and of a GPU, where no run is remembered
+
+
+logger = logging.getLogger(__name__)
+
+Model = tuple[Architecture, Shapes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What a stage's estimate is computed from.
+
+    Args:
+        hardware: of its workers, as one word.
+        model_bytes, row_bytes: of memory, by formula: what does not depend on the rows, and what does.
+        row_tokens: of a row in the mean, all of its sequences together; 0: not known.
+        is_cut: whether a row may have been longer than ``max_length``.
+    """
+
+    method: str
+    family: str
+    hardware: str
+    rows: str
+    max_length: int
+    model_bytes: int
+    row_bytes: int
+    flops: float
+    passes: int
+    num_steps: int
+    row_tokens: float = 0.0
+    is_cut: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A line of the file: a training that ended, or was rehearsed.
+
+    Args:
+        memory: bytes at the peak of a worker; seconds: of the steps; other_seconds: of the stage beside them.
+        predicted_memory, predicted_seconds: by the plan; None: it predicted nothing.
+    """
+
+    time: float
+    stage: str
+    features: Features
+    memory: int
+    seconds: float
+    other_seconds: float
+    tokens: int
+    predicted_memory: int | None = None
+    predicted_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a training stage is expected to need.
+
+    Args:
+        memory: bytes of a worker at the peak, of which ``terms`` are by formula.
+        least: of these, those that are needed for sure: all, where a past run or joined rows say how long rows are.
+        seconds: of the stage.
+        runs: how many past runs it is corrected by; 0: by formula alone.
+        error: of the predictions of these runs: the median share, of memory and of time; None: none was predicted.
+        price: of its GPUs; None: no price is set. kwh: None: no power is set.
+    """
+
+    memory: int
+    least: int
+    terms: Memory
+    seconds: float
+    runs: int
+    features: Features
+    gpu_hours: float = 0.0
+    price: float | None = None
+    currency: str = ""
+    kwh: float | None = None
+    error: tuple[float, float] | None = None
+
+    @property
+    def basis(self) -> str:
+        """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
+        if not self.runs:
+            return "by formula"
+        plural = "run" if self.runs == 1 else "runs"
+        off = f", off by {self.error[0]:.0%} in memory and {self.error[1]:.0%} in time" if self.error else ""
+        return f"measured on {self.runs} {plural}{off}"
+
+    def to_dict(self) -> dict[str, object]:
+        """What ``plan --json`` has under ``estimate``."""
+        error = {"memory": self.error[0], "seconds": self.error[1]} if self.error else None
+        return {
+            "memory_bytes": self.memory, "terms": self.terms.to_dict(), "seconds": self.seconds, "basis": self.basis,
+            "runs": self.runs, "error": error, "gpu_hours": self.gpu_hours, "price": self.price,
+            "currency": self.currency, "kwh": self.kwh,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The runs that a store remembers, the oldest first."""
+
+    runs: Sequence[Run] = field(default_factory=list)
+
+    @staticmethod
+    def of(store: Path) -> "History":
+        return History(runs=read_jsonl(store / FILE, _run))
+
+    def near(self, features: Features) -> list[Run]:
+        """The runs of the same hardware, family and method."""
+        own = (features.hardware, features.family, features.method)
+        return [run for run in self.runs if (run.features.hardware, run.features.family, run.features.method) == own]
+
+    def row_tokens(self, features: Features) -> float | None:
+        """Tokens of a row of the same data, as the longest training of it counted them."""
+        own = (features.rows, features.method)
+        runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
+        return max(runs, key=lambda each: each.num_steps).row_tokens if runs else None
+
+    def longest(self, features: Features) -> int | None:
+        """Tokens that no row of the same data is longer than, since none was cut; None: not known."""
+        own = (features.rows, features.method)
+        runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
+        return min((each.max_length for each in runs if not each.is_cut), default=None)
+
+    def memory(self, features: Features) -> int | None:
+        """Bytes at the peak: the formula, and what the nearest run needed beside it, such as an allocator's gaps.
+
+        Measured on CPUs: with a model twice as wide these bytes are the same, and so are no share of the rows'.
+        """
+        runs = self.near(features)
+        runs = [run for run in runs if run.features.num_steps > FEW_STEPS] or runs
+        if not runs:
+            return None
+        nearest = min(runs, key=lambda run: abs(run.features.row_bytes - features.row_bytes))
+        beside = nearest.memory - nearest.features.model_bytes - nearest.features.row_bytes
+        return max(features.model_bytes, features.model_bytes + features.row_bytes + beside)
+
+    def seconds(self, features: Features) -> float | None:
+        """Of all steps: a constant for each pass and the arithmetic, fitted to all runs of the same hardware."""
+        near = self.near(features)
+        if not near:
+            return None
+        same = [run for run in self.runs if run.features.hardware == features.hardware]
+        points = [(run.features.flops / run.features.passes, run.seconds / run.features.passes) for run in same]
+        constant, slope = _fit(points)
+        size = features.flops / features.passes
+        whole = [run for run in near if run.features.num_steps > FEW_STEPS] or near  # first steps differ
+        nearest = min(whole, key=lambda run: abs(run.features.flops / run.features.passes - size))
+        ratio = nearest.seconds / (nearest.features.passes * constant + nearest.features.flops * slope)
+        return ratio * (features.passes * constant + features.flops * slope)
+
+
+def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Constant and slope, neither below 0, by least squares of relative errors."""
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if spread <= 1e-12 * x_mean**2 * total:
+        return 0.0, y_mean / x_mean
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True)) / spread
+    constant = y_mean - slope * x_mean
+    if slope <= 0:
+        return y_mean, 0.0
+    return (constant, slope) if constant >= 0 else (0.0, y_mean / x_mean)
+
+
+def _run(features: Mapping[str, object], **rest: object) -> Run:
+    return Run(features=Features(**features), **rest)  # type: ignore[arg-type]
+
+
+def _process(features: Features) -> int:
+    return 0 if ":gpu" in features.hardware else _PROCESS
+
+
+class Estimator:
+    """Estimates the trainings of a plan; each model is read once."""
+
+    def __init__(self, plan: Plan, history: History) -> None:
+        self._plan, self._history = plan, history
+        self._stages = {planned.name: planned for planned in plan.stages}
+        self._models: dict[str, Model | None] = {}
+
+    def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
+        """Name -> what each training needs whose model and length are known."""
+        found = {planned.name: self.estimate(planned) for planned in stages}
+        return {name: each for name, each in found.items() if each}
+
+    def estimate(self, planned: PlannedStage) -> Estimate | None:
+        """What a training needs; None: it is none, or its model or its length is not known yet."""
+        method, resources = planned.stage.method, planned.stage.resources
+        known = self.model(planned) if isinstance(method, Training) else None
+        num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
+        if not isinstance(method, Training) or known is None or num_steps is None:
+            return None
+        with contextlib.suppress(ConfigError):  # a name matches nothing in the model: the plan and the stage report it
+            return self._estimate(planned, method, resources, *known, num_steps)
+        return None
+
+    def _estimate(
+        self, planned: PlannedStage, method: Training, resources: Resources, found: Architecture, shapes: Shapes,
+        num_steps: int,
+    ) -> Estimate:  # fmt: skip
+        key = _key(planned, found)
+        tokens = _row_tokens(method, key, self._history)
+        terms = memory(method, resources, found, shapes, _longest(method, key, self._history))
+        total = work(method, resources, found, num_steps=num_steps, tokens=tokens)
+        features = replace(
+            key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
+            passes=total.passes, num_steps=num_steps, row_tokens=tokens,
+        )  # fmt: skip
+        near = self._history.near(features)
+        others = [run.other_seconds for run in near if run.features.num_steps > FEW_STEPS]
+        by_formula = total.flops / (_speed(resources) * resources.num_workers)
+        seconds = self._history.seconds(features) or by_formula
+        whole = seconds + (median(others) if others else _START_SECONDS)
+        gpu_hours = planned.asks[1] * whole / 3600
+        price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
+        most = self._history.memory(features) or _process(features) + terms.total
+        reads = getattr(method, "reads", None)
+        is_known = bool(near) or (reads is not None and reads.joined)
+        return Estimate(
+            memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
+            runs=len(near), features=features, error=_error(near), gpu_hours=gpu_hours,
+            price=None if price is None else price * gpu_hours, currency=resources.currency,
+            kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,
+        )  # fmt: skip
+
+    def model(self, planned: PlannedStage) -> Model | None:
+        """Numbers and weights of the model that a stage starts from: of its files, or of the stage that makes it."""
+        passed: list[str] = []
+        while planned.name not in self._models:
+            passed.append(planned.name)
+            given = planned.inputs.get(POLICY)
+            above = self._stages.get(given.name) if given and not (given.pinned or given.entry) else None
+            if above is not None and isinstance(above.stage.method, Training):
+                planned = above  # training keeps the shapes
+                continue
+            self._models[planned.name] = self._made(above) if above else _read(model_of(self._plan, planned))
+        for name in passed:
+            self._models[name] = self._models[planned.name]
+        return self._models[planned.name]
+
+    def _made(self, maker: PlannedStage) -> Model | None:
+        """Of a stage that does not train."""
+        entry, made = self._plan.entry(maker), maker.stage.method
+        if (entry.output / "config.json").exists():
+            return _read(entry.output)
+        if not isinstance(made, BaseModel):
+            return None
+        config = {
+            **asdict(made), "model_type": "llama", "num_hidden_layers": made.num_layers,
+            "num_attention_heads": made.num_heads, "tie_word_embeddings": made.tie_embeddings,
+        }  # fmt: skip
+        found = architecture(config)
+        return (found, found.shapes()) if found else None
+
+    def record(self, planned: PlannedStage, manifest: Manifest, predicted: Estimate | None) -> None:
+        """Writes what a finished training was predicted to need, and needed; it is no part of its output."""
+        found = self.measured(planned, manifest)
+        if found is None:
+            return
+        if predicted:
+            found = replace(found, predicted_memory=predicted.memory, predicted_seconds=predicted.seconds)
+        try:
+            append_jsonl(self._plan.home / FILE, asdict(found))
+        except OSError as error:  # an estimate is not worth a finished training
+            logger.warning("file=%s state=not_written error=%s", self._plan.home / FILE, error)
+
+    def measured(self, planned: PlannedStage, manifest: Manifest) -> Run | None:
+        """What a finished training needed; None: it is none, or reported too little."""
+        guess, method, metrics = self.estimate(planned), planned.stage.method, manifest.metrics
+        known = self.model(planned)
+        reports = [report.metrics for report in read_reports(self._plan.entry(planned).metrics)]
+        peaks = [each["memory_gib"] for each in reports if "memory_gib" in each]
+        seconds, tokens, steps = (metrics.get(name) for name in ("train_seconds", "num_tokens", "steps"))
+        if guess is None or known is None or not isinstance(method, Training):
+            return None
+        if not (peaks and seconds and tokens and steps):
+            return None
+        pace = step_seconds(reports) if steps <= FEW_STEPS else None  # the first steps are slow
+        row_tokens = tokens / (steps * method.global_batch_size)
+        total = work(method, planned.stage.resources, known[0], num_steps=int(steps), tokens=row_tokens)
+        whole = manifest.provenance.end - manifest.provenance.start
+        is_cut = any(metrics.get(name, 1.0) for name in ("rows_cut", "rows_dropped"))
+        features = replace(
+            guess.features, flops=total.flops, passes=total.passes, num_steps=int(steps), row_tokens=row_tokens,
+            is_cut=is_cut,
+        )  # fmt: skip
+        return Run(
+            time=time.time(), stage=planned.name, features=features, memory=round(max(peaks) * 2**30),
+            seconds=pace * steps if pace else seconds, other_seconds=max(whole - seconds, 0.0), tokens=int(tokens),
+        )  # fmt: skip
+
+
+def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
+    """Of the fastest step, by its tokens and their pace, which exclude saves; None: not reported."""
+    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
+    tokens = [total - before for before, total in pairwise(totals)]
+    paces = [step.get("tokens_per_second", 0.0) for step in reports]
+    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
+
+
+def _error(runs: Sequence[Run]) -> tuple[float, float] | None:
+    of_memory = [abs(run.predicted_memory / run.memory - 1) for run in runs if run.predicted_memory]
+    seconds = [(run.predicted_seconds, run.seconds + run.other_seconds) for run in runs]
+    of_time = [abs(predicted / measured - 1) for predicted, measured in seconds if predicted]
+    return (median(of_memory), median(of_time)) if of_memory and of_time else None
+
+
+def _row_tokens(method: Training, features: Features, history: History) -> float:
+    """Tokens of a row: as counted before; joined rows are as long as they may be; else at the most."""
+    reads = getattr(method, "reads", None)
+    most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
+    if reads is not None and reads.joined:
+        return most
+    return min(history.row_tokens(features) or most, most)
+
+
+def _longest(method: Training, features: Features, history: History) -> int:
+    """Tokens of the longest sequence."""
+    reads = getattr(method, "reads", None)
+    if reads is not None and reads.joined:
+        return method.max_length
+    return min(history.longest(features) or method.max_length, method.max_length)
+
+
+def _speed(resources: Resources) -> float:
+    return _FLOPS["gpu"] if resources.gpus_per_worker else _FLOPS["cpu"] * resources.cpus_per_worker
+
+
+def _key(planned: PlannedStage, found: Architecture) -> Features:
+    method, resources = planned.stage.method, planned.stage.resources
+    assert isinstance(method, Training)
+    kind = "gpu" if resources.gpus_per_worker else "cpu"
+    elsewhere = planned.runs_elsewhere
+    name = "cluster" if elsewhere else hardware().get(kind, "none")
+    rows = planned.inputs.get(rows_slot(method))
+    adapter = f"+{method.adapter.type}" if method.adapter else ""
+    quantized = f"+{method.quantization.format}" if method.quantization else ""
+    return Features(
+        method=f"{method.name()}{adapter}{quantized}", family=found.family,
+        rows=short(rows.fingerprint) if rows else "",
+        hardware=f"{name}:{kind}:{resources.num_workers}x{resources.cpus_per_worker}:{method.precision}",
+        max_length=method.max_length, model_bytes=0, row_bytes=1, flops=0.0, passes=1, num_steps=1,
+    )  # fmt: skip
+
+
+def _read(path: Path | None) -> Model | None:
+    config = read_json(path, "config.json") if path else None
+    found = architecture(config) if isinstance(config, dict) else None
+    return (found, model_shapes(path) or found.shapes()) if path and found else None

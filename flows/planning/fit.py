@@ -1,0 +1,184 @@
+"""Whether each training fits into the memory of its workers; the cheapest change that makes it fit, as overrides."""
+
+import logging
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import psutil
+import yaml
+
+from flows.planning.estimates import Estimate, Estimator
+from flows.planning.plan import Plan, PlannedStage
+from lineage.errors import ConfigError
+from lineage.files import atomic_write
+from tasks.context import Resources
+from tasks.estimate import describe
+from tasks.method import Adapter, Quantization, Training
+from tasks.train.compatibility import check_compatible
+
+logger = logging.getLogger(__name__)
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_SECONDS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What would make a stage fit.
+
+    Args:
+        overrides: to paste; empty: nothing that is known does.
+        memory: bytes of a worker then.
+    """
+
+    stage: str
+    overrides: list[str]
+    memory: int
+
+
+def capacity(resources: Resources) -> int:
+    """Bytes that a worker may take on this machine: of its GPU, or its share of the main memory; 0: not known."""
+    if resources.gpus_per_worker:
+        return _of_gpu()
+    on_this = -(-resources.num_workers // resources.num_nodes)
+    return _of_machine() // on_this
+
+
+@cache
+def _of_machine() -> int:
+    try:
+        limit = int(_LIMIT.read_text())
+    except (OSError, ValueError):  # no container, or `max`
+        return psutil.virtual_memory().total
+    return min(limit, psutil.virtual_memory().total)
+
+
+@cache
+def _of_gpu() -> int:
+    """Of the smallest."""
+    try:
+        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        return min((int(line) << 20 for line in listing.split()), default=0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:
+    """Refuses a plan with a training that does not fit, where ``check_memory`` is set; warns of what may not fit.
+
+    Args:
+        found: estimates of the stages that are to run.
+        suggest: where the overrides are written that make all stages fit.
+
+    Raises:
+        ConfigError: names the stages, what they need, what there is, and what to change.
+    """
+    changes, lines, refused = list[Change](), list[str](), list[str]()
+    for planned in plan.stale:
+        if planned.name not in found or planned.runs_elsewhere:
+            continue
+        held, need = capacity(planned.stage.resources), found[planned.name]
+        if not held or need.memory <= held:
+            continue
+        change = cheapest(estimator, planned, held)
+        verb = "needs" if need.least > held else "may need, if its rows are as long as max_length allows,"
+        what = "a GPU has" if planned.stage.resources.gpus_per_worker else "the machine has for it"
+        lines.append(
+            f"stages.{planned.name} {verb} {_gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
+            f"{what} {_gib(held)}; {_remedy(change)}"
+        )
+        changes.append(change)
+        if planned.stage.resources.check_memory and need.least > held:
+            refused.append(lines.pop())
+    if suggest:
+        _write(suggest, [word for change in changes for word in change.overrides])
+    for line in lines:
+        logger.warning("%s", line)
+    if refused:
+        raise ConfigError("\n".join(refused))
+
+
+def _remedy(change: Change) -> str:
+    if not change.overrides:
+        name = f"stages.{change.stage}.resources"
+        return f"no smaller micro batch, adapter or sharding makes it fit; {name}.check_memory=false runs it anyway"
+    return f"with {' '.join(change.overrides)} it needs {_gib(change.memory)}"
+
+
+def _write(path: Path, overrides: list[str]) -> None:
+    text = yaml.safe_dump({"overrides": overrides}, width=10_000)
+    atomic_write(path, f"# posttrain run --overrides-from THIS_FILE\n{text}")
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:
+    """The first change that fits: those that keep the model come first, then those that train fewer weights."""
+    for overrides, changed in _changes(planned):
+        need = estimator.estimate(changed)
+        if need and need.memory <= held:
+            return Change(stage=planned.name, overrides=overrides, memory=need.memory)
+    return Change(stage=planned.name, overrides=[], memory=0)
+
+
+def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
+    """Overrides, and the stage with them: the cheapest first."""
+    method, resources = planned.stage.method, planned.stage.resources
+    assert isinstance(method, Training)
+    where = f"stages.{planned.name}"
+    runs = list(_smaller(planned))
+    for words, changed in runs:
+        yield from _valid(planned, words, method, changed)
+    if method.adapter is not None or method.freeze is not None:
+        return
+    lora = replace(method, adapter=Adapter(type="lora"))
+    word, few_bits = f"{where}.method.adapter={{type: lora}}", f"{where}.method.quantization={{format: nf4}}"
+    for words, changed in [([], resources), *runs]:
+        yield from _valid(planned, [word, *words], lora, changed)
+    qlora = replace(lora, quantization=Quantization(format="nf4"))
+    for words, changed in [([], resources), *runs] if resources.gpus_per_worker else ():
+        yield from _valid(planned, [word, few_bits, *words], qlora, changed)
+
+
+def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
+    """Resources that need less memory and train the same model."""
+    resources, where = planned.stage.resources, f"stages.{planned.name}.resources"
+    sizes = _sizes(planned)
+    recomputed, sharded = f"{where}.gradient_checkpointing=on", f"{where}.zero_stage=2"
+    for size in sizes:
+        yield [f"{where}.micro_batch_size={size}"], replace(resources, micro_batch_size=size)
+    for size in [resources.micro_batch_size, *sizes]:
+        smaller = [f"{where}.micro_batch_size={size}"] if size in sizes else []
+        yield [*smaller, recomputed], replace(resources, micro_batch_size=size, gradient_checkpointing="on")
+    if resources.num_workers > 1:
+        for size in [resources.micro_batch_size, *sizes]:
+            smaller = [f"{where}.micro_batch_size={size}"] if size in sizes else []
+            least = replace(resources, micro_batch_size=size, gradient_checkpointing="on", zero_stage=2)
+            yield [*smaller, recomputed, sharded], least
+
+
+def _valid(
+    planned: PlannedStage, words: list[str], method: Training, resources: Resources
+) -> Iterator[tuple[list[str], PlannedStage]]:
+    """Nothing, where the plan would refuse it."""
+    try:
+        check_compatible(f"stages.{planned.name}", method, resources)
+    except ConfigError:
+        return
+    yield words, replace(planned, stage=replace(planned.stage, method=method, resources=resources))
+
+
+def _sizes(planned: PlannedStage) -> list[int]:
+    """Smaller micro batches that divide the global batch, the largest first."""
+    method, resources = planned.stage.method, planned.stage.resources
+    assert isinstance(method, Training)
+    per_worker, rest = divmod(method.global_batch_size, resources.num_workers)
+    if rest:
+        return []
+    return [size for size in range(resources.micro_batch_size - 1, 0, -1) if per_worker % size == 0]

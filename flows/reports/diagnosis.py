@@ -1,0 +1,238 @@
+"""What ``posttrain diagnose`` prints and writes: findings, a small plot of each, a patch, a page."""
+
+import html
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from flows.declare.config import load_pipeline
+from flows.progress.run_record import RunRecord, latest
+from flows.progress.stage_log import stage_entry
+from flows.wording import counted, printable_text
+from lineage.diagnosis.curves import Curve, Curves, read_curves
+from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.rules import RULES, diagnose
+from lineage.errors import ConfigError, PipelineError
+from lineage.markup import html_page
+from lineage.run_file import RunFile
+from lineage.store import Entry
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 60  # of a plot, letters
+# A short form that the pipeline's YAML may set, and that would contradict the setting which it is short for.
+_SHORT_FORMS = {
+    "method.schedule.warmup": "method.warmup_ratio", "method.schedule.name": "method.lr_schedule",
+    "method.optimizer.weight_decay": "method.weight_decay",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The findings on one stage.
+
+    Args:
+        name: of the stage in its pipeline, without the number of a trial.
+        run: the last run that has the stage; None: there is no record of it.
+    """
+
+    name: str
+    entry: Entry
+    curves: Curves
+    findings: list[Finding]
+    run: RunRecord | None
+
+    @property
+    def node(self) -> str:
+        return f"{self.name}@{self.entry.path.name}"
+
+    def words(self) -> tuple[list[str], str | None]:
+        """The overrides of the run that has the stage, and its folder of groups; a sweep's are no overrides."""
+        noted = RunFile.read(self.entry.path)
+        words = list(self.run.words if self.run else noted.words if noted else ())
+        if "--multirun" in words:
+            return [], None
+        config_dir = words[words.index("--config-dir") + 1] if "--config-dir" in words else None
+        return [word for word in words if "=" in word and not word.startswith("-")], config_dir
+
+
+def read_diagnosis(ref: str, store: Path) -> Diagnosis:
+    """Reads and judges the curves of a stage that is finished, runs or failed.
+
+    Raises:
+        ConfigError, ArtifactError: the REF names no stage that has begun.
+    """
+    entry = stage_entry(ref, store)
+    run, failure = None, ""
+    for record in latest(store):
+        for stage in record.stages.values():
+            if stage.directory and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]:
+                run, failure = record, stage.reason if stage.state == "failed" else ""
+        if run:
+            break
+    name, curves = entry.path.parent.name, read_curves(entry.path, failure=failure)
+    found = Diagnosis(name=name, entry=entry, curves=curves, findings=[], run=run)
+    if curves.micro_batch_size is None:
+        curves = _as_declared(found)
+    return replace(found, curves=curves, findings=diagnose(curves))
+
+
+def _as_declared(found: Diagnosis) -> Curves:
+    """Of an unfinished stage, with the recipe and resources that its run declares; as before, if that fails."""
+    words, config_dir = found.words()
+    if not found.run or found.run.sweep:
+        return found.curves
+    try:
+        stage = load_pipeline(words, Path(config_dir) if config_dir else None).stages[found.name]
+    except (PipelineError, KeyError):  # the run was started elsewhere, or its files have changed since
+        return found.curves
+    resources = stage.resources
+    return replace(
+        found.curves, recipe=stage.method.recipe(), gpus=resources.gpus_per_worker,
+        micro_batch_size=resources.micro_batch_size,
+    )  # fmt: skip
+
+
+def overrides_of(name: str, finding: Finding) -> list[str]:
+    """Its change as words of a command."""
+    nulled = {short: None for long, short in _SHORT_FORMS.items() if long in finding.change}
+    return [f"stages.{name}.{field}={_value(value)}" for field, value in {**nulled, **finding.change}.items()]
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def finding_dict(name: str, finding: Finding) -> dict[str, object]:
+    """A finding as JSON shows it."""
+    return {
+        "rule": finding.rule, "confidence": finding.confidence, "evidence": finding.evidence,
+        "remedy": finding.remedy, "overrides": overrides_of(name, finding), "metric": finding.metric,
+        "step": finding.at,
+    }  # fmt: skip
+
+
+def diagnosis_dict(found: Diagnosis) -> dict[str, object]:
+    """The object that ``diagnose --json`` prints."""
+    findings = [finding_dict(found.name, each) for each in found.findings]
+    state = "finished" if found.entry.manifest() else "failed" if found.curves.failure else "unfinished"
+    return {"stage": found.node, "state": state, "steps": found.curves.num_steps, "findings": findings}
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """The same for people, with a plot of each curve that shows something."""
+    head = f"{found.node}: {counted(found.curves.num_steps, 'step')}"
+    if not found.findings:
+        checked = [name for name in ("loss", found.curves.validation_name) if name in found.curves.series]
+        lines = [f"{head}, and none of the {len(RULES)} rules fires", *_plots(found.curves, checked)]
+        return printable_text("\n".join(lines))
+    lines = [f"{head}, {counted(len(found.findings), 'finding')}"]
+    for each in found.findings:
+        lines += ["", f"{each.rule} ({each.confidence} confidence): {each.evidence}"]
+        lines += _plots(found.curves, [each.metric] if each.metric else [])
+        lines += [f"  {each.remedy}", *(f"    {word}" for word in overrides_of(found.name, each))]
+    if any(each.change for each in found.findings):
+        patch = f"posttrain diagnose {found.node} --out patch.yaml"
+        lines += ["", f"to apply: {patch}, then posttrain run --overrides-from patch.yaml"]
+    return printable_text("\n".join(lines))
+
+
+def _plots(curves: Curves, names: list[str]) -> Iterator[str]:
+    for name in names:
+        if len(curves[name]) > 1:
+            curve = curves[name]
+            low, high = min(curve.values), max(curve.values)
+            yield f"  {name} {low:.4g}..{high:.4g}, steps {curve.steps[0]}..{curve.steps[-1]}"
+            yield f"  {sparkline(curve)}"
+
+
+def sparkline(curve: Curve, width: int = _WIDTH) -> str:
+    """A curve in one line: of each piece the mean, as a bar."""
+    means = curve.blocks(min(width, len(curve)))
+    low, high = min(means), max(means)
+    return "".join(_BARS[int((value - low) / ((high - low) or 1.0) * (len(_BARS) - 1) + 0.5)] for value in means)
+
+
+def patch_of(found: Diagnosis, rule: str | None) -> str:
+    """The overrides of the run with one change, as YAML for ``--overrides-from``, which also notes why.
+
+    Args:
+        rule: whose change; None: the most certain that has one.
+
+    Raises:
+        ConfigError: no finding has a change.
+    """
+    able = {each.rule: each for each in found.findings if each.change}
+    if not able or (rule and rule not in able):
+        raise ConfigError(
+            f"--out: {found.node}: {f'{rule} has' if rule else 'no finding has'} no change that overrides can state; "
+            f"rules that have one here: {', '.join(able) or 'none'}"
+        )
+    finding = able[rule] if rule else next(iter(able.values()))
+    words, config_dir = found.words()
+    change = [*overrides_of(found.name, finding), f"because.{found.name}={finding.rule}:{found.node}"]
+    changed = {word.partition("=")[0] for word in change}
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in changed]
+    held: Mapping[str, object] = {
+        "diagnosis": {
+            "stage": found.node, "rule": finding.rule, "confidence": finding.confidence, "evidence": finding.evidence,
+        },
+        **({"config_dir": config_dir} if config_dir else {}), "overrides": [*kept, *change],
+    }  # fmt: skip
+    note = "# posttrain run --overrides-from THIS_FILE\n"
+    text: str = yaml.safe_dump(dict(held), sort_keys=False, width=10_000, allow_unicode=True)
+    return note + text
+
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
+svg{width:100%;height:auto;background:#f6f8fa;border-radius:6px}
+polyline{fill:none;stroke:#2463a8;stroke-width:1.5}line{stroke:#c0392b;stroke-dasharray:4 3}
+text{font-size:12px;fill:#57606a}pre{background:#f6f8fa;padding:.6rem;border-radius:6px;overflow:auto}
+"""
+_BOX = (800, 220, 46)  # width, height and margin of a picture, pixels
+
+
+def diagnosis_page(found: Diagnosis, rule: str | None = None) -> str:
+    """A page with each finding and its curve; without findings, with the loss."""
+    body = [f"<h1>{html.escape(found.node)}</h1><p>{counted(found.curves.num_steps, 'step')}</p>"]
+    for each in found.findings:
+        body.append(f"<h2>{each.rule} ({each.confidence} confidence)</h2><p>{html.escape(each.evidence)}</p>")
+        body.append(_picture(found.curves, each.metric, each.at))
+        body.append(f"<p>{html.escape(each.remedy)}</p>")
+        if each.change:
+            body.append(f"<pre>{html.escape(chr(10).join(overrides_of(found.name, each)))}</pre>")
+    if not found.findings:
+        body.append(f"<p>None of the {len(RULES)} rules fires.</p>")
+        body += [_picture(found.curves, name, None) for name in ("loss", found.curves.validation_name)]
+    return html_page(
+        title=f"diagnosis of {html.escape(found.node)}", style=_STYLE, body="\n".join(body),
+        policy="default-src 'none'; style-src 'unsafe-inline'",
+    )  # fmt: skip
+
+
+def _picture(curves: Curves, name: str, at: int | None) -> str:
+    curve, (width, height, margin) = curves[name], _BOX
+    if len(curve) < 2:
+        return ""
+    low, high = min(curve.values), max(curve.values)
+    first, last = curve.steps[0], curve.steps[-1]
+
+    def across(step: float) -> float:
+        return margin + (width - 2 * margin) * (step - first) / max(1, last - first)
+
+    points = " ".join(
+        f"{across(step):.1f},{margin + (height - 2 * margin) * (1 - (value - low) / ((high - low) or 1)):.1f}"
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    )
+    mark = ""
+    if at is not None and first <= at <= last and math.isfinite(at):
+        mark = f'<line x1="{across(at):.1f}" x2="{across(at):.1f}" y1="{margin}" y2="{height - margin}"/>'
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(name)}">'
+        f'<text x="{margin}" y="18">{html.escape(name)}: {low:.4g} to {high:.4g}, steps {first} to {last}</text>'
+        f'<polyline points="{points}"/>{mark}</svg>'
+    )

@@ -1,0 +1,1 @@
+"""What a training's curves mean, and what to change: pure rules over what a stage reported."""

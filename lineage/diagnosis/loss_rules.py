@@ -1,0 +1,289 @@
+"""The doctor's rules on how a training failed, on its loss, and on its loss on held-out rows."""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+
+from lineage.diagnosis.curves import Curve, Curves
+from lineage.diagnosis.finding import Change, Finding, Rule, calmer, length, rate, rounded, rule
+
+MIN_STEPS = 50  # a shorter curve is called neither flat nor slow
+_SIGMAS = 6.0  # standard errors that a mean of steps must be off
+_HIGH_RATE, _HIGH_ADAPTER_RATE = 1e-4, 1e-3  # from here on a flat curve is not for want of a learning rate
+
+LOSS_RULES: list[Rule] = []
+_rule = partial(rule, LOSS_RULES)
+
+
+@_rule(
+    "out-of-memory", "failure", "the stage ran out of memory",
+    "micro batch / 2 at the same global batch, gradient checkpointing; then shorter rows, packing, LoRA, QLoRA",
+)  # fmt: skip
+def _out_of_memory(curves: Curves) -> Finding | None:
+    text = curves.failure.lower()
+    if not any(sign in text for sign in ("out of memory", "outofmemory", "can't allocate memory")):
+        return None
+    change: Change = {"resources.gradient_checkpointing": "on"}
+    if curves.micro_batch_size is None or curves.micro_batch_size > 1:
+        change["resources.micro_batch_size"] = max(1, (curves.micro_batch_size or 8) // 2)
+    return Finding(confidence="high", evidence=curves.failure, change=change, metric="")
+
+
+@_rule(
+    "not-finite", "failure", "loss or gradient norm is nan or inf",
+    "learning rate / 10, more warm-up, clipping at 1, bf16 for fp16; then read the rows of that step",
+)  # fmt: skip
+def _not_finite(curves: Curves) -> Finding | None:
+    if "diverged" not in curves.failure and "diverged_at_step" not in curves.report:
+        return None
+    step = int(curves.report.get("diverged_at_step", curves.num_steps + 1))
+    text = curves.failure.partition(";")[0] or f"the loss became non-finite at step {step}"
+    evidence = f"{text} (learning rate {curves.learning_rate:g})"
+    return Finding(confidence="high", at=step, change=calmer(curves, 10), evidence=evidence)
+
+
+def _fitted(curves: Curves, least: int = MIN_STEPS) -> Curve | None:
+    """The loss, where it says something: that of a reinforcement does not."""
+    return curves.loss if len(curves.loss) >= least and not curves.is_reinforcement else None
+
+
+@_rule(
+    "labels", "loss", "SFT: loss on under 0.5 % or over 97 % of the tokens; or a fifth of the rows cut or dropped",
+    "read the samples in the stage's log, check `chat_template` and roles; longer `max_length`",
+)  # fmt: skip
+def _labels(curves: Curves) -> Finding | None:
+    rows, percent = curves.report.get("rows", 0.0), curves.report.get("trained_tokens_percent")
+    cut, dropped = (curves.report.get(name, 0.0) / rows if rows else 0.0 for name in ("rows_cut", "rows_dropped"))
+    if cut > 0.2 or dropped > 0.2:
+        most = int(curves.number("max_length"))
+        evidence = f"of {rows:.0f} rows {cut:.0%} are cut and {dropped:.0%} are dropped at max_length={most}"
+        change: Change = {"method.max_length": most * 2} if most else {}
+        return Finding(confidence="high", evidence=evidence, change=change)
+    if percent is None or curves.recipe.get("method") != "SFT" or 0.5 <= percent <= 97:
+        return None
+    return Finding(confidence="high", evidence=f"{percent:.3g} % of the tokens get loss")
+
+
+def _is_flat(loss: Curve) -> bool:
+    """Whether it neither falls nor rises beyond noise."""
+    falls = loss.first - loss.lowest > max(3 * loss.error(), 0.01 * abs(loss.first))
+    return not falls and max(loss.blocks()) <= loss.first + max(_SIGMAS * loss.error(), 0.05 * abs(loss.first))
+
+
+def _ends(loss: Curve) -> str:
+    return f"loss {loss.first:.4g} at the start, {loss.last:.4g} at step {loss.steps[-1]}, noise {loss.noise:.2g}"
+
+
+@_rule(
+    "never-decreases", "loss", "no fall beyond noise in 100 steps or more, at a learning rate that is high",
+    "are the right tokens trained, is the template the model's? Then rate x5, rank x2, a larger base",
+)  # fmt: skip
+def _never_decreases(curves: Curves) -> Finding | None:
+    loss, has_adapter = _fitted(curves, 2 * MIN_STEPS), "adapter" in curves.recipe
+    high = _HIGH_ADAPTER_RATE if has_adapter else _HIGH_RATE
+    if loss is None or curves.learning_rate < high or not _is_flat(loss):
+        return None
+    more: Change = {"method.adapter.rank": int(curves.number("adapter", "rank", default=16) * 2)} if has_adapter else {}
+    evidence = f"{_ends(loss)}, at learning rate {curves.learning_rate:g}"
+    return Finding(confidence="medium", change={**rate(curves, 5), **more}, evidence=evidence)
+
+
+@_rule("flat", "loss", "no fall beyond noise in 50 steps or more", "learning rate x10; x5 where it falls a little")
+def _flat(curves: Curves) -> Finding | None:
+    loss = _fitted(curves)
+    if loss is None or not _is_flat(loss):
+        return None
+    factor = 10 if loss.first - loss.last <= loss.error() else 5
+    return Finding(confidence="high", evidence=_ends(loss), change=rate(curves, factor))
+
+
+@_rule(
+    "unstable", "loss", "the loss jumps, rises above its start, or rises from its lowest point",
+    "learning rate / 5, / 3 for jumps alone; more warm-up, clipping at 1; look for broken or very long rows there",
+)  # fmt: skip
+def _unstable(curves: Curves) -> Finding | None:
+    loss = _fitted(curves, 30)
+    if loss is None:
+        return None
+    fall = max(loss.first - loss.lowest, 0.02 * abs(loss.first))
+    count = max(10, len(loss) // 5)  # windows of about five steps
+    windows, error = loss.blocks(count), _SIGMAS * loss.error(1 / count)
+    jumps = [index for index, (one, two) in enumerate(pairwise(windows), 1) if two - one > max(0.3 * fall, error)]
+    above = max(loss.blocks()) - loss.first > max(0.05 * abs(loss.first), _SIGMAS * loss.error())
+    risen = loss.last - loss.lowest > max(0.15 * fall, _SIGMAS * loss.error())
+    if not (jumps or above or risen):
+        return None
+    worst = jumps or [max(range(count), key=lambda index: windows[index])]
+    steps = [loss.part(index / count, (index + 1) / count).steps[0] for index in worst[:5]]
+    return Finding(
+        confidence="high" if above or len(jumps) > 1 else "medium", at=steps[0],
+        change=calmer(curves, 5 if above or risen else 3),
+        evidence=f"loss {'jumps at' if jumps else 'is largest around'} steps {', '.join(map(str, steps))}: at most "
+        f"{max(windows):.4g}; {loss.first:.4g} at the start, lowest {loss.lowest:.4g}, {loss.last:.4g} at the end",
+    )  # fmt: skip
+
+
+def _is_slow(loss: Curve) -> bool:
+    """Whether it falls steadily, and not far: as fast late as early."""
+    early, late = loss.mean(0.05, 0.15) - loss.mean(0.35, 0.45), loss.mean(0.35, 0.45) - loss.mean(0.65, 0.75)
+    falls = loss.first - loss.last > max(3 * loss.error(), 0.01 * abs(loss.first))
+    return falls and late > max(0.5 * early, 2 * loss.error()) and loss.last > 0.65 * loss.first
+
+
+@_rule(
+    "smooth-but-slow", "loss", "a slow, steady fall with little noise, at a global batch of 64 or more",
+    "global batch / 2 takes more steps through the same rows; or a higher rate",
+)  # fmt: skip
+def _smooth(curves: Curves) -> Finding | None:
+    loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
+    if loss is None or batch < 64 or loss.noise > 0.01 * loss.last or not _is_slow(loss):
+        return None
+    change: Change = {"method.global_batch_size": batch // 2}
+    return Finding(confidence="medium", evidence=f"{_ends(loss)}, at global batch {batch}", change=change)
+
+
+@_rule("slow", "loss", "a steady fall, as fast late as early, by a third at most", "learning rate x3")
+def _slow(curves: Curves) -> Finding | None:
+    loss = _fitted(curves)
+    if loss is None or not _is_slow(loss):
+        return None
+    return Finding(confidence="medium", evidence=f"{_ends(loss)}: a steady fall", change=rate(curves, 3))
+
+
+@_rule("noisy", "loss", "one step varies by half of all that the loss fell", "global batch x2, up to 64")
+def _noisy(curves: Curves) -> Finding | None:
+    loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
+    if loss is None or not 0 < batch < 64 or loss.noise < max(0.5 * (loss.first - loss.last), 0.2 * loss.last):
+        return None
+    evidence = f"{_ends(loss)}, at global batch {batch}"
+    return Finding(confidence="medium", change={"method.global_batch_size": batch * 2}, evidence=evidence)
+
+
+@_rule(
+    "plateau", "loss", "a fast fall, then none, at an unchanged learning rate",
+    "keep the rate; let it fall: cosine to a tenth, with a warm-up",
+)  # fmt: skip
+def _plateau(curves: Curves) -> Finding | None:
+    loss, rates = _fitted(curves), curves["learning_rate"]
+    if loss is None or not len(rates) or rates.last < 0.5 * max(rates.values) or loss.last < 0.1 * loss.first:
+        return None
+    fall, early = loss.first - loss.last, loss.mean(0.2, 0.3)
+    if fall < 6 * loss.error() or loss.first - early < 0.8 * fall or loss.mean(0.4, 0.6) - loss.last > 2 * loss.error():
+        return None
+    step = loss.part(0.25, 1).steps[0]
+    return Finding(
+        confidence="medium", at=step,
+        evidence=f"{_ends(loss)}; {early:.4g} at step {step} already, the learning rate stays at {rates.last:.3g}",
+        change={
+            "method.schedule.name": "cosine", "method.schedule.warmup": 0.1,
+            "method.schedule.min_learning_rate": rounded(curves.learning_rate / 10),
+        },
+    )  # fmt: skip
+
+
+@_rule(
+    "underfit", "loss", "the loss stays high under a strong limit: rank 4 or less, few layers, weight decay above 0.1",
+    "rank x4, all linear layers, weight decay 0.01",
+)  # fmt: skip
+def _underfit(curves: Curves) -> Finding | None:
+    loss, adapter = _fitted(curves), curves.recipe.get("adapter")
+    rank, decay = curves.number("adapter", "rank"), curves.number("weight_decay")
+    few = isinstance(adapter, Mapping) and adapter.get("target_modules", "all-linear") != "all-linear"
+    if loss is None or loss.last < 0.3 * loss.first or loss.mean(0.6, 0.75) - loss.last > 0.05 * loss.last:
+        return None
+    change: Change = {"method.optimizer.weight_decay": 0.01} if decay > 0.1 else {}
+    if 0 < rank <= 4:
+        change["method.adapter.rank"] = int(rank * 4)
+    if few:
+        change["method.adapter.target_modules"] = "all-linear"
+    named = ", ".join(name.rpartition(".")[2] for name in change)
+    return Finding(confidence="medium", change=change, evidence=f"{_ends(loss)}, under {named}") if change else None
+
+
+def _measured(curves: Curves) -> Curve | None:
+    """The loss on held-out rows, where it was measured often enough."""
+    found = curves.validation
+    return found if len(found) >= 4 and not curves.is_reinforcement else None
+
+
+def lowest(found: Curve) -> int:
+    """Index of the smallest value."""
+    return min(range(len(found)), key=lambda index: found.values[index])
+
+
+@_rule(
+    "overfit", "held-out", "held-out loss rises from its lowest point",
+    "stop at that step; then weight decay 0.01 -> 0.1, dropout 0.05-0.1, rank 16 -> 8 -> 4, rate / 2-5, more data",
+)  # fmt: skip
+def _overfit(curves: Curves) -> Finding | None:
+    found = _measured(curves)
+    if found is None:
+        return None
+    low = lowest(found)
+    least, rise, step = found.values[low], found.values[-1] - found.values[low], found.steps[low]
+    both_rise = len(curves.loss) > 3 and curves.loss.last > curves.loss.first  # the training is unstable
+    if low >= len(found) - 2 or rise < 0.02 * least or both_rise:
+        return None
+    change = length(step)
+    if step < 0.15 * curves.num_steps:
+        change = {**length(2 * step), **rate(curves, 1 / 3)}
+    if "adapter" in curves.recipe and curves.number("adapter", "dropout") < 0.05:
+        change["method.adapter.dropout"] = 0.05
+    elif "adapter" not in curves.recipe and curves.number("weight_decay") < 0.01:
+        change["method.optimizer.weight_decay"] = 0.01
+    evidence = f"held-out loss {least:.4g} at step {step}, its lowest, and {found.values[-1]:.4g} at {found.steps[-1]}"
+    return Finding(
+        confidence="high" if rise > 0.05 * least else "medium", at=step, change=change, evidence=evidence,
+        metric=curves.validation_name,
+    )  # fmt: skip
+
+
+def _flat_from(found: Curve) -> int:
+    """The first step from which on no value is much better."""
+    least = min(found.values)
+    return next(step for step, value in zip(found.steps, found.values, strict=True) if value <= least * 1.01)
+
+
+@_rule("validation-flat", "held-out", "held-out loss is flat while the training loss falls", "stop at the flat point")
+def _validation_flat(curves: Curves) -> Finding | None:
+    found, loss = _measured(curves), _fitted(curves)
+    if found is None or loss is None:
+        return None
+    step = _flat_from(found)
+    share = step / curves.num_steps
+    fall = loss.mean(share, share + 0.1) - loss.last
+    if share > 0.6 or fall < max(_SIGMAS * loss.error(), 0.1 * loss.last):
+        return None
+    evidence = f"held-out loss is flat from step {step} ({min(found.values):.4g}); training loss falls by {fall:.3g}"
+    change = length(step)
+    return Finding(confidence="medium", at=step, change=change, metric=curves.validation_name, evidence=evidence)
+
+
+@_rule(
+    "early-plateau", "held-out", "both losses are flat within the first epoch",
+    "learning rate x2; if that changes nothing, the data is too small or too easy",
+)  # fmt: skip
+def _early_plateau(curves: Curves) -> Finding | None:
+    found, loss, epoch = _measured(curves), _fitted(curves, 30), curves.steps_per_epoch
+    if found is None or loss is None or not epoch or epoch > curves.num_steps:
+        return None
+    step, share = _flat_from(found), epoch / curves.num_steps
+    rest = loss.mean(max(0.0, share - 0.1), share) - loss.last
+    if step > 0.9 * epoch or rest > max(3 * loss.error(), 0.03 * loss.last):
+        return None
+    evidence = f"held-out and training loss are flat from step {step} on; an epoch has {epoch:.0f} steps"
+    change = rate(curves, 2)
+    return Finding(confidence="low", at=step, metric=curves.validation_name, change=change, evidence=evidence)
+
+
+@_rule("still-falling", "held-out", "held-out loss falls to the last step", "1-2 epochs more: twice the steps")
+def _still_falling(curves: Curves) -> Finding | None:
+    found = _measured(curves)
+    if found is None or not curves.is_over or lowest(found) != len(found) - 1:
+        return None
+    quarter = found.values[int(0.75 * (len(found) - 1))] - found.values[-1]
+    if quarter < max(0.1 * (found.values[0] - found.values[-1]), 0.02 * found.values[-1]):
+        return None
+    evidence = f"held-out loss is {found.values[-1]:.4g} at step {found.steps[-1]}; {quarter:.3g} in the last quarter"
+    change = length(curves.num_steps * 2)
+    return Finding(confidence="high", metric=curves.validation_name, change=change, evidence=evidence)

@@ -1,0 +1,44 @@
+"""All rules of the loss-curve doctor, and what they find together."""
+
+import math
+from functools import lru_cache
+from pathlib import Path
+
+from lineage.diagnosis.curves import Curves, read_curves
+from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.loss_rules import LOSS_RULES
+from lineage.diagnosis.method_rules import METHOD_RULES
+from lineage.store import MANIFEST
+
+RULES = (*LOSS_RULES, *METHOD_RULES)
+_ORDER = ("high", "medium", "low")
+
+
+def diagnose(curves: Curves) -> list[Finding]:
+    """All findings, the most certain first; of one group at most one, and of a failure that alone."""
+    found: dict[str, Finding] = {}
+    for rule in RULES:
+        if rule.group not in found and (finding := rule.find(curves)):
+            found[rule.group] = finding
+    if "failure" in found:
+        return [found["failure"]]
+    return sorted(found.values(), key=lambda finding: _ORDER.index(finding.confidence))
+
+
+def live_findings(directory: Path) -> tuple[Finding, ...]:
+    """Of a stage that runs; anew once its reports have grown by a tenth: they are read from the beginning."""
+    try:
+        size = (directory / "metrics.jsonl").stat().st_size
+    except OSError:
+        return ()
+    return _findings(directory, int(8 * math.log2(size + 1)), (directory / MANIFEST).exists())
+
+
+@lru_cache(maxsize=64)
+def _findings(directory: Path, size: int, is_over: bool) -> tuple[Finding, ...]:
+    return tuple(diagnose(read_curves(directory)))
+
+
+def as_line(finding: Finding) -> str:
+    """In one line, for a page that has little space."""
+    return f"{finding.rule}: {finding.evidence}"

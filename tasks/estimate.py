@@ -1,0 +1,263 @@
+"""What a training needs: peak memory of a worker, term by term, and arithmetic. No module here imports torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from tasks.context import Resources
+from tasks.disk_need import Shapes, adapter_weights
+from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
+
+_FLOAT = 4
+_BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
+_SCALES = 1.03  # of blocks of 64 weights, themselves rounded: QLoRA, arXiv:2305.14314, section 3
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+# Numbers per token and layer that the backward pass keeps, in units of the hidden size: input, normalized and scaled
+# input of two norms (6), queries, the output of attention and the copy of it that the last projection reads (3).
+_KEPT_HIDDEN = 9
+_KEPT_MLP = 4  # gate, its activation, up, their product: in units of the intermediate size
+_LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The numbers of a decoder that decide its size.
+
+    Args:
+        family: ``model_type``.
+        heads, kv_heads, head: attention: queries, keys and values, and dimensions of each.
+        experts, active: of a mixture: how many there are in a layer, and how many a token visits; 1: it is none.
+    """
+
+    family: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    tied: bool
+    experts: int = 1
+    active: int = 1
+
+    def shapes(self) -> Shapes:
+        """The weights, as a model of the Llama family names them."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        own = {
+            "self_attn.q_proj": (queries, self.hidden), "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden), "self_attn.o_proj": (self.hidden, queries),
+            "input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,),
+        }  # fmt: skip
+        up = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden)}
+        mlp = {**up, "down_proj": (self.hidden, self.intermediate)}
+        if self.experts == 1:
+            own |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+        else:
+            own |= {f"mlp.experts.{i}.{name}": shape for i in range(self.experts) for name, shape in mlp.items()}
+            own["mlp.gate"] = (self.experts, self.hidden)
+        layers = {f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in own.items()}
+        ends = {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
+        head = {} if self.tied else {"lm_head.weight": (self.vocabulary, self.hidden)}
+        return {**ends, **layers, **head}
+
+
+def architecture(config: Mapping[str, object]) -> Architecture | None:
+    """The numbers in a ``config.json``; None: it has not all of them."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        config = {**config, **nested}
+    found = {name: _number(config, *keys) for name, keys in _NAMES.items()}
+    hidden, layers, heads, vocabulary = (found[name] for name in ("hidden", "layers", "heads", "vocabulary"))
+    if not (hidden and layers and heads and vocabulary):
+        return None
+    return Architecture(
+        family=str(config.get("model_type", "unknown")), vocabulary=vocabulary, hidden=hidden, layers=layers,
+        intermediate=_number(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden,
+        heads=heads, kv_heads=_number(config, "num_key_value_heads") or heads,
+        head=_number(config, "head_dim") or hidden // heads,
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") in ("gpt2", "gemma", "gemma2"))),
+        experts=_number(config, "num_local_experts", "num_experts", "n_routed_experts") or 1,
+        active=_number(config, "num_experts_per_tok") or 1,
+    )  # fmt: skip
+
+
+def _number(config: Mapping[str, object], *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one worker at the peak of a step, by what they are of.
+
+    Args:
+        frozen: reference, teacher and reward model.
+        cache: keys and values of the completions that are being generated.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    frozen: int
+    cache: int
+
+    @property
+    def model(self) -> int:
+        """What does not depend on the rows."""
+        return self.weights + self.gradients + self.optimizer + self.frozen
+
+    @property
+    def total(self) -> int:
+        """Generation is over when the backward pass begins: the larger of the two counts."""
+        return self.model + max(self.activations + self.logits, self.cache)
+
+    def to_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Weights of a policy.
+
+    Args:
+        base: of the model that it starts from.
+        trained: that get gradients.
+        beside: of an adapter.
+    """
+
+    base: int
+    trained: int
+    beside: int
+
+
+def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
+    """How many weights a training holds and changes."""
+    base = sum(map(math.prod, shapes.values()))
+    if method.adapter is None:
+        frozen = [name for name in method.freeze.frozen(shapes)] if method.freeze else []
+        return Trained(base=base, trained=base - sum(math.prod(shapes[name]) for name in frozen), beside=0)
+    trained, saved = adapter_weights(method.adapter, shapes, is_quantized=method.quantization is not None)
+    return Trained(base=base, trained=trained, beside=saved)
+
+
+def memory(method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int) -> Memory:
+    """Peak memory of one worker.
+
+    Args:
+        shapes: of the weights; ``found.shapes()`` where those of the files are not known.
+        tokens: of the longest row: prompt and completion.
+    """
+    weights, precision = trained_weights(method, shapes), method.precision
+    dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
+    divided = resources.num_workers if resources.zero_stage >= 2 else 1
+    copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
+    linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
+    rest = weights.base - linear
+    if method.quantization:
+        base = int(linear * _BITS.get(method.quantization.format, 8) / 8 * _SCALES) + rest * dtype
+    else:
+        base = weights.base * (dtype if method.adapter else _FLOAT)
+    width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
+    rows = resources.micro_batch_size * sequences(method)
+    generated, is_head = _completions(method), method.models["policy"] == REWARD_HEAD
+    return Memory(
+        weights=copies * (base + weights.beside * _FLOAT),
+        gradients=copies * weights.trained * _FLOAT // divided,
+        optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
+        activations=_activations(found, rows * tokens, width, resources.checkpointed_layers),
+        logits=rows * (1 if is_head else tokens * found.vocabulary * _LOGIT_COPIES) * _FLOAT,
+        frozen=_num_frozen(method, resources) * weights.base * dtype,
+        cache=2 * found.layers * found.kv_heads * found.head * tokens * rows * width if generated else 0,
+    )  # fmt: skip
+
+
+def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:
+    keys = 2 * found.kv_heads * found.head
+    per_token = _KEPT_HIDDEN * found.hidden + keys + _KEPT_MLP * found.intermediate * found.active
+    if every is None:
+        return tokens * per_token * found.layers * width
+    kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full
+    return tokens * (kept * found.hidden + (found.layers - kept + 1) * per_token) * width
+
+
+def sequences(method: TrainingRecipe) -> int:
+    """Sequences of a row in one forward pass: chosen and rejected, or prompt and completion."""
+    reads = getattr(method, "reads", None)
+    return max(1, len(reads.answers)) if reads is not None else 1
+
+
+def _completions(method: TrainingRecipe) -> int:
+    value = getattr(method, "max_completion_length", None)
+    return value if isinstance(value, int) else 0
+
+
+def _num_frozen(method: TrainingRecipe, resources: Resources) -> int:
+    """Models held beside the policy; a reference under an adapter is the policy without it."""
+    roles = list(method.models.values())
+    own = 0 if method.adapter or resources.precompute_reference else 1
+    reference = own if FROZEN_POLICY in roles and method.has_reference else 0
+    return reference + sum(role in (TEACHER, REWARD_MODEL) for role in roles)
+
+
+def describe(found: Memory) -> str:
+    """The terms of more than a hundredth, the largest first."""
+    terms = {each.name: getattr(found, each.name) for each in fields(found)}
+    shown = sorted((name for name in terms if terms[name] * 100 > found.total), key=lambda name: -terms[name])
+    return ", ".join(f"{name} {terms[name] / 2**30:.2f}" for name in shown)
+
+
+def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Resources, tokens: int) -> float:
+    """Of a training step, forward and backward, for each token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
+
+    Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
+    trained); attention over a row; two more per weight for each frozen model; recomputed activations.
+
+    Args:
+        tokens: of a row.
+    """
+    queries, keys = found.heads * found.head, found.kv_heads * found.head
+    layer = found.hidden * (2 * queries + 2 * keys) + 3 * found.hidden * found.intermediate * found.active
+    weights = found.layers * layer + found.hidden * found.vocabulary
+    attention = 4 * found.layers * queries * tokens / 2  # a token sees half of its row
+    forward = 2 * weights + attention
+    backward = forward if method.adapter or method.quantization else 2 * forward
+    recomputed = forward if resources.checkpointed_layers else 0
+    reference = 0 if resources.precompute_reference or not method.has_reference else forward
+    teachers = forward * sum(role == TEACHER for role in method.models.values())
+    return forward + backward + recomputed + reference + teachers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a training computes.
+
+    Args:
+        tokens: over all steps and workers.
+        flops: the same.
+        updates: weights that are changed, summed over all steps.
+        passes: forward and backward passes of one worker.
+    """
+
+    tokens: int
+    flops: float
+    updates: int
+    passes: int
+
+
+def work(method: TrainingRecipe, resources: Resources, found: Architecture, *, num_steps: int, tokens: float) -> Work:
+    """Args: num_steps: optimizer steps; tokens: of a row in the mean, all of its sequences together."""
+    rows = num_steps * method.global_batch_size
+    total = round(rows * tokens)
+    each = tokens / sequences(method)
+    return Work(
+        tokens=total, flops=total * flops_per_token(found, method, resources, round(each)),
+        updates=num_steps * trained_weights(method, found.shapes()).trained,
+        passes=num_steps * resources.accumulation_steps(method.global_batch_size),
+    )  # fmt: skip

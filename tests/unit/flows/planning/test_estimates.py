@@ -1,0 +1,201 @@
+"""What the plan says its trainings need: by formula, as past runs correct it; and what does not fit into memory."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import yaml
+
+from flows.declare.config import load_pipeline
+from flows.planning import fit
+from flows.planning.estimates import FILE, Estimator, Features, History, Run
+from flows.planning.fit import require_fits
+from flows.planning.plan import make_plan
+from flows.reports.run import plan_dict, plan_table
+from lineage.errors import ConfigError
+from lineage.files import append_jsonl
+from tests.command import Command
+
+ALONE = ("cpt", "sft", "reward", "dpo")
+
+
+@pytest.fixture
+def demo(tmp_path):
+    def plan(*overrides: str):
+        return make_plan(load_pipeline(["tracking=none", f"store={tmp_path}/store", *overrides]))
+
+    return plan
+
+
+def estimates(plan):
+    return Estimator(plan, History.of(plan.home)).estimates(plan.stages)
+
+
+def remember(plan, stage: str, *, memory: int, seconds: float, other: float = 10.0, **changes) -> Features:
+    features = replace(estimates(plan)[stage].features, **changes)
+    run = Run(
+        time=0.0, stage=stage, features=features, memory=memory, seconds=seconds, other_seconds=other, tokens=1,
+        predicted_memory=memory * 2, predicted_seconds=(seconds + other) * 1.1,
+    )  # fmt: skip
+    plan.home.mkdir(exist_ok=True)
+    append_jsonl(plan.home / FILE, asdict(run))
+    return features
+
+
+def test_a_model_that_is_not_made_yet_is_estimated_by_formula(demo):
+    found = estimates(demo())
+    assert sorted(found) == sorted(ALONE)  # neither data, nor the base, nor the evaluation trains
+    assert found["cpt"].basis == "by formula"
+    tokens, hidden, vocabulary = 8 * 128, 128, 4096
+    weights = vocabulary * hidden + 4 * (4 * hidden**2 + 3 * hidden * 384 + 2 * hidden) + hidden
+    assert found["cpt"].terms.weights == 4 * weights
+    assert found["cpt"].terms.logits == tokens * vocabulary * 12
+    assert found["cpt"].memory == 2**29 + found["cpt"].terms.total
+
+
+def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
+    gpu = "stages.cpt.resources.gpus_per_worker=1"
+    plan = demo(gpu, "resources.price_per_gpu_hour=3", "resources.currency=EUR", "resources.watts_per_worker=500")
+    found = estimates(plan)
+    hours = found["cpt"].seconds / 3600
+    assert found["cpt"].gpu_hours == pytest.approx(hours)
+    assert found["cpt"].price == pytest.approx(3 * hours)
+    assert found["cpt"].kwh == pytest.approx(hours / 2)
+    assert (found["sft"].gpu_hours, found["sft"].price) == (0.0, 0.0)
+    dear = estimates(demo(gpu, "resources.price_per_gpu_hour=6"))["cpt"]
+    assert (dear.price, dear.kwh) == (pytest.approx(6 * hours), None)
+    text = plan_table(plan, found)
+    assert " EUR " in text
+    assert "in all" in text
+    assert "by formula" in text
+    rows = {row["stage"]: row for row in plan_dict(plan, found)["stages"]}
+    assert rows["cpt"]["estimate"]["terms"]["weights"] == found["cpt"].terms.weights
+    assert "estimate" not in rows["corpus"]
+
+
+def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
+    before = estimates(demo())["sft"]
+    features = remember(demo(), "sft", memory=2**30, seconds=100.0, row_tokens=64.0, is_cut=False)
+    after = estimates(demo())["sft"]
+    assert after.basis == "measured on 1 run, off by 100% in memory and 10% in time"
+    assert after.memory == 2**30
+    assert after.features.row_tokens == 64.0
+    halved = after.features.flops / before.features.flops
+    assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
+    assert after.seconds == pytest.approx(10 + 100 * after.features.flops / features.flops)
+    assert estimates(demo())["dpo"].basis == "by formula"  # another method
+    assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
+
+
+def test_rows_that_were_never_cut_do_not_grow_with_the_limit(demo):
+    remember(demo(), "sft", memory=2**30, seconds=100.0, row_tokens=64.0, is_cut=False)
+    assert estimates(demo("stages.sft.method.max_length=512"))["sft"].memory == 2**30
+    remember(demo(), "cpt", memory=2**30, seconds=100.0, is_cut=False)
+    assert estimates(demo("stages.cpt.method.max_length=256"))["cpt"].memory > 2**30  # joined rows fill it
+
+
+def test_memory_is_the_formula_and_what_the_nearest_run_needed_beside_it(demo):
+    before = estimates(demo())["cpt"].terms
+    remember(demo(), "cpt", memory=2**30, seconds=100.0)
+    remember(demo(), "cpt", memory=2**33, seconds=100.0, row_bytes=10 * before.total)
+    halved = estimates(demo("resources.micro_batch_size=4"))["cpt"]
+    assert halved.memory == 2**30 - (before.total - halved.terms.total)
+    wide = estimates(demo("stages.base.method.hidden_size=256"))["cpt"]
+    assert wide.memory == 2**30 + (wide.terms.total - before.total)
+
+
+def test_the_memory_of_a_rehearsal_counts_only_without_a_whole_run(demo):
+    remember(demo(), "cpt", memory=2**30, seconds=1.0, num_steps=2)
+    assert estimates(demo())["cpt"].memory == 2**30
+    remember(demo(), "cpt", memory=2**31, seconds=100.0, num_steps=1000)
+    assert estimates(demo())["cpt"].memory == 2**31
+
+
+def test_tokens_and_time_are_those_of_a_whole_run_rather_than_of_its_rehearsal(demo):
+    remember(demo(), "sft", memory=2**30, seconds=100.0, num_steps=400, row_tokens=60.0)
+    seconds = estimates(demo())["sft"].seconds
+    remember(demo(), "sft", memory=2**30, seconds=0.1, num_steps=2, row_tokens=99.0)
+    after = estimates(demo())["sft"]
+    assert after.features.row_tokens == 60.0
+    assert after.seconds == pytest.approx(seconds, rel=0.01)
+
+
+def test_time_is_a_constant_of_each_pass_and_the_arithmetic(demo):
+    base = estimates(demo())["cpt"].features
+    for scale in (1, 3):  # 0.5 s a pass, and 1 s for 1e9 operations
+        flops = scale * 1e9 * 10
+        remember(demo(), "cpt", memory=2**30, seconds=10 * 0.5 + flops / 1e9, flops=flops, passes=10)
+    wanted = replace(base, flops=2e9 * 10, passes=10)
+    assert History.of(demo().home).seconds(wanted) == pytest.approx(10 * 0.5 + 20)
+
+
+def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch, tmp_path):
+    plan = demo()
+    remember(plan, "dpo", memory=2**30, seconds=1.0)
+    estimator = Estimator(plan, History.of(plan.home))
+    found = estimator.estimates(plan.stale)
+    monkeypatch.setattr(fit, "capacity", lambda resources: 2**34)
+    require_fits(plan, found, estimator)
+    monkeypatch.setattr(fit, "capacity", lambda resources: found["dpo"].memory - 1)
+    with pytest.raises(ConfigError, match=r"^stages\.dpo needs .* per worker \(measured on 1 run") as refused:
+        require_fits(plan, found, estimator, tmp_path / "suggest.yaml")
+    assert "stages.dpo.resources.micro_batch_size=4 it needs" in str(refused.value)  # 7, 6 and 5 do not divide 16
+    words = yaml.safe_load((tmp_path / "suggest.yaml").read_text())["overrides"]
+    assert words == ["stages.dpo.resources.micro_batch_size=4"]
+    smaller = demo(*words)
+    estimator = Estimator(smaller, History.of(plan.home))
+    require_fits(smaller, estimator.estimates(smaller.stale), estimator)
+    allowed = demo("stages.dpo.resources.check_memory=false")
+    require_fits(allowed, estimates(allowed), Estimator(allowed, History()))
+
+
+def test_rows_of_unknown_length_are_warned_of_and_a_model_that_is_too_large_is_refused(demo, monkeypatch, caplog):
+    plan = demo()
+    estimator = Estimator(plan, History.of(plan.home))
+    found = estimator.estimates(plan.stale)
+    monkeypatch.setattr(fit, "capacity", lambda resources: found["dpo"].memory - 1)
+    require_fits(plan, found, estimator)
+    assert "stages.dpo may need, if its rows are as long as max_length allows, 0.7" in caplog.text
+    monkeypatch.setattr(fit, "capacity", lambda resources: 2**29)
+    with pytest.raises(ConfigError, match=r"stages\.sft needs"):
+        require_fits(plan, found, estimator)
+
+
+def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
+    plan = demo("stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8")
+    estimator = Estimator(plan, History())
+    found = estimator.estimates(plan.stale)["dpo"]
+    least = 2**29 + found.terms.weights + found.terms.gradients
+    monkeypatch.setattr(fit, "capacity", lambda resources: least)
+    change = fit.cheapest(estimator, plan.stage("dpo"), least)
+    assert change.overrides[0] == "stages.dpo.method.adapter={type: lora}"
+    changed = demo("stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8", *change.overrides)
+    assert estimates(changed)["dpo"].memory == change.memory <= least
+    hopeless = fit.cheapest(estimator, plan.stage("dpo"), 2**20)
+    assert hopeless.overrides == []
+
+
+def test_a_gpu_and_a_machine_have_their_own_memory(monkeypatch):
+    from tasks.context import Resources
+
+    monkeypatch.setattr(fit, "_of_machine", lambda: 64)
+    monkeypatch.setattr(fit, "_of_gpu", lambda: 80)
+    assert fit.capacity(Resources(num_workers=4)) == 16
+    assert fit.capacity(Resources(num_workers=4, num_nodes=2)) == 32
+    assert fit.capacity(Resources(num_workers=4, gpus_per_worker=1)) == 80
+
+
+def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, monkeypatch):
+    command = Command(tmp_path)
+    table = command("plan")
+    assert table.returncode == 0, table.stderr
+    assert "GiB per worker" in table.stdout
+    row = {row["stage"]: row for row in json.loads(command("plan", "--json").stdout)["stages"]}["cpt"]
+    assert row["estimate"]["basis"] == "by formula"
+    monkeypatch.setattr(fit, "capacity", lambda resources: row["estimate"]["memory_bytes"] - 1)
+    for verb in ("plan", "run"):
+        refused = command(verb, *(["--suggest", "fit.yaml"] if verb == "plan" else []))
+        assert refused.returncode == 2
+        assert "stages.cpt needs" in refused.stderr
+    assert "stages.cpt.resources.micro_batch_size=4" in (tmp_path / "fit.yaml").read_text()
+    assert command("plan", "--overrides-from", "fit.yaml").returncode == 0

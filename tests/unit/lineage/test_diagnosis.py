@@ -1,0 +1,265 @@
+"""Every rule of the loss-curve doctor, on a curve that fires it and on curves that must not."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from lineage.diagnosis.curves import Curve, Curves, read_curves
+from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.rules import RULES, diagnose, live_findings
+
+RECIPE = {
+    "method": "SFT", "learning_rate": 2e-5, "global_batch_size": 16, "max_length": 128, "max_grad_norm": 1.0,
+    "warmup_ratio": 0.05, "weight_decay": 0.01, "precision": "fp32",
+}  # fmt: skip
+DPO = {**RECIPE, "method": "DPO", "beta": 0.1, "loss_type": "sigmoid"}
+ADAPTED = {**RECIPE, "learning_rate": 2e-4, "adapter": {"rank": 16, "alpha": 32, "dropout": 0.05}}
+ROWS = {"rows": 1600.0, "rows_cut": 3.0, "rows_dropped": 0.0, "trained_tokens_percent": 17.0}
+
+
+def line(*values: float, steps: int = 200, noise: float = 0.0, every: int = 1, seed: int = 0) -> Curve:
+    """Through these values at equal distances, with white noise."""
+    rng = random.Random(seed)
+    places = [step / (steps - 1) * (len(values) - 1) for step in range(steps)]
+    after = [*values[1:], values[-1]]
+    exact = [values[int(at)] + (after[int(at)] - values[int(at)]) * (at % 1) for at in places]
+    noisy = [value + rng.gauss(0.0, noise) for value in exact]
+    return Curve(steps=range(every, (steps + 1) * every, every), values=noisy)
+
+
+def curves(recipe: dict = RECIPE, *, report: dict = ROWS, failure: str = "", gpus: int = 0, **series: Curve) -> Curves:
+    named = {name.replace("__", "/"): curve for name, curve in series.items()}
+    return Curves(
+        stage="sft", series=named, recipe=recipe, report=report, failure=failure, gpus=gpus, micro_batch_size=8
+    )
+
+
+def spiked(curve: Curve, *places: int) -> Curve:
+    """With jumps that take five steps each."""
+    hit = {step for place in places for step in range(place, place + 5)}
+    return replace(curve, values=[value + 2.0 * (index in hit) for index, value in enumerate(curve.values)])
+
+
+SANE = line(3.0, 1.6, 1.2, 1.0, 0.95, 0.92, noise=0.05)
+COSINE = line(2e-5, 1.9e-5, 1.4e-5, 0.6e-5, 0.1e-5)
+SLOW = line(3.0, 2.9, 2.8, 2.7, 2.6, noise=0.02)
+FLAT = line(3.0, noise=0.05)
+HELD_OUT = line(2.6, 1.5, 1.3, 1.25, 1.24, steps=10, every=20)
+PAIRS = {"rewards__accuracies": line(0.4, 0.8, 0.9, noise=0.05), "logps__chosen": line(-20.0, -19.0, noise=0.5)}
+MARGINS = {"rewards__margins": line(0.0, 0.5, 0.8, noise=0.02), "rewards__chosen": line(0.0, 0.05, 0.1)}
+EXPLODING = {"rewards__margins": line(0.0, 3.0, 4.5, noise=0.1), "rewards__chosen": line(0.0, -0.3, -0.5)}
+LN2 = line(0.69, 0.45, 0.35, 0.33, 0.32, noise=0.03)
+SCORES = {"accuracy": line(0.5, 0.85, 0.9, noise=0.03), "margin": line(0.0, 1.5, 2.5, noise=0.1)}
+RL = {
+    "loss": line(0.0, noise=1e-3), "reward": line(0.1, 0.4, 0.6, noise=0.05), "kl": line(0.0, 0.05, 0.1, noise=0.005),
+    "entropy": line(1.2, 0.9, 0.7, noise=0.02), "frac_reward_zero_std": line(0.1, 0.2, noise=0.02),
+    "completions__mean_length": line(40.0, 45.0, noise=1.0), "completions__clipped_ratio": line(0.02, noise=0.01),
+}  # fmt: skip
+GRPO = {"method": "GRPO", "learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "global_batch_size": 64}
+LOW_PLATEAU = line(3.0, 2.0, 1.9, 1.9, 1.9, noise=0.02)
+OVER = line(2.6, 1.5, 1.3, 1.6, 2.0, steps=10, every=20)
+FALLING = {"loss": line(3.0, 2.5, 1.9, 1.5, noise=0.05), "val__loss": line(3.0, 2.5, 2.0, 1.5, steps=8, every=25)}
+SCORED = {"base/text_perplexity": 40.0, "cpt/text_perplexity": 20.0, "sft/text_perplexity": 24.0}
+ENDED = {"base/unfinished_share": 1.0, "sft/unfinished_share": 0.02}
+
+# Curves -> the rules that may fire: these and no other.
+CASES: dict[str, tuple[Curves, set[str]]] = {
+    "a sane training": (curves(loss=SANE, learning_rate=COSINE, val__loss=HELD_OUT), set()),
+    "a sane one of a short log": (curves(loss=line(3.0, 2.0, 1.5, steps=12)), set()),
+    "nothing reported": (curves(), set()),
+    "sane preferences": (curves(DPO, loss=LN2, **PAIRS, **MARGINS), set()),
+    "a sane reward model": (curves(loss=LN2, **SCORES), set()),
+    "a sane reinforcement": (curves(GRPO, **RL), set()),
+    "a sane evaluation": (curves({"method": "Evaluate"}, report={**SCORED, **ENDED}), set()),
+    "no memory on a GPU": (curves(loss=SANE, failure="OutOfMemoryError: CUDA out of memory."), {"out-of-memory"}),
+    "killed by the kernel": (curves(loss=SANE, failure="killed by SIGKILL; out of memory?"), {"out-of-memory"}),
+    "another failure": (curves(loss=SANE, failure="the disk is full"), set()),
+    "nan": (curves(loss=line(3.0, steps=4), failure="training diverged: at step 5 loss=nan"), {"not-finite"}),
+    "nan, gone back": (curves(loss=SANE, report={"diverged_at_step": 40.0}), {"not-finite"}),
+    "loss on all tokens": (curves(loss=SANE, report={**ROWS, "trained_tokens_percent": 100.0}), {"labels"}),
+    "loss on hardly any": (curves(loss=SANE, report={**ROWS, "trained_tokens_percent": 0.2}), {"labels"}),
+    "text trains all tokens": (curves({"method": "CPT"}, loss=SANE, report={"trained_tokens_percent": 100.0}), set()),
+    "rows cut": (curves(loss=SANE, report={**ROWS, "rows_cut": 700.0}), {"labels"}),
+    "flat": (curves(loss=FLAT), {"flat"}),
+    "flat for 40 steps": (curves(loss=line(3.0, noise=0.05, steps=40)), set()),
+    "flat at a high rate": (curves({**RECIPE, "learning_rate": 1e-3}, loss=FLAT), {"never-decreases"}),
+    "flat at an adapter's rate": (curves(ADAPTED, loss=FLAT), {"flat"}),
+    "jumps": (curves(loss=spiked(SANE, 80, 140)), {"unstable"}),
+    "one bad batch": (curves(loss=replace(SANE, values=[*SANE.values[:150], 1.3, *SANE.values[151:]])), set()),
+    "above the start": (curves(loss=line(3.0, 4.0, 3.4, 3.3, noise=0.05)), {"unstable"}),
+    "risen": (curves(loss=line(3.0, 1.0, 1.5, 2.0, noise=0.05)), {"unstable"}),
+    "slow": (curves(loss=SLOW), {"slow"}),
+    "slow and smooth": (curves({**RECIPE, "global_batch_size": 128}, loss=SLOW), {"smooth-but-slow"}),
+    "noisy": (curves(loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), {"noisy"}),
+    "noisy at batch 64": (curves({**RECIPE, "global_batch_size": 64}, loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), set()),
+    "plateau": (curves(loss=line(3.0, 1.5, 1.5, 1.5, 1.5, 1.5, noise=0.03), learning_rate=line(2e-5)), {"plateau"}),
+    "plateau as the rate falls": (
+        curves(loss=line(3.0, 1.5, 1.5, 1.5, 1.5, 1.5, noise=0.03), learning_rate=COSINE), set(),
+    ),
+    "rank 2": (
+        curves({**ADAPTED, "adapter": {"rank": 2, "dropout": 0.05}}, loss=line(3.0, 2.0, 1.9, 1.9, 1.9, noise=0.02)),
+        {"underfit"},
+    ),
+    "rank 16": (curves(ADAPTED, loss=line(3.0, 2.0, 1.9, 1.9, 1.9, noise=0.02)), set()),
+    "few layers": (
+        curves({**ADAPTED, "adapter": {"rank": 16, "dropout": 0.05, "target_modules": "attention"}},
+               loss=line(3.0, 2.0, 1.9, 1.9, 1.9, noise=0.02)), {"underfit"},
+    ),
+    "weight decay": (curves({**RECIPE, "weight_decay": 1.0}, loss=LOW_PLATEAU), {"underfit"}),
+    "overfit": (curves(loss=SANE, val__loss=OVER), {"overfit"}),
+    "overfit, by the other name": (
+        curves(loss=SANE, held_out_loss=line(2.6, 1.5, 1.3, 1.6, 2.0, steps=10, every=20)), {"overfit"},
+    ),
+    "one worse measurement": (
+        curves(loss=SANE, val__loss=replace(HELD_OUT, values=[*HELD_OUT.values[:-1], 1.3])), set(),
+    ),
+    "by heart": (
+        curves(loss=line(3.0, 1.4, 1.2, 0.8, 0.5, noise=0.03),
+               val__loss=line(2.6, 1.3, 1.3, 1.3, 1.3, steps=9, every=22)),
+        {"validation-flat"},
+    ),
+    "too easy": (
+        curves(loss=line(3.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, noise=0.01), learning_rate=COSINE,
+               val__loss=line(0.5, steps=8, every=25)), {"early-plateau"},
+    ),
+    "still falling": (
+        curves(**FALLING), {"still-falling"},
+    ),
+    "still falling while it runs": (
+        replace(curves(**FALLING), is_over=False), set(),
+    ),
+    "exploding margins": (curves(DPO, loss=LN2, **PAIRS, **EXPLODING), {"exploding-margins"}),
+    "the same margins at beta 1": (curves({**DPO, "beta": 1.0}, loss=LN2, **PAIRS, **EXPLODING), set()),
+    "margins of likely answers": (
+        curves(DPO, loss=LN2, **PAIRS, **{**EXPLODING, "rewards__chosen": line(0.0, 0.5)}), set(),
+    ),
+    "no reference": (curves(DPO, loss=LN2, **PAIRS, **{**EXPLODING, "rewards__chosen": line(-2.0, -2.5)}), set()),
+    "pairs in no order": (
+        curves(DPO, loss=LN2, **{**PAIRS, "rewards__accuracies": line(0.5, noise=0.1),
+                                 "rewards__margins": line(0.0, noise=0.4), "rewards__chosen": line(0.0)}),
+        {"accuracy-stuck"},
+    ),
+    "a reward model that stands still": (
+        curves(loss=line(0.69, 0.58, 0.56, 0.555, 0.55, noise=0.004),
+               accuracy=line(0.5, noise=0.1), margin=line(0.0, noise=0.01)), {"accuracy-stuck"},
+    ),
+    "a margin of 9": (curves(loss=LN2, **{**SCORES, "margin": line(0.0, 6.0, 9.5, noise=0.1)}), {"overconfident"}),
+    "sure and worse on held-out rows": (
+        curves(loss=LN2, **{**SCORES, "margin": line(0.0, 3.0, 4.0, noise=0.1)},
+               val__loss=line(0.69, 0.45, 0.6, 0.8, steps=8, every=25)), {"overconfident", "overfit"},
+    ),
+    "longer for reward": (curves(GRPO, **{**RL, "completions__mean_length": line(40.0, 120.0)}), {"length-explodes"}),
+    "longer without reward": (
+        curves(GRPO, **{**RL, "completions__mean_length": line(40.0, 120.0), "reward": line(0.3, noise=0.05)}), set(),
+    ),
+    "far from the start": (curves(GRPO, **{**RL, "kl": line(0.01, 0.1, 0.8, 3.0, noise=0.01)}), {"kl-explodes"}),
+    "PPO's KL of a completion": (
+        curves(GRPO, **{**RL, "kl": line(0.01, 0.1, 0.8, 3.0, noise=0.01), "kl_coef": line(0.05)}), set(),
+    ),
+    "equal rewards": (curves(GRPO, **{**RL, "frac_reward_zero_std": line(0.9, 0.95, noise=0.01)}), {"equal-rewards"}),
+    "one completion": (curves(GRPO, **{**RL, "entropy": line(1.2, 0.2, 0.01, 0.01)}), {"entropy-collapse"}),
+    "forgotten text": (
+        curves({"method": "Evaluate"}, report={**SCORED, "sft/text_perplexity": 300.0, **ENDED}), {"forgetting"},
+    ),
+    "answers without end": (
+        curves({"method": "Evaluate"}, report={**SCORED, **ENDED, "sft/unfinished_share": 0.6}), {"repetitive"},
+    ),
+    "completions without end": (curves(GRPO, **{**RL, "completions__clipped_ratio": line(0.1, 0.9)}), {"repetitive"}),
+    "an idle GPU": (curves(loss=SANE, gpus=1, report={**ROWS, "mfu": 0.05}), {"low-device-use"}),
+    "a busy GPU": (curves(loss=SANE, gpus=1, report={**ROWS, "mfu": 0.4}), set()),
+}  # fmt: skip
+
+
+def rules(found: list[Finding]) -> set[str]:
+    return {each.rule for each in found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_curves_fire_their_rules_and_no_other(name):
+    given, expected = CASES[name]
+    assert rules(diagnose(given)) == expected
+
+
+def test_every_rule_fires_in_one_case():
+    assert {rule.name for rule in RULES} == set().union(*(expected for _, expected in CASES.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("flat", {"method.learning_rate": 2e-4}),
+        ("slow", {"method.learning_rate": 6e-5}),
+        ("slow and smooth", {"method.global_batch_size": 64}),
+        ("noisy", {"method.global_batch_size": 32}),
+        ("jumps", {"method.learning_rate": 6.7e-6, "method.schedule.warmup": 0.1}),
+        ("risen", {"method.learning_rate": 4e-6, "method.schedule.warmup": 0.1}),
+        ("nan", {"method.learning_rate": 2e-6, "method.schedule.warmup": 0.1}),
+        ("no memory on a GPU", {"resources.gradient_checkpointing": "on", "resources.micro_batch_size": 4}),
+        ("rank 2", {"method.adapter.rank": 8}),
+        ("rows cut", {"method.max_length": 256}),
+        ("overfit", {"method.num_steps": 100, "method.num_epochs": None}),
+        ("still falling", {"method.num_steps": 400, "method.num_epochs": None}),
+        ("exploding margins", {"method.beta": 0.3, "method.sft_weight": 1.0}),
+        ("equal rewards", {"method.num_generations": 16, "method.global_batch_size": 128}),
+        ("far from the start", {"method.beta": 0.04, "method.learning_rate": 5e-7}),
+        ("PPO is far", {"method.kl_coef": 0.2, "method.learning_rate": 5e-7}),
+        ("pairs in no order", {}),
+        ("an idle GPU", {"resources.micro_batch_size": 16}),
+    ],
+)
+def test_a_finding_proposes_the_change_of_its_rule(name, change):
+    ppo = curves(GRPO, **{**RL, "kl": line(0.1, 1.0, 9.0, noise=0.01), "kl_coef": line(0.05)})
+    [found] = diagnose(ppo if name == "PPO is far" else CASES[name][0])
+    assert dict(found.change) == pytest.approx(change)
+
+
+def test_evidence_names_steps_and_values():
+    [found] = diagnose(CASES["overfit"][0])
+    assert found.evidence == "held-out loss 1.344 at step 100, its lowest, and 2 at 200"
+    assert (found.at, found.metric, found.confidence) == (100, "val/loss", "high")
+
+
+def test_fp16_and_no_clipping_are_changed_where_a_loss_jumps():
+    recipe = {**RECIPE, "precision": "fp16", "max_grad_norm": 5.0, "warmup_ratio": 0.2}
+    [found] = diagnose(curves(recipe, loss=spiked(SANE, 80, 140)))
+    assert {"method.precision": "bf16", "method.max_grad_norm": 1.0}.items() <= found.change.items()
+    assert "method.schedule.warmup" not in found.change
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Of a stage that runs, whose loss does not fall; one report is not finite."""
+    path = tmp_path / "sft" / "0123456789abcdef"
+    (path / "logs").mkdir(parents=True)
+    (path / "logs" / "stage.log").write_text(
+        "INFO x rows=1600 rows_cut=800 rows_dropped=0 trained_tokens_percent=16.8\n"
+    )
+    losses = [3.0 if step != 7 else math.nan for step in range(100)]
+    lines = [
+        {"step": step + 1, "time": 0.0, "metrics": {"loss": loss, "learning_rate": 1e-5}}
+        for step, loss in enumerate(losses)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_curves_of_a_running_stage_come_from_its_reports_and_its_log(directory):
+    found = read_curves(directory)
+    assert (found.stage, found.num_steps, len(found.loss), found.is_over) == ("sft", 100, 99, False)
+    assert found.report["rows_cut"] == 800.0
+    assert found.learning_rate == 1e-5  # without a recipe the largest that was reported
+    assert rules(diagnose(found)) == {"labels"}
+    assert rules(diagnose(replace(found, report={}))) == {"flat"}
+
+
+def test_a_running_stage_is_diagnosed_anew_as_it_reports(directory):
+    assert [each.rule for each in live_findings(directory)] == ["labels"]
+    (directory / "logs" / "stage.log").unlink()
+    assert [each.rule for each in live_findings(directory)] == ["labels"]
+    text = (directory / "metrics.jsonl").read_text()
+    (directory / "metrics.jsonl").write_text(text * 2)
+    assert [each.rule for each in live_findings(directory)] == ["flat"]
+    assert live_findings(directory / "none") == ()

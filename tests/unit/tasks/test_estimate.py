@@ -1,0 +1,109 @@
+"""Each term of the formulas by hand, for two models."""
+
+from dataclasses import replace
+
+import pytest
+
+from tasks.context import Resources
+from tasks.dpo import DPO
+from tasks.estimate import Architecture, architecture, flops_per_token, memory, trained_weights, work
+from tasks.method import Adapter, Optimizer, Quantization
+from tasks.reward_model import RewardModel
+from tasks.sft import SFT
+
+LLAMA = {  # SmolLM2-135M
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+STAGE = {"num_steps": 10, "global_batch_size": 8, "max_length": 64}
+CPU = Resources(micro_batch_size=2)
+
+
+def of(config: dict[str, object]) -> Architecture:
+    found = architecture(config)
+    assert found
+    return found
+
+
+def test_weights_of_two_models_by_hand():
+    llama = of(LLAMA)
+    layer = 576 * 576 * 2 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
+    assert trained_weights(SFT(**STAGE), llama.shapes()).base == 49152 * 576 + 30 * layer + 576 == 134_515_008
+    mixtral = of(MIXTRAL)
+    layer = 8 * 8 * 2 + 2 * 8 * 4 + 4 * 3 * 8 * 16 + 4 * 8 + 2 * 8
+    assert trained_weights(SFT(**STAGE), mixtral.shapes()).base == 2 * 100 * 8 + 2 * layer + 8
+
+
+@pytest.mark.parametrize(("config", "weights"), [(LLAMA, 134_515_008), (MIXTRAL, 5160)])
+def test_what_is_trained_has_gradients_and_moments(config, weights):
+    assert trained_weights(SFT(**STAGE), of(config).shapes()).base == weights
+    found = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 64)
+    assert (found.weights, found.gradients, found.optimizer) == (4 * weights, 4 * weights, 8 * weights)
+    plain = memory(SFT(**STAGE, optimizer=Optimizer(name="sgd")), CPU, of(config), of(config).shapes(), 64)
+    assert plain.optimizer == 0
+    shared = replace(CPU, zero_stage=2, num_workers=4)
+    divided = memory(SFT(**STAGE), shared, of(config), of(config).shapes(), 64)
+    assert (divided.weights, divided.gradients, divided.optimizer) == (4 * weights, weights, 2 * weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token"),
+    [(LLAMA, 30 * (9 * 576 + 2 * 192 + 4 * 1536)), (MIXTRAL, 2 * (9 * 8 + 2 * 4 + 4 * 16 * 2))],
+)
+def test_activations_and_logits_by_hand(config, per_token):
+    found = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 64)
+    assert found.activations == 2 * 64 * per_token * 4
+    assert found.logits == 2 * 64 * int(config["vocab_size"]) * 4 * 3
+    halves = memory(SFT(**STAGE, precision="bf16"), CPU, of(config), of(config).shapes(), 64)
+    assert halves.activations == found.activations / 2
+    layers = int(config["num_hidden_layers"])
+    kept = memory(SFT(**STAGE), replace(CPU, gradient_checkpointing="on"), of(config), of(config).shapes(), 64)
+    assert kept.activations == 2 * 64 * (layers * int(config["hidden_size"]) + per_token // layers) * 4
+    smaller = memory(SFT(**STAGE), replace(CPU, micro_batch_size=1), of(config), of(config).shapes(), 32)
+    assert (smaller.activations, smaller.logits) == (found.activations / 4, found.logits / 4)
+
+
+def test_pairs_a_reference_and_a_head():
+    shapes = of(LLAMA).shapes()
+    sft = memory(SFT(**STAGE), CPU, of(LLAMA), shapes, 64)
+    dpo = memory(DPO(**STAGE), CPU, of(LLAMA), shapes, 64)
+    assert (dpo.frozen, dpo.activations, dpo.logits) == (sft.weights, 2 * sft.activations, 2 * sft.logits)
+    assert memory(DPO(**STAGE), replace(CPU, precompute_reference=True), of(LLAMA), shapes, 64).frozen == 0
+    reward = memory(RewardModel(**STAGE), CPU, of(LLAMA), shapes, 64)
+    assert (reward.frozen, reward.logits) == (0, 2 * 2 * 4)  # a number per sequence
+
+
+def test_an_adapter_and_few_bits():
+    shapes, adapter = of(LLAMA).shapes(), Adapter(type="lora", rank=8)
+    ranks = 30 * 8 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
+    lora = memory(DPO(**STAGE, adapter=adapter), CPU, of(LLAMA), shapes, 64)
+    assert (lora.weights, lora.gradients, lora.optimizer) == (4 * (134_515_008 + ranks), 4 * ranks, 8 * ranks)
+    assert lora.frozen == 0  # the reference is the policy without its adapter
+    gpu = replace(CPU, gpus_per_worker=1)
+    bits = DPO(**STAGE, adapter=adapter, precision="bf16", quantization=Quantization(format="nf4"))
+    linear = 30 * (576 * 576 * 2 + 2 * 576 * 192 + 3 * 576 * 1536)
+    qlora = memory(bits, gpu, of(LLAMA), shapes, 64)
+    assert qlora.weights == int(linear / 2 * 1.03) + (134_515_008 - linear) * 2 + 4 * ranks
+
+
+def test_arithmetic_by_hand():
+    llama, full = of(LLAMA), SFT(**STAGE)
+    weights = 30 * (576 * 576 * 2 + 2 * 576 * 192 + 3 * 576 * 1536) + 576 * 49152
+    forward = 2 * weights + 30 * 2 * 576 * 64
+    assert flops_per_token(llama, full, CPU, 64) == 3 * forward
+    assert flops_per_token(llama, DPO(**STAGE), CPU, 64) == 4 * forward
+    assert flops_per_token(llama, SFT(**STAGE, adapter=Adapter(type="lora")), CPU, 64) == 2 * forward
+    assert flops_per_token(llama, full, replace(CPU, gradient_checkpointing="on"), 64) == 4 * forward
+    found = work(full, CPU, llama, num_steps=10, tokens=64)
+    assert (found.tokens, found.passes, found.flops) == (10 * 8 * 64, 40, 10 * 8 * 64 * 3 * forward)
+
+
+def test_a_config_without_the_numbers_is_unknown():
+    assert architecture({"model_type": "mamba", "hidden_size": 8}) is None
+    gpt2 = of({"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10})
+    assert (gpt2.intermediate, gpt2.head, gpt2.tied) == (32, 4, True)
