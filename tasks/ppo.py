@@ -62,6 +62,11 @@ class PPO(Generating):
             ),
             f"num_minibatches={self.num_minibatches} does not divide global_batch_size={self.global_batch_size}; set "
             "one that does": self.global_batch_size % self.num_minibatches,
+            f"clip_range={self.clip_range:g}, value_clip_range={self.value_clip_range} with one update per step: its "
+            "ratios are 1, so nothing is clipped; remove them, or set num_ppo_epochs or num_minibatches above 1": (
+                self.num_ppo_epochs * self.num_minibatches == 1
+                and (self.clip_range, self.value_clip_range) != (0.2, 0.2)
+            ),
         }
         for message, is_refused in refused.items():
             if is_refused:
@@ -73,6 +78,7 @@ class PPO(Generating):
         from tasks.train import actor_critic as terms
         from tasks.train.models import disable_dropout
         from tasks.train.own_loop import Optimization, OwnLoop
+        from tasks.train.rewards import token_values
 
         run.disable_dropout()
         policy, value = run.policy.model, run.model("value")
@@ -92,9 +98,9 @@ class PPO(Generating):
             for rows in self._minibatches(step):
                 for share in actor_critic.shares(rows):
                     with optimization.autocast():
-                        tokens = batch.tokens(share)
+                        tokens = terms.Tokens.of([batch.rows[row] for row in share], batch.mask_BC.shape[1], run.device)
                         logps_BC = terms.token_logps(policy, tokens, self.sampling.temperature)
-                        values_BC = terms.state_values(value, tokens)
+                        values_BC = tokens.gather(token_values(value, tokens.input_ids_BT, None), first=0)
                     losses = (
                         *terms.policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
                         *terms.value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from flows.reports.settings_page import markdown_table, write_page
+from flows.reports.settings_page import write_page
 from lineage.diagnosis.rules import RULES
+from lineage.markup import markdown_table
 
 FILE = Path(__file__).parents[2] / "docs" / "diagnose.md"
 
@@ -61,7 +62,7 @@ by heart, and a rate that is only somewhat too high. `low-device-use` needs `mfu
 def render() -> str:
     """The text of the page."""
     rows = [(f"`{rule.name}`", rule.group, rule.sign, rule.remedy) for rule in RULES]
-    return "\n".join([_HEAD + "## Rules\n", *markdown_table(("rule", "group", "sign", "what to change"), rows), _TAIL])
+    return "\n".join([_HEAD + "## Rules\n", markdown_table(("rule", "group", "sign", "what to change"), rows), _TAIL])
 
 
 def main() -> int:

@@ -174,11 +174,6 @@ def token_logps(
     return tokens.gather(all_BKV.gather(2, targets_BK.unsqueeze(2)).squeeze(2), first)
 
 
-def state_values(model: "PreTrainedModel", tokens: Tokens) -> Tensor:
-    """The value (B, C) of the state before each token of the completions."""
-    return tokens.gather(token_values(model, tokens.input_ids_BT, None), first=0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The completions of a step, of all workers in one order, and what the models say of them before its updates.
@@ -195,10 +190,6 @@ class Batch:
     reference_BC: Tensor
     values_BC: Tensor
     metrics: dict[str, float]
-
-    def tokens(self, rows: Sequence[int]) -> Tokens:
-        """Of some rows; columns are those of the batch."""
-        return Tokens.of([self.rows[row] for row in rows], self.mask_BC.shape[1], self.mask_BC.device)
 
 
 class ActorCritic:
@@ -253,7 +244,7 @@ class ActorCritic:
                 logps_BC = token_logps(self.policy, tokens, temperature, entropies)
                 with nullcontext() if self.reference else self.policy.disable_adapter():
                     reference_BC = token_logps(self.reference or self.policy, tokens, temperature)
-                values_BC = state_values(self.value, tokens)
+                values_BC = tokens.gather(token_values(self.value, tokens.input_ids_BT, None), first=0)
                 each = torch.stack([tokens.mask_BC, logps_BC, reference_BC, values_BC, *entropies], dim=2)
                 found += [(row, row_C5[: len(row[1])]) for row, row_C5 in zip(part, each.cpu(), strict=True)]
         self.policy.train()

@@ -130,6 +130,11 @@ class Generating(Completing):
                 "rewards and the slot reward_model are empty, so nothing scores the completions; set "
                 "rewards.NAME.function=..., or inputs.reward_model=<stage>"
             )
+        if REWARD_MODEL_NAME not in filled and not any(each.weight for each in (self.rewards or {}).values()):
+            raise ConfigError(
+                f"rewards {', '.join(self.rewards or {})} have weight=0 and the slot reward_model is empty, so all "
+                "completions are worth the same; set the weight of one, such as 1"
+            )
         if REWARD_MODEL_NAME not in filled and self.reward_model_weight is not None:
             raise ConfigError(
                 f"reward_model_weight={self.reward_model_weight:g}: the slot reward_model is empty; fill it, or set "

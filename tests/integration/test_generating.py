@@ -330,6 +330,7 @@ def test_what_cannot_be_is_refused_with_what_to_set(case: str) -> None:
     ("fields", "message"),
     [
         ({"rewards": None}, "rewards and the slot reward_model are empty"),
+        ({"rewards": {"json": RewardFunction(weight=0.0)}}, r"rewards json have weight=0 .*set the weight of one"),
         ({"reward_model_weight": 2.0}, "reward_model_weight=2: the slot reward_model is empty"),
     ],
 )

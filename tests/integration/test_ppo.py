@@ -13,7 +13,8 @@ from lineage.errors import ConfigError, PipelineError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
-from tasks.train.actor_critic import Tokens, state_values, token_logps
+from tasks.train.actor_critic import Tokens, token_logps
+from tasks.train.rewards import token_values
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.completion_scores import vowel
@@ -95,7 +96,7 @@ def test_every_architecture_is_measured_as_each_row_alone(tmp_path: Path, archit
         found: list[torch.Tensor] = []
         logps = token_logps(policy, tokens, 0.7, found)
         [entropies] = found
-        values = state_values(value, tokens)
+        values = tokens.gather(token_values(value, tokens.input_ids_BT, None), first=0)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids = torch.tensor([[*prompt, *completion]])
             places = slice(len(prompt) - 1, ids.shape[1] - 1)
@@ -154,6 +155,10 @@ def test_the_reference_of_an_adapter_is_the_policy_that_was_given(tmp_path: Path
         ({"kl_horizon": 100}, r"kl_horizon=100 without kl_target.*set kl_target.* or kl_horizon=null"),
         ({"center_advantages": True, "num_generations": 1}, r"center_advantages=true with num_generations=1.*set num"),
         ({"num_minibatches": 3}, r"num_minibatches=3 does not divide global_batch_size=8; set one that does"),
+        (
+            {"clip_range": 0.5, "num_ppo_epochs": 1, "num_minibatches": 1},
+            r"clip_range=0.5, value_clip_range=0.2 with one update per step.*set num_ppo_epochs",
+        ),
         ({"vllm": "server"}, r"vllm=server: .*set vllm=null"),
     ],
 )
