@@ -92,6 +92,7 @@ class Estimate:
         runs: how many past runs it is corrected by; 0: by formula alone.
         error: of the predictions of these runs: the median share, of memory and of time; None: none was predicted.
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
+        at_most: nothing says how long rows are, so all of them are taken to be as long as ``max_length``.
     """
 
     memory: int
@@ -105,12 +106,13 @@ class Estimate:
     currency: str = ""
     kwh: float | None = None
     error: tuple[float, float] | None = None
+    at_most: bool = False
 
     @property
     def basis(self) -> str:
         """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
         if not self.runs:
-            return "by formula"
+            return "by formula, all rows as long as max_length" if self.at_most else "by formula"
         plural = "run" if self.runs == 1 else "runs"
         off = f", off by {self.error[0]:.0%} in memory and {self.error[1]:.0%} in time" if self.error else ""
         return f"measured on {self.runs} {plural}{off}"
@@ -252,7 +254,7 @@ class Estimator:
         is_known = bool(near) or (reads is not None and reads.joined)
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
-            runs=len(near), features=features, error=_error(near), gpu_hours=gpu_hours,
+            runs=len(near), features=features, at_most=not is_known, error=_error(near), gpu_hours=gpu_hours,
             price=None if price is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,
         )  # fmt: skip

@@ -166,15 +166,20 @@ def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
     """What each training is expected to need, and all of them; nothing where none is known."""
     if not estimates:
         return []
-    numbers = ("GiB per worker", "time", "GPU-hours", "price", "kWh")
-    table = empty_table("stage", *numbers, "basis", numbers=numbers)
     all_of = list(estimates.values())
-    for name, each in estimates.items():
-        table.add_row(name, f"{each.memory / 2**30:.2f}", clock(each.seconds), *_costs([each]), each.basis)
+    rows = [(name, _most([each]), clock(each.seconds), *_costs([each]), each.basis) for name, each in estimates.items()]
     if len(all_of) > 1:
-        most = max(each.memory for each in all_of)
-        table.add_row("in all", f"{most / 2**30:.2f}", clock(sum(each.seconds for each in all_of)), *_costs(all_of), "")
+        rows.append(("in all", _most(all_of), clock(sum(each.seconds for each in all_of)), *_costs(all_of), ""))
+    columns = ("stage", "GiB per worker", "time", "GPU-hours", "price", "kWh", "basis")
+    shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
     return [plain_text(table)]
+
+
+def _most(estimates: Sequence[Estimate]) -> str:
+    return f"{max(each.memory for each in estimates) / 2**30:.2f}"
 
 
 def _costs(estimates: Sequence[Estimate]) -> list[str]:

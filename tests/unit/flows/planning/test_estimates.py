@@ -66,6 +66,7 @@ def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
     assert (dear.price, dear.kwh) == (pytest.approx(6 * hours), None)
     text = plan_table(plan, found)
     assert " EUR " in text
+    assert "kWh" not in plan_table(demo(), estimates(demo()))  # a column that nothing fills
     assert "in all" in text
     assert "by formula" in text
     rows = {row["stage"]: row for row in plan_dict(plan, found)["stages"]}
@@ -83,8 +84,9 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     halved = after.features.flops / before.features.flops
     assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
     assert after.seconds == pytest.approx(10 + 100 * after.features.flops / features.flops)
-    assert estimates(demo())["dpo"].basis == "by formula"  # another method
-    assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
+    longest = "by formula, all rows as long as max_length"
+    assert estimates(demo())["dpo"].basis == longest  # another method
+    assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == longest  # other hardware
 
 
 def test_rows_that_were_never_cut_do_not_grow_with_the_limit(demo):
