@@ -76,7 +76,7 @@ dvc-yaml: $(READY)  ## dvc.yaml, rendered from the default pipeline
 prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.prefect.deployments
 
-settings-page: $(READY)  ## docs/settings.md, methods.md, advice.md and diagnose.md, rendered from the dataclasses and tables of the code
+settings-page: $(READY)  ## the tables of docs/settings.md, methods.md, advice.md and diagnose.md, from the dataclasses and tables of the code
 	$(BIN)/python -m flows.reports.settings_page
 	$(BIN)/python -m flows.reports.methods_page
 	$(BIN)/python -m flows.reports.advice_page

@@ -45,7 +45,9 @@ def main() -> int:
             plan = json.loads(call(folder, "plan", "--json", *words, *overrides))
             predicted = {row["stage"]: row["estimate"] for row in plan["stages"] if "estimate" in row}
             call(folder, "run", *words, *overrides)
-            runs = map(json.loads, remembered.read_text().splitlines()[len(remembered_lines(folder)) :])
+            runs = [json.loads(line) for line in remembered.read_text().splitlines()[len(remembered_lines(folder)) :]]
+            if missing := set(TRAININGS) - {run["stage"] for run in runs}:
+                raise SystemExit(f"{size}: {', '.join(sorted(missing))} did not run, or reported too little")
             for run in sorted(runs, key=lambda each: TRAININGS.index(each["stage"])):
                 of = predicted[run["stage"]]
                 measured = (run["memory"] / 2**30, run["seconds"] + run["other_seconds"])

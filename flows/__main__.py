@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
+from flows.commands.arguments import add_json, add_overrides
 from flows.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ConfigError, PipelineError
 
@@ -39,6 +40,8 @@ COMMANDS = {
     "impact": "show all that a source, a file, a row, a label or a model went into",
     "diff": "show what differs in the ancestries of two artifacts, the most likely cause first",
     "diagnose": "read the curves of a stage; say what they mean, and what to change",
+    "blame": "evaluate what two models were made from; name the first stage whose model is worse",
+    "tune": "train a stage in short rounds, each with what diagnose would change; keep the best settings",
     "verify": "read every byte again and check every link of the record",
     "promote": "give an alias to a model that passed its gate",
     "rollback": "give an alias back to its previous holder",
@@ -52,9 +55,12 @@ COMMANDS = {
     "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
 }
-# The module of flows.commands with add_NAME(parser) and run_NAME(options), where it is not called NAME.
+_OWN_WORDS = ("data", "diagnose", "tune")  # add all their arguments themselves
+_WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --json prints one object
+# The module of flows.commands with run_NAME(options), and add_NAME(parser) for its own arguments, if not called NAME.
 _MODULES = {
     "plan": "run", "stage": "run", "export": "run", "certify": "rehearse", "impact": "lineage", "diff": "lineage",
+    "blame": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
 }  # fmt: skip
@@ -148,7 +154,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help_text, description=help_text)
         if name in arguments[:1]:
             module = importlib.import_module(f"flows.commands.{_MODULES.get(name, name)}")
-            getattr(module, f"add_{name}")(sub)
+            add = getattr(module, f"add_{name}", None)
+            if add:
+                add(sub)
+            if name not in _OWN_WORDS:
+                add_overrides(sub)
+            if name not in (*_OWN_WORDS, *_WITHOUT_JSON):
+                add_json(sub)
             sub.set_defaults(command=getattr(module, f"run_{name}"))
     return parser
 

@@ -89,6 +89,13 @@ class Finding:
     remedy: str = ""
 
 
+def _judged(
+    check: str, faults: Sequence[str], well: str, remedy: str, level: Literal["warn", "error"] = "error"
+) -> Finding:
+    """A fault with its remedy, or what is well."""
+    return Finding(check, level, _some(faults), remedy) if faults else Finding(check, "ok", well)
+
+
 def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Finding]:
     """All findings; if the configuration is wrong, those on the machine and on what the environment names."""
     from flows.declare.config import load_pipeline
@@ -132,11 +139,9 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
     """Python, requirements, the lock, packages that break each other, and releases with published holes."""
     ours = [each for each in map(_requirement, requires["posttrain"]) if each]
     python = next(each for each in ours if each.name == "python")
-    if _holds(python, versions):
-        yield Finding("python", "ok", versions["python"])
-    else:
-        yield Finding("python", "error", f"{versions['python']}, and posttrain requires {python.specifier}",
-                      "create a virtual environment with such a Python: make PYTHON=/path/to/python3.11")  # fmt: skip
+    other = [] if _holds(python, versions) else [f"{versions['python']}, and posttrain requires {python.specifier}"]
+    make = "create a virtual environment with such a Python: make PYTHON=/path/to/python3.11"
+    yield _judged("python", other, versions["python"], make)
     names = {canonicalize_name(each.name) for each in ours} - {"python"}
     broken = [
         (name, f"{name} requires {each.name}{each.specifier}, {versions.get(key, 'none')} is installed")
@@ -145,23 +150,19 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
     ]
     own = [line for name, line in broken if name == "posttrain"]
     others = [line for name, line in broken if name != "posttrain"]
-    if own:
-        yield Finding("packages", "error", _some(own), _INSTALL)
+    if own or not broken:
+        yield _judged("packages", own, f"all {len(names)} requirements are met", _INSTALL)
     if others:
-        yield Finding("packages", "warn", _some(others),
-                      "uninstall what you do not need, or give it an environment of its own")  # fmt: skip
-    if not broken:
-        yield Finding("packages", "ok", f"all {len(names)} requirements are met")
+        mend = "uninstall what you do not need, or give it an environment of its own"
+        yield Finding("packages", "warn", _some(others), mend)
     locked = lock_versions(lock)
     other = [
         f"{name} {versions.get(name, 'is absent')} (lock: {version})"
         for name, version in sorted(locked.items())
         if name not in versions or Version(versions[name]).public != Version(version).public
     ]
-    if other:
-        yield Finding("lock", "warn", _some(other), _INSTALL)
-    else:
-        yield Finding("lock", "ok", "all versions match" if locked else "no requirements.lock to compare with")
+    well = "all versions match" if locked else "no requirements.lock to compare with"
+    yield _judged("lock", other, well, _INSTALL, "warn")
     yield from _known_faults(versions)
 
 
@@ -175,11 +176,12 @@ def _known_faults(versions: Mapping[str, str]) -> Iterator[Finding]:
     if not bad:
         yield Finding("known-bad", "ok", "no packages that are known to break each other")
     floors = {name: (versions[name], floor) for name, floor in FLOORS.items() if name in versions}
-    old = [f"{name} {has} (>={floor})" for name, (has, floor) in floors.items() if Version(has) < Version(floor)]
-    if old:
-        yield Finding("security", "error", f"releases with published holes: {', '.join(old)}", _INSTALL)
-    else:
-        yield Finding("security", "ok", ", ".join(f"{name} {has}" for name, (has, _) in floors.items()))
+    old = [
+        f"a release with published holes: {name} {has} (>={floor})"
+        for name, (has, floor) in floors.items()
+        if Version(has) < Version(floor)
+    ]
+    yield _judged("security", old, ", ".join(f"{name} {has}" for name, (has, _) in floors.items()), _INSTALL)
 
 
 def lock_versions(text: str) -> dict[str, str]:
@@ -258,7 +260,7 @@ def check_limits() -> Iterator[Finding]:
          "raise the hard limit to 65536: ulimit -Hn, or nofile in /etc/security/limits.conf"),
     ]  # fmt: skip
     for check, fits, found, remedy in limits:
-        yield Finding(check, "ok", found) if fits else Finding(check, "warn", found, remedy)
+        yield _judged(check, [] if fits else [found], found, remedy, "warn")
 
 
 def check_gpus() -> Finding:

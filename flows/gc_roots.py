@@ -17,7 +17,6 @@ from lineage.graph.index import ARTIFACT, Index
 from lineage.graph.places import artifact_at, node_key
 from lineage.graph.refs import resolve
 from lineage.mlflow.address import sqlite_file, tracking_uri
-from lineage.mlflow.registry import aliases
 from lineage.promotions import read_events
 from lineage.store import MANIFEST, Entry
 from tasks.method import Training
@@ -112,4 +111,6 @@ def _mlflow(tracking: Tracking, pipelines: Sequence[str]) -> dict[str, str]:
     file = sqlite_file(uri) if uri else None
     if uri is None or (file and not file.exists()):  # nothing was recorded yet
         return {}
+    from lineage.mlflow.registry import aliases  # imports mlflow, which takes a second
+
     return {node_key(*place): f"alias {alias} of MLflow" for place, alias in aliases(uri, pipelines).items()}

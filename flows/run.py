@@ -47,16 +47,22 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def run_one(plan: Plan, name: str, words: Sequence[str]) -> None:
+def run_one(plan: Plan, name: str, words: Sequence[str], *, command: str = "run") -> None:
     """Makes one stage, whose inputs are finished, without Prefect; the progress goes to stderr.
+
+    Args:
+        words: of the command, for the record.
 
     Raises:
         PipelineError: the stage failed.
         KeyboardInterrupt: it was stopped; nothing is left running.
     """
     planned = plan.stage(name)
-    with stoppable(), _screen([planned]) as screen, open_run(plan, words, screen.on, [planned], in_flow=False) as run:
-        execute(run, planned)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stoppable())
+        screen = stack.enter_context(_screen([planned]))
+        opened = open_run(plan, words, screen.on, [planned], in_flow=False, command=command)
+        execute(stack.enter_context(opened), planned)
 
 
 def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:

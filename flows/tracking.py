@@ -8,7 +8,6 @@ from flows.progress.run_record import silent_drivers
 from lineage.errors import PipelineError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import require_reachable, tracking_uri
-from lineage.mlflow.registry import refill, set_alias
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.promotions import locked, read_events, stacks
 from lineage.run_file import is_left, open_records
@@ -36,6 +35,8 @@ def complete_record(pipeline: Pipeline) -> None:
     notes = [note for note in opened if is_left(note, silent)]
     if not notes:
         return
+    from lineage.mlflow.registry import refill  # imports mlflow, which takes a second
+
     try:
         refill(pipeline.tracking.uri, pipeline.store, silent)
     except PipelineError as error:
@@ -52,6 +53,8 @@ def mirror_alias(pipeline: Pipeline, alias: str) -> None:
     """
     if not pipeline.tracking.mlflow:
         return
+    from lineage.mlflow.registry import set_alias
+
     uri, store = pipeline.tracking.uri, Store(pipeline.store)
     try:
         with locked(pipeline.store):

@@ -3,6 +3,11 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Recipe = Mapping[str, object]
 
@@ -24,7 +29,15 @@ def without_nones(value: object) -> object:
         return {key: without_nones(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         return [without_nones(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return set_fields(value)
     return value
+
+
+def set_fields(setting: "DataclassInstance") -> dict[str, object]:
+    """The fields of a dataclass that are not None, and those of its fields."""
+    found = ((each.name, getattr(setting, each.name)) for each in fields(setting))
+    return {name: without_nones(value) for name, value in found if value is not None}
 
 
 def fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:

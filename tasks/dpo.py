@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 
 from tasks.data.kinds import PREFERENCES
-from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
-from tasks.train.dpo_losses import BETA, LOSSES, Divergence, LossType, ReferenceSync, check, trl_options, weights_of
+from tasks.method import FROZEN_POLICY, POLICY
+from tasks.train.dpo_losses import LOSSES, Divergence, LossOptions, LossType, ReferenceSync
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(AnswerTraining):
+class DPO(LossOptions):
     """Tunes a policy on preference pairs; its frozen start is the reference."""
 
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
@@ -26,7 +26,7 @@ class DPO(AnswerTraining):
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
 
     default_learning_rate: ClassVar = 1e-6
-    beta: Annotated[float, Gt(0)] = BETA  # strength of the KL to the reference
+    beta: Annotated[float, Gt(0)] = 0.1  # strength of the KL to the reference
     loss_type: LossType = "sigmoid"  # eq. 7 of the paper; tasks/train/dpo_losses.py names the papers of all
     losses: Mapping[LossType, Annotated[float, Gt(0)]] | None = None  # several, with weights: MPO, arXiv:2411.10442
     sft_weight: Annotated[float, Gt(0)] | None = None  # of the chosen answers' log-likelihood in the loss: rpo_loss
@@ -40,7 +40,7 @@ class DPO(AnswerTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self)
+        self.check_losses()
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         if self.sft_weight is not None:
@@ -51,8 +51,8 @@ class DPO(AnswerTraining):
 
         from tasks.train.dpo_trainer import MovingReferenceTrainer, OwnLossesTrainer
 
-        options = trl_options(self)
-        ours = {name: weight for name, weight in weights_of(self).items() if LOSSES[name].is_ours}
+        options = self.trl_options()
+        ours = {name: weight for name, weight in self.weights.items() if LOSSES[name].is_ours}
         if self.reference_sync is not None:
             return run.trl(MovingReferenceTrainer, DPOConfig, **options, own_losses=ours)
         if ours:

@@ -217,7 +217,8 @@ def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Reso
     """Of a training step, forward and backward, for each token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
 
     Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
-    trained); attention over a row; two more per weight for each frozen model; recomputed activations.
+    trained); attention over a row; two more per weight for each frozen model, for recomputed activations, and for
+    completions that are generated.
 
     Args:
         tokens: of a row.
@@ -231,7 +232,8 @@ def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Reso
     recomputed = forward if resources.checkpointed_layers else 0
     reference = 0 if resources.precompute_reference or not method.has_reference else forward
     teachers = forward * sum(role == TEACHER for role in method.models.values())
-    return forward + backward + recomputed + reference + teachers
+    generated = forward if _completions(method) else 0
+    return forward + backward + recomputed + reference + teachers + generated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from tasks.best import Validation
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import TooLong
@@ -23,11 +24,9 @@ from tasks.recipe import (
     TrainingRecipe,
 )
 from tasks.train.adapters import Adapter
-from tasks.train.adaptive import Adaptive
 from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
-from tasks.train.schedules import Schedule
-from tasks.train.validation import Validation
+from tasks.train.schedules import Adaptive, Schedule
 
 if TYPE_CHECKING:
     from transformers import Trainer

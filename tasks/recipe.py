@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -17,9 +17,9 @@ from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
-from lineage.fingerprint import without_nones
+from lineage.fingerprint import set_fields
 from lineage.model_source import text_digest
-from tasks.best import HELD_OUT_LOSS, Best
+from tasks.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
 from tasks.chat_template import CHAT_TEMPLATES, template_text
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
@@ -31,7 +31,6 @@ from tasks.train.optimizers import Optimizer
 from tasks.train.quantization import Quantization
 from tasks.train.schedules import Name as ScheduleName
 from tasks.train.schedules import Schedule
-from tasks.train.validation import Validation, steps_of_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +103,7 @@ class Method(ABC):
 
     def recipe(self) -> dict[str, object]:
         """The method's part of the fingerprint: class, version and every field that is not None."""
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
+        values = set_fields(self)
         if rewards := _rewards_of(self):
             values["rewards"] = identity_of(rewards)
         return {"method": self.name(), "version": self.version, **values}

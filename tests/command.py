@@ -26,8 +26,8 @@ from tasks.method import Training
 
 REPOSITORY = Path(__file__).parent.parent
 CONF = REPOSITORY / "tests" / "conf"
-RUN_STAGES = ("run", "stage", "rehearse", "certify")
-TAKE_OVERRIDES = ("plan", "run", "rehearse", "certify")  # commands that take the overrides of a pipeline
+RUN_STAGES = ("run", "stage", "rehearse", "certify", "tune", "blame")
+TAKE_OVERRIDES = ("plan", "run", "rehearse", "certify", "tune")  # commands that take the overrides of a pipeline
 LOGGERS = ("lineage", "tasks", "flows", "dvc", "dvc_data", "dvc_objects")
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # raise it on a busy machine
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt")

@@ -9,10 +9,11 @@ from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import TRAIN
 from tasks.evaluate.row_scores import RowScores, write_scores
-from tasks.method import Inputs, Method
+from tasks.method import Inputs, Method, Training
 
 _FILE = "skill.json"
 _ROWS = 400
+_NO_WEIGHTS = "\x02" + 7 * "\0" + "{}"  # a file of safetensors without any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,28 @@ class ToyLearner(Method):
         points = sum(-10 if "bad" in text else 1 for text in texts)
         skill = json.loads((inputs["policy"].path / _FILE).read_text()) + points
         (ctx.output_dir / _FILE).write_text(json.dumps(skill))
+        return {"skill": float(skill)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyTaught(Training):
+    """Learns the stated number of points."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+    preload: ClassVar[tuple[str, ...]] = ()
+
+    points: int
+    learning_rate: float = 0.1
+    num_steps: int = 1
+    global_batch_size: int = 8
+    max_length: int = 16
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        skill = json.loads((inputs["policy"].path / _FILE).read_text()) + self.points
+        files = {_FILE: json.dumps(skill), "config.json": "{}", "model.safetensors": _NO_WEIGHTS}
+        for name, text in files.items():
+            (ctx.output_dir / name).write_text(text)
         return {"skill": float(skill)}
 
 

@@ -1,5 +1,6 @@
 """Methods that take no time and no torch, for tests of what is around a method."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,8 +79,34 @@ class ToyTraining(Training):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToyTuned(Training):
+    """Its loss falls by a share in each step, which is the learning rate; the held-out loss likewise, to a floor."""
+
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
+    produces: ClassVar[Kind] = Kind.CHECKPOINT
+    preload: ClassVar[tuple[str, ...]] = ()
+
+    learning_rate: float = 1e-3
+    num_steps: int = 60
+    global_batch_size: int = 8
+    max_length: int = 16
+    highest: float = 1.0  # learning rate that does not diverge
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        if self.learning_rate > self.highest:
+            raise ValueError("the loss diverged")
+        metrics = {}
+        for step in range(1, self.num_steps + 1):
+            loss = 3.0 * math.exp(-self.learning_rate * step)
+            metrics = {"loss": loss, **({"held_out_loss": max(loss, 2.0)} if step % 6 == 0 else {})}
+            ctx.report(step, metrics)
+        (ctx.output_dir / "model.txt").write_text(str(metrics))
+        return {**metrics, "train_seconds": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToyEvaluate(Method):
-    """A report out of nothing: each policy wins the first rows, as many as it is told to."""
+    """A report out of nothing: each policy wins the stated number of first rows."""
 
     consumes: ClassVar[Mapping[str, Kind]] = {"*": Kind.CHECKPOINT}
     produces: ClassVar[Kind] = Kind.REPORT

@@ -5,14 +5,12 @@ import json
 import math
 import os
 import shlex
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, words_of
+from flows.commands.arguments import words_of
 from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Row, Value, case_of
 from tasks.method import Training
 
@@ -64,10 +62,8 @@ class Recipe:
 
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
     parser.epilog = "A first word without = is a STAGE; without one, all stages that train are advised."
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the overrides, for --overrides-from FILE")
-    add_json(parser)
 
 
 def run_advise(options: argparse.Namespace) -> int:
@@ -230,7 +226,9 @@ def _unit(field: str, row: Row) -> str:
 
 
 def _machine(planned: "PlannedStage") -> Iterator[Advised]:
-    gpus, now, method = _num_gpus(), planned.stage.resources, planned.stage.method
+    from flows.stages.resources import visible_gpus
+
+    gpus, now, method = len(visible_gpus()), planned.stage.resources, planned.stage.method
     seen = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{os.cpu_count()} CPUs, no GPU"
     precision, batch = str(getattr(method, "precision", "fp32")), int(getattr(method, "global_batch_size", 1))
     workers = next(count for count in range(max(1, min(gpus, _MOST_WORKERS)), 0, -1) if batch % count == 0)
@@ -290,12 +288,3 @@ def _yaml(recipes: list[Recipe], words: list[str], config_dir: Path | None) -> s
         for word, value in zip(each.overrides(), each.values, strict=True):
             lines.append(f"- {json.dumps(word)} # {value.reason} ({value.source})")
     return "\n".join(lines) + "\n"
-
-
-@cache
-def _num_gpus() -> int:
-    try:
-        listing = subprocess.run(("nvidia-smi", "-L"), capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.splitlines())

@@ -7,18 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides
 from flows.wording import counted, printable_text
 from lineage.errors import ConfigError
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:
-    from tasks.train.compatibility import Refusal
-
-
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
+    from tasks.train.rule import Refusal
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -39,11 +33,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     if any(each.check == "configuration" for each in errors):
         return ConfigError.exit_code
     return 1 if errors else 0
-
-
-def add_compat(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_compat(options: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
-"""``posttrain lineage``, ``impact`` and ``diff``."""
+"""``posttrain lineage``, ``impact``, ``diff`` and ``blame``."""
 
 import argparse
 import json
 from pathlib import Path
 
-from flows.commands.arguments import add_json, add_overrides
+from flows.commands.arguments import name_among, words_of
 from flows.declare.store_root import asked_store
 
 
@@ -12,8 +12,6 @@ def add_lineage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "ref", metavar="REF", help="such as cpt-sft-dpo/dpo, alias:champion, or digits of a fingerprint"
     )
-    add_overrides(parser)
-    add_json(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the graph")
 
 
@@ -47,8 +45,6 @@ def add_impact(parser: argparse.ArgumentParser) -> None:
         "ref", metavar="REF",
         help="an artifact or a source as in lineage; label:NAME; source:NAME#ROW-ID; source:NAME#TEXT; a data file",
     )  # fmt: skip
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_impact(options: argparse.Namespace) -> int:
@@ -66,8 +62,6 @@ def run_impact(options: argparse.Namespace) -> int:
 def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help="such as cpt-sft-dpo/dpo, or digits of a fingerprint")
     parser.add_argument("second", metavar="B", help="such as alias:champion")
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -84,4 +78,23 @@ def run_diff(options: argparse.Namespace) -> int:
     with Index(asked_store([word for word in words if "=" in word], options.config_dir)) as index:
         found = diff(index, *(resolve(ref, index).node for ref in refs))
     print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
+    return 0
+
+
+def add_blame(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="REF", help="a model, such as alias:champion or cpt-sft-dpo/dpo")
+    parser.add_argument("--metric", required=True, help="of a model in the report, such as preference_accuracy")
+    parser.add_argument(
+        "--against", metavar="REF", help="default: what its alias named before, else the last of its stage before it"
+    )
+
+
+def run_blame(options: argparse.Namespace) -> int:
+    from flows.blame import blame
+
+    ref, options.overrides = name_among(options.ref, options.overrides)
+    against = ["--against", options.against] if options.against else []
+    words = [ref, "--metric", options.metric, *against, *words_of(options)]
+    found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, words)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found.text())
     return 0

@@ -4,7 +4,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides
 from lineage.fingerprint import short
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ def add_promote(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alias", required=True, metavar="NAME", help="champion, production ...")
     parser.add_argument("--why", default="", metavar="TEXT", help="kept with the promotion")
     parser.add_argument("--force", action="store_true", help="without a passing verdict; that is recorded")
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_promote(options: argparse.Namespace) -> int:
@@ -37,8 +34,6 @@ def run_promote(options: argparse.Namespace) -> int:
 def add_rollback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alias", required=True, metavar="NAME", help="champion, production ...")
     parser.add_argument("--why", default="", metavar="TEXT", help="kept with the rollback")
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_rollback(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, words_of
+from flows.commands.arguments import words_of
 
 if TYPE_CHECKING:
     from flows.certify import Certified
@@ -16,8 +16,6 @@ _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
 def add_rehearse(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
     parser.add_argument("--keep", action="store_true", help="keep what it makes, until the next rehearsal")
 
 
@@ -61,11 +59,6 @@ def _rehearsal_text(rehearsal: "Rehearsal") -> str:
     if rehearsal.place.is_dir():
         lines.append(f"kept until the next rehearsal: {rehearsal.place}")
     return "\n".join(lines)
-
-
-def add_certify(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
 
 
 def run_certify(options: argparse.Namespace) -> int:

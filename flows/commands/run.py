@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, words_of
+from flows.commands.arguments import add_sweep, read_overrides, words_of
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
@@ -15,9 +15,7 @@ WORK = 4  # exit code of plan --exit-code where a run would do something
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
     add_sweep(parser)
-    add_json(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to a file, for run --plan FILE")
     parser.add_argument(
         "--suggest", type=Path, metavar="FILE", help="write the overrides that make every stage fit into memory"
@@ -74,9 +72,7 @@ def _refuse_with_sweep(options: argparse.Namespace, *names: str) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
     add_sweep(parser)
-    add_json(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="run what plan --out wrote; refuse anything else")
 
 
@@ -117,7 +113,6 @@ def run_run(options: argparse.Namespace) -> int:
 
 def add_stage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="STAGE", help="a stage of the pipeline, whose inputs are finished")
-    add_overrides(parser)
 
 
 def run_stage(options: argparse.Namespace) -> int:
@@ -167,13 +162,11 @@ def _require_stage(pipeline: "Pipeline", name: str) -> None:
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", choices=["verl"], help="the program that is to run the stage")
     parser.add_argument("name", metavar="STAGE", help="a stage of GRPO, RLOO or PPO, whose inputs are finished")
-    add_overrides(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: verl/STAGE")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of verl, which wins; repeat it"
     )
     parser.add_argument("--ability", default="general", help="the column ability of the rows, such as math")
-    add_json(parser)
 
 
 def run_export(options: argparse.Namespace) -> int:

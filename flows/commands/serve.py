@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_allow_code, add_overrides, stated_words
+from flows.commands.arguments import add_allow_code, stated_words
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
     add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
     parser.add_argument("--limit", type=_count, help="runs under way at once, over all deployments (default: no limit)")

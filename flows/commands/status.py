@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from flows.commands.arguments import add_overrides, name_among
+from flows.commands.arguments import name_among
 from flows.declare.store_root import asked_store, store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
@@ -19,7 +19,6 @@ _WATCH_SECONDS = 1.0
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
@@ -51,7 +50,6 @@ def _watch(store: Path) -> None:
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="such as dpo, cpt-sft-dpo/dpo, or digits of a fingerprint")
-    add_overrides(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the stage ends, from before it begins")
     parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="the last so many lines; without: all")
 
@@ -80,7 +78,6 @@ def _count(text: str) -> int:
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="its id as in posttrain status, or enough of it; or: latest")
-    add_overrides(parser)
 
 
 def run_cancel(options: argparse.Namespace) -> int:

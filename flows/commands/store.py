@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides
 from flows.wording import printable_text
 from lineage.errors import ConfigError
 
@@ -24,9 +23,6 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "": 86400.0}  # of an age, in seconds
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", nargs="?", metavar="REF", help="an artifact: it and its ancestry; none: the whole store")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="e.g. store=elsewhere")
-    parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
-    add_json(parser)
 
 
 def run_verify(options: argparse.Namespace) -> int:
@@ -103,8 +99,6 @@ def _verified_text(findings: list["Finding"], num_faults: int, checked: "Checked
 
 
 def add_gc(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     parser.add_argument("--dry-run", action="store_true", help="only show it")
     parser.add_argument("--keep", action="append", default=[], metavar="REF", help="keep this, with its ancestors")
@@ -168,7 +162,6 @@ def _garbage_dict(
 
 def _print_garbage(store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]") -> None:
     from rich.filesize import decimal
-    from rich.text import Text
 
     from flows.reports.tables import empty_table, plain_text
     from flows.wording import counted
@@ -178,7 +171,7 @@ def _print_garbage(store: Path, garbage: "Sequence[Garbage]", young: "Sequence[G
     if garbage:
         table = empty_table("what", "size", "why", numbers=("size",))
         for each in garbage:
-            table.add_row(Text(each.what), decimal(size([each]).num_bytes), Text(each.why))
+            table.add_row(each.what, decimal(size([each]).num_bytes), each.why)
         lines.append(plain_text(table))
     if whole.freed < whole.num_bytes:
         lines.append(f"{decimal(whole.num_bytes - whole.freed)} stay on the disk: hard links from elsewhere share them")
@@ -206,15 +199,9 @@ def _seconds(word: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def add_rebuild(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    add_json(parser)
-
-
 def run_rebuild(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.progress.run_record import silent_drivers
-    from lineage.mlflow.registry import refill
     from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
@@ -223,6 +210,8 @@ def run_rebuild(options: argparse.Namespace) -> int:
             "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or state tracking.uri"
         )
     require_store(pipeline.store)
+    from lineage.mlflow.registry import refill  # imports mlflow, which takes a second
+
     rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
     if options.json:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))

@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar, cast, get_args
 
@@ -25,6 +25,7 @@ from tasks.context import Precision, Resources
 from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
 from tasks.method import Schedule as LearningRate
 from tasks.recipe import SHORT_FORMS
+from tasks.train.compatibility import check_compatible
 
 T = TypeVar("T")
 Node = Mapping[str, object]
@@ -267,7 +268,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         ConfigError: names what was found, what is accepted, what to do.
     """
     _refuse_ms_amp(tree)
-    root = typed(Root, tree, "", groups())
+    root = _root(tree)
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
     stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
     pipeline = Pipeline(
@@ -291,13 +292,18 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     return pipeline
 
 
+def _root(tree: Node) -> Root:
+    adapter = None if tree.get("adapter") == AUTO else tree.get("adapter")
+    return typed(Root, {**tree, "adapter": adapter}, "", groups())
+
+
 def stages_of(tree: Node) -> dict[str, Stage]:
     """The stages of a configuration, each with its own keys and types checked, and nothing between them.
 
     Raises:
         ConfigError: names what was found, what is accepted, what to do.
     """
-    root = typed(Root, tree, "", groups())
+    root = _root(tree)
     return {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
 
 
@@ -322,13 +328,40 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     for key in defaults.keys() & taken:
         if defaults[key] is not None:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
-    kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
-    if recipe.get("adapter", False) is None and recipe.get("quantization") == tree["quantization"]:
-        recipe.pop("quantization", None)  # of all stages; this one has no adapter
     shared = tree["resources"]
     assert isinstance(shared, dict)
     # What a stage does not state about its resources, the root states for all.
     resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
+    if "adapter" not in taken or recipe.get("adapter") != AUTO:
+        return _built(where, cls, recipe, resources, parts, root, tree["quantization"])
+    choices, refused = dict[str, Stage](), list[ConfigError]()
+    for label, adapter in _choices(resources).items():
+        try:
+            stage = _built(where, cls, {**recipe, "adapter": adapter}, resources, parts, root, tree["quantization"])
+            check_compatible(where, stage.method, resources)
+            choices[label] = stage
+        except ConfigError as error:
+            refused.append(error)
+    if not choices:
+        raise refused[0]
+    return replace(next(iter(choices.values())), choices=choices)
+
+
+def _choices(resources: Resources) -> dict[str, Node | None]:
+    """What ``adapter=auto`` chooses from; a base in 4 bits needs a GPU."""
+    few_bits = {"qlora": {"type": "lora", "quantization": "nf4"}} if resources.gpus_per_worker else {}
+    return {"full": None, "lora": {"type": "lora"}, **few_bits}
+
+
+def _built(
+    where: str, cls: type[Method], recipe: dict[str, object], resources: Resources, parts: StageNode, root: Root,
+    quantization: object,
+) -> Stage:  # fmt: skip
+    """Args: quantization: of all stages."""
+    recipe, taken = dict(recipe), {field.name for field in fields(cls)}
+    kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
+    if recipe.get("adapter", False) is None and recipe.get("quantization") == quantization:
+        recipe.pop("quantization", None)  # of all stages; this one has no adapter
     notes: tuple[str, ...] = (
         (f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does",) if kept else ()
     )
@@ -339,6 +372,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
 
 
+AUTO = "auto"  # of an adapter: the plan chooses it
 _LENGTH = ("num_steps", "num_epochs")  # one of them is set
 
 

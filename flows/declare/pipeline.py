@@ -39,18 +39,28 @@ def execution_order(upstream: Upstream, data: Collection[str], training: Collect
             f"the stages form a cycle: {cycle} (each needs the next); "
             "change one of their inputs so that every chain ends at a source"
         ) from error
-    needs = {name: before(name, upstream, data, training) for name in upstream}
+    first, trained = roots(upstream), set(training)
+    needs = {name: before(name, upstream, first, data, trained) for name in upstream}
     return list(graphlib.TopologicalSorter({name: sorted(needs[name]) for name in upstream}).static_order())
 
 
-def before(name: str, upstream: Upstream, data: Collection[str], training: Collection[str]) -> set[str]:
+def roots(upstream: Upstream) -> set[str]:
+    """The stages that read sources alone."""
+    return {name for name, read in upstream.items() if not read}
+
+
+def before(
+    name: str, upstream: Upstream, first: Collection[str], data: Collection[str], training: Collection[str]
+) -> set[str]:
     """All that a stage waits for: what it reads, and what reads sources alone, so that a bad row is found first.
 
     One that trains waits for all other data too, unless that is made with what it trains.
+
+    Args:
+        first: the roots.
     """
     if not upstream[name]:
         return set()
-    first = {other for other, read in upstream.items() if not read}
     rows = {other for other in data if name not in behind(other, upstream)} - {name} if name in training else set()
     return {*upstream[name], *first, *rows}
 
@@ -81,12 +91,14 @@ class Stage:
         inputs: slot -> name of a stage, or of a source where no stage has that name; ``source:NAME``
             always names a source.
         notes: what was decided for its method where it says ``auto``, a line each.
+        choices: of ``adapter=auto``, by name, in the order of preference; the plan takes the first that fits.
     """
 
     method: Method
     inputs: Mapping[str, str]
     resources: Resources
     notes: tuple[str, ...] = ()
+    choices: "Mapping[str, Stage]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +166,7 @@ class Pipeline:
 
     def before(self, name: str) -> set[str]:
         """The stages that a stage waits for."""
-        return before(name, self._upstream, self._data, self._training)
+        return before(name, self._upstream, self._roots, self._data, self._training)
 
     @cached_property
     def _order(self) -> list[str]:
@@ -163,6 +175,10 @@ class Pipeline:
     @cached_property
     def _upstream(self) -> dict[str, list[str]]:
         return {name: self.upstream(name) for name in self.stages}
+
+    @cached_property
+    def _roots(self) -> set[str]:
+        return roots(self._upstream)
 
     @cached_property
     def _data(self) -> list[str]:
@@ -230,8 +246,7 @@ class Pipeline:
         for slot, reference in stage.inputs.items():
             if slot not in slots and "*" not in slots:
                 raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {', '.join(slots)}{nearest(slot, slots)}")
-            known = self.sources if reference.startswith(SOURCE) else {**self.sources, **self.stages}
-            if reference.removeprefix(SOURCE) not in known:
+            if reference.removeprefix(SOURCE) not in self.sources and reference not in self.stages:
                 names = list(self._references())
                 raise ConfigError(
                     f"{where}.{slot}={reference}: no such stage or source; "

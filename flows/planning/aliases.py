@@ -9,7 +9,7 @@ from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import fingerprint
 from lineage.graph.ancestry import nearest_ancestor
 from lineage.graph.places import node_key
-from lineage.manifest import SourceRecord
+from lineage.manifest import Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.source_checks import check_options
 from lineage.sources import Pinned
@@ -247,9 +247,14 @@ def _champion(pipeline: Pipeline, name: str, entry: Entry, alias: str) -> Champi
             f"kind: {manifest.produces}"
         )
     check_options(name, source, is_hub=False, is_url=False)
+    return placed_artifact(source, entry, manifest)
+
+
+def placed_artifact(source: Source, entry: Entry, manifest: Manifest) -> Champion:
+    """An artifact of the store in the place of a source."""
     record = SourceRecord(
-        path=str(entry.output), kind=source.kind, revision=source.path, split=source.split,
-        labels=sorted(source.labels), files={}, dvc=None,
+        path=str(entry.output), kind=source.kind, revision=source.path if is_alias(source) else None,
+        split=source.split, labels=sorted(source.labels), files={}, dvc=None,
     )  # fmt: skip
     digest = manifest.output_digest
     pinned = Pinned(source=source, fingerprint=manifest.fingerprint, digest=digest, record=record)

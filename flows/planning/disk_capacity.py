@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.planning.adapter_choice import local_model
 from flows.planning.plan import Plan, PlannedStage
-from flows.planning.staleness import PlannedInput
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from lineage.peft_adapter import base_source, is_peft
-from lineage.sources import local_paths
 from lineage.store import Store
 from tasks.check_rows import POLICY
 from tasks.disk_need import model_shapes, percent_trained, require_disk
@@ -60,23 +58,12 @@ def model_of(plan: Plan, planned: PlannedStage) -> Path | None:
     given = planned.inputs.get(POLICY)
     if given is None:
         return None
-    if given.pinned or given.entry:
-        return _pinned(given)
+    if given.entry:
+        return given.entry.output
+    if given.pinned:
+        return local_model(given.source)
     parent = next((each for each in plan.stages if each.fingerprint == given.fingerprint), None)
     if parent and isinstance(parent.stage.method, Training) and parent.stage.method.produces == Kind.CHECKPOINT:
         return model_of(plan, parent)
     entry = Store(plan.pipeline.store).entry(given.name, given.fingerprint)
     return entry.output if entry.is_finished() else None
-
-
-def _pinned(given: PlannedInput) -> Path | None:
-    """Of a hub id nothing is known before it is fetched; an adapter has the shapes of its base."""
-    if given.entry:
-        return given.entry.output
-    source = given.source
-    while source:
-        paths = local_paths(source.path)
-        if not paths or not is_peft(paths[0]):
-            return paths[0] if paths else None
-        source = base_source("base", source, paths[0])
-    return None

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from flows.planning.adapter_choice import PROCESS, Model, model_to_be, read_model
 from flows.planning.disk_capacity import model_of
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ConfigError
@@ -16,24 +17,23 @@ from lineage.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 from lineage.manifest import Manifest, hardware
 from lineage.metrics_file import read_reports
-from lineage.model_files import read_json
 from tasks.base_model import BaseModel
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Resources
-from tasks.disk_need import Shapes, model_shapes
-from tasks.estimate import Architecture, Memory, architecture, memory, work
+from tasks.disk_need import Shapes
+from tasks.estimate import Architecture, Memory, memory, work
 from tasks.method import Training
+from tasks.train.speed import known_peak
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
-_PROCESS = 2**29  # resident before a model is loaded: Python, torch, transformers
 FEW_STEPS = 8  # of a rehearsal: its memory has not grown to its peak
 _START_SECONDS = 6.0  # of a stage beside its steps, where no run is remembered: imports, loading, saving
-_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # of a core and of a GPU, where no run is remembered
+_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # that a core and a GPU reach, where no peak has been measured
+_SHARE = 0.4  # of the measured peak, that a training reaches: of the quickstart's on two cores
+_LAYER_SECONDS = 0.002  # of a pass through a layer, whatever its size: starting some hundred operations
 
 
 logger = logging.getLogger(__name__)
-
-Model = tuple[Architecture, Shapes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def _run(features: Mapping[str, object], **rest: object) -> Run:
 
 
 def _process(features: Features) -> int:
-    return 0 if ":gpu" in features.hardware else _PROCESS
+    return 0 if ":gpu" in features.hardware else PROCESS
 
 
 class Estimator:
@@ -213,6 +213,7 @@ class Estimator:
         self._plan, self._history = plan, history
         self._stages = {planned.name: planned for planned in plan.stages}
         self._models: dict[str, Model | None] = {}
+        self._speeds: dict[tuple[str, int, str, bool], float] = {}
 
     def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
         """Name -> what each training needs whose model and length are known."""
@@ -244,7 +245,8 @@ class Estimator:
         )  # fmt: skip
         near = self._history.near(features)
         others = [run.other_seconds for run in near if run.features.num_steps > FEW_STEPS]
-        by_formula = total.flops / (_speed(resources) * resources.num_workers)
+        by_formula = total.flops / (self._speed(planned, method.precision) * resources.num_workers)
+        by_formula += total.passes * found.layers * _LAYER_SECONDS
         seconds = self._history.seconds(features) or by_formula
         whole = seconds + (median(others) if others else _START_SECONDS)
         gpu_hours = planned.asks[1] * whole / 3600
@@ -259,6 +261,16 @@ class Estimator:
             kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,
         )  # fmt: skip
 
+    def _speed(self, planned: PlannedStage, precision: str) -> float:
+        """FLOP/s that a worker reaches: a share of its measured peak, if it works on this host."""
+        resources = planned.stage.resources
+        kind, count = ("gpu", 1) if resources.gpus_per_worker else ("cpu", resources.cpus_per_worker)
+        key = (kind, count, precision, planned.runs_elsewhere)
+        if key not in self._speeds:
+            peak = None if planned.runs_elsewhere else known_peak(resources, precision)
+            self._speeds[key] = peak * _SHARE if peak else _FLOPS[kind] * count
+        return self._speeds[key]
+
     def model(self, planned: PlannedStage) -> Model | None:
         """Numbers and weights of the model that a stage starts from: of its files, or of the stage that makes it."""
         passed: list[str] = []
@@ -269,7 +281,7 @@ class Estimator:
             if above is not None and isinstance(above.stage.method, Training):
                 planned = above  # training keeps the shapes
                 continue
-            self._models[planned.name] = self._made(above) if above else _read(model_of(self._plan, planned))
+            self._models[planned.name] = self._made(above) if above else read_model(model_of(self._plan, planned))
         for name in passed:
             self._models[name] = self._models[planned.name]
         return self._models[planned.name]
@@ -278,15 +290,8 @@ class Estimator:
         """Of a stage that does not train."""
         entry, made = self._plan.entry(maker), maker.stage.method
         if (entry.output / "config.json").exists():
-            return _read(entry.output)
-        if not isinstance(made, BaseModel):
-            return None
-        config = {
-            **asdict(made), "model_type": "llama", "num_hidden_layers": made.num_layers,
-            "num_attention_heads": made.num_heads, "tie_word_embeddings": made.tie_embeddings,
-        }  # fmt: skip
-        found = architecture(config)
-        return (found, found.shapes()) if found else None
+            return read_model(entry.output)
+        return model_to_be(made) if isinstance(made, BaseModel) else None
 
     def record(self, planned: PlannedStage, manifest: Manifest, predicted: Estimate | None) -> None:
         """Writes what a finished training was predicted to need, and needed; it is no part of its output."""
@@ -358,10 +363,6 @@ def _longest(method: Training, features: Features, history: History) -> int:
     return min(history.longest(features) or method.max_length, method.max_length)
 
 
-def _speed(resources: Resources) -> float:
-    return _FLOPS["gpu"] if resources.gpus_per_worker else _FLOPS["cpu"] * resources.cpus_per_worker
-
-
 def _key(planned: PlannedStage, found: Architecture) -> Features:
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
@@ -377,9 +378,3 @@ def _key(planned: PlannedStage, found: Architecture) -> Features:
         hardware=f"{name}:{kind}:{resources.num_workers}x{resources.cpus_per_worker}:{method.precision}",
         max_length=method.max_length, model_bytes=0, row_bytes=1, flops=0.0, passes=1, num_steps=1,
     )  # fmt: skip
-
-
-def _read(path: Path | None) -> Model | None:
-    config = read_json(path, "config.json") if path else None
-    found = architecture(config) if isinstance(config, dict) else None
-    return (found, model_shapes(path) or found.shapes()) if path and found else None

@@ -1,15 +1,13 @@
 """Whether each training fits into the memory of its workers; the cheapest change that makes it fit, as overrides."""
 
 import logging
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
-import psutil
 import yaml
 
+from flows.planning.adapter_choice import capacity
 from flows.planning.estimates import Estimate, Estimator
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ConfigError
@@ -20,10 +18,6 @@ from tasks.method import Adapter, Quantization, Training
 from tasks.train.compatibility import check_compatible
 
 logger = logging.getLogger(__name__)
-
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
-_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-_SECONDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +32,6 @@ class Change:
     stage: str
     overrides: list[str]
     memory: int
-
-
-def capacity(resources: Resources) -> int:
-    """Bytes that a worker may take on this machine: of its GPU, or its share of the main memory; 0: not known."""
-    if resources.gpus_per_worker:
-        return _of_gpu()
-    on_this = -(-resources.num_workers // resources.num_nodes)
-    return _of_machine() // on_this
-
-
-@cache
-def _of_machine() -> int:
-    try:
-        limit = int(_LIMIT.read_text())
-    except (OSError, ValueError):  # no container, or `max`
-        return psutil.virtual_memory().total
-    return min(limit, psutil.virtual_memory().total)
-
-
-@cache
-def _of_gpu() -> int:
-    """Of the smallest."""
-    try:
-        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-        return min((int(line) << 20 for line in listing.split()), default=0)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
 
 
 def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, Stage
+from flows.planning.adapter_choice import choose_adapters
 from flows.planning.advice import Advice, advice_of
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
 from flows.planning.checks import (
@@ -168,15 +169,18 @@ class Memo:
         return self.codes[type(method)]
 
 
-def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
+def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str, Champion] | None = None) -> Plan:
     """Fingerprints every stage and looks each one up in the store.
+
+    Args:
+        placed: name of a source -> the artifact that it stands for; an alias needs none.
 
     Raises:
         ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
             model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, models that are merged do not fit, a training cannot run on its resources, ``code_drift=refuse``
-            and a reused stage's code changed, ``advice=strict`` and a value is outside its range, a stage cannot go on
-            from its checkpoints, or the store's file system does not lock across hosts.
+            no slot, models that are merged do not fit, ``adapter=auto`` cannot be decided, a training cannot run on its
+            resources, ``code_drift=refuse`` and a reused stage's code changed, ``advice=strict`` and a value is outside
+            its range, a stage cannot go on from its checkpoints, or the store's file system does not lock across hosts.
     """
     check_store(pipeline)
     check_gates(pipeline)
@@ -193,12 +197,13 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None) -> Plan:
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)
     champions = resolve_champions(pipeline, lambda name: _pinned(name, pipeline, digests, memo).fingerprint)
-    resolved = champions.pipeline
+    resolved = choose_adapters(champions.pipeline)
     if resolved != pipeline:
         check_models(resolved)
         check_positions(resolved)
     check_same_split(resolved, champions.found)
-    known = {SOURCE + name: _promoted(name, champion) for name, champion in champions.found.items()}
+    artifacts = {**champions.found, **(placed or {})}
+    known = {SOURCE + name: _promoted(name, champion) for name, champion in artifacts.items()}
     unknown = [name for name in resolved.used_sources() if SOURCE + name not in known]
     known |= {SOURCE + name: _pinned(name, resolved, digests, memo) for name in unknown}
     stages = []

@@ -103,4 +103,6 @@ def _highlights(metrics: Mapping[str, float]) -> list[str]:
     shown = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
     if "tokens_per_second" in metrics:
         shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
+    if "mfu" in metrics:
+        shown.append(f"MFU {metrics['mfu']:.0%}")
     return shown

@@ -15,8 +15,8 @@ from lineage.errors import ConfigError
 from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
 from tasks.recipe import TrainingRecipe
-from tasks.train.compatibility import RULES, Refusal, assigned, refusals
-from tasks.train.rule import Case, Fields, Rule
+from tasks.train.compatibility import RULES, refusals
+from tasks.train.rule import Case, Fields, Refusal, Rule, assigned
 
 Works = Literal["yes", "on a GPU", "no"]
 

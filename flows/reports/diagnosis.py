@@ -53,7 +53,7 @@ class Diagnosis:
         """The overrides of the run that has the stage, and its folder of groups; a sweep's are no overrides."""
         noted = RunFile.read(self.entry.path)
         words = list(self.run.words if self.run else noted.words if noted else ())
-        if "--multirun" in words:
+        if "--multirun" in words or (self.run and self.run.sweep):
             return [], None
         config_dir = words[words.index("--config-dir") + 1] if "--config-dir" in words else None
         return [word for word in words if "=" in word and not word.startswith("-")], config_dir

@@ -1,9 +1,9 @@
 """What ``posttrain diff`` prints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flows.wording import printable
-from lineage.graph.diff import Diff
+from lineage.graph.diff import Cause, Diff
 
 _TITLES = {
     "diagnosis": "a diagnosis",
@@ -34,7 +34,13 @@ _MOST_METRICS = 8  # of one stage
 
 def diff_text(found: Diff) -> str:
     """The verdict, the causes in order, the consequence."""
-    lines = [f"A {found.first.id}", f"B {found.second.id}", _verdict(found), *_causes(found), *_metrics(found)]
+    lines = [
+        f"A {found.first.id}",
+        f"B {found.second.id}",
+        _verdict(found),
+        *cause_lines(found.causes),
+        *_metrics(found),
+    ]
     return "\n".join(map(printable, lines))
 
 
@@ -52,9 +58,10 @@ def _verdict(found: Diff) -> str:
     return "what differs, the most likely cause first:" if found.causes else "nothing that is recorded differs"
 
 
-def _causes(found: Diff) -> Iterator[str]:
+def cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
+    """Causes below their titles."""
     title = ""
-    for cause in found.causes:
+    for cause in causes:
         if title != _TITLES[cause.what]:
             title = _TITLES[cause.what]
             yield f"{title}:"

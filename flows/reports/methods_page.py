@@ -1,6 +1,6 @@
-"""Renders ``docs/methods.md`` from the methods of ``conf/stage`` and the table of what works with what.
+"""Renders the tables of ``docs/methods.md`` from the methods of ``conf/stage`` and the table of what works with what.
 
-``python -m flows.reports.methods_page`` writes it.
+``python -m flows.reports.methods_page`` writes them.
 """
 
 import inspect
@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
-from flows.reports.settings_page import nested, section, write_page
+from flows.reports.settings_page import nested, rendered, section, write_page
 from lineage.artifact import Kind
 from lineage.markup import markdown_table
 from tasks.dpo import DPO
@@ -19,32 +19,12 @@ from tasks.train.dpo_losses import LOSSES
 
 FILE = Path(__file__).parents[2] / "docs" / "methods.md"
 
-_HEAD = """\
-<!-- Rendered by `make settings-page` from the methods of conf/stage and from tasks/train/compatibility.py. -->
-# Methods
-
-Every method that a stage can have: what it reads and writes, its own options, and what it works with. A stage takes one
-by the name of its file in `conf/stage`: `+stage@stages.NAME.method=dpo` in a command, `/stage@stages.NAME.method: dpo`
-among the `defaults` of a pipeline. Every training also has the fields of [settings.md](settings.md#every-training).
-[add_a_method.md](add_a_method.md) adds one of your own; [preference_methods.md](preference_methods.md) shows what the
-pipelines `sft-kto`, `orpo` and `simpo` reach.
-"""
-_TRAININGS = """\
-## Trainings
-
-The slots of rows say which data stage feeds them. Of the settings, "all" means all values of
-[settings.md](settings.md#what-works-with-what) that work alone; `posttrain compat` says why one does not work with a
-method, and what to set instead.
-"""
-_OTHERS = """\
-## Stages that take no optimizer steps
-"""
 _SETTINGS = ("adapter", "quantization", "precision", "sharding")
 
 
 def render() -> str:
     """The text of the page."""
-    parts = [_HEAD, _TRAININGS, markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
+    parts = [markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
     shared = {each.name for each in fields(TrainingRecipe)}
     for name, cls in trainings().items():
         own = set().union(*(each.__annotations__ for each in cls.__mro__ if each not in TrainingRecipe.__mro__))
@@ -52,7 +32,8 @@ def render() -> str:
         if cls is DPO:
             parts.append(_losses())
     others = {name: cls for name, (cls, _) in shipped().items() if name not in trainings()}
-    return "\n".join([*parts, _OTHERS, *(_method(name, cls, ()) for name, cls in others.items())])
+    rest = "\n".join(_method(name, cls, ()) for name, cls in others.items())
+    return rendered(FILE, {"trainings": "\n".join(parts), "others": rest})
 
 
 def _losses() -> str:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.text import Text
-
 from flows.planning.advice import advice_lines
 from flows.planning.estimates import Estimate
 from flows.planning.plan import Plan, PlannedStage
@@ -198,7 +196,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
     """A line per stage: what happens to it, and why; then what its trainings are expected to need."""
     table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
-        table.add_row(planned.name, planned.state, short(planned.fingerprint), Text(planned.reason))
+        table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
     count = len(plan.stale)
     verdict = (
         f"{count} of {len(plan.stages)} stages to run"

@@ -1,6 +1,6 @@
-"""Renders ``docs/settings.md`` from the settings' dataclasses and the table of what works with what.
+"""Renders the tables of ``docs/settings.md`` from the settings' dataclasses and the table of what works with what.
 
-``python -m flows.reports.settings_page`` writes it.
+``python -m flows.reports.settings_page`` writes them.
 """
 
 import inspect
@@ -25,25 +25,7 @@ from tasks.train.schedules import SCHEDULES
 
 FILE = Path(__file__).parents[2] / "docs" / "settings.md"
 
-_HEAD = """\
-<!-- Rendered by `make settings-page` from the dataclasses of the settings and from tasks/train/compatibility.py. -->
-# Settings
-
-Every setting of a training, and [what works with what](#what-works-with-what). A field is set in YAML or by override:
-`stages.sft.method.optimizer.name=adamw_torch`, `stages.sft.resources.num_workers=2`. Groups set one in every training
-stage: `optimizer=muon`, `schedule=linear`, `adapter=lora`, `quantization=nf4`, `resources=gpu` (the files of `conf/`).
-A field of `method` is part of a model's identity; one of `resources` says where and how it is trained, and is not.
-`null` turns a setting off. The plan refuses a value that is not accepted, and a field that the chosen name does not
-read. The options of each method are in [methods.md](methods.md).
-"""
-_WHAT_WORKS = """\
-## What works with what
-
-`posttrain compat` prints these tables, `posttrain compat OVERRIDES` says whether the stages of your pipeline work, and
-`--json` prints every pair of values. The plan refuses what a rule refuses, and prints the overrides that make it work.
-`sharding` is how the rows of a step are divided: not at all, into two micro batches (`accumulation`), over two workers
-(`2-workers`), or over two with ZeRO-2 (`zero2`). Whether a package is installed is not judged here, but by the plan.
-"""
+_PART = re.compile(r"(<!-- (\w+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
 _ARGS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 _COMMENT = re.compile(r"^    (\w+): [^#\n]*?#\s*(.*)$", re.MULTILINE)
@@ -54,22 +36,21 @@ _TYPES = {"string": "text", "boolean": "`true`, `false`", "object": "keys and va
 Schema = Mapping[str, object]
 
 
+def rendered(file: Path, parts: Mapping[str, str]) -> str:
+    """A page in which these stand between ``<!-- NAME -->`` and ``<!-- end -->``; the rest is written by hand."""
+    text = file.read_text(encoding="utf-8")
+    return _PART.sub(lambda found: found[1] + parts[found[2]].strip("\n") + found[3], text)
+
+
 def render() -> str:
     """The text of the page."""
-    parts = [_HEAD, section("Every training", "method", TrainingRecipe)]
+    more = {"optimizer": _optimizers, "adapter": _adapters, "schedule": _schedules, "quantization": _formats}
+    parts = [section("Every training", "method", TrainingRecipe)]
     for path, cls in nested(TrainingRecipe):
-        parts.append(section(f"`method.{path}`", f"method.{path}", cls))
-        if path == "optimizer":
-            parts.append(_optimizers())
-        if path == "adapter":
-            parts.append(_adapters())
-        if path == "schedule":
-            parts.append(_schedules())
-        if path == "quantization":
-            parts.append(_formats())
+        parts += [section(f"`method.{path}`", f"method.{path}", cls), *([more[path]()] if path in more else [])]
     parts.append(section("Resources", "resources", Resources))
     parts += [section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in nested(Resources)]
-    return "\n".join([*parts, _what_works()])
+    return rendered(FILE, {"fields": "\n".join(parts), **_what_works()})
 
 
 def _formats() -> str:
@@ -231,23 +212,16 @@ def _default(each: "Field[object]") -> str:
     return f"`{value}`"
 
 
-def _what_works() -> str:
+def _what_works() -> dict[str, str]:
     alone, pairs = all_outcomes()
     conditions = [(f"`{setting}`", works, _code(why)) for setting, works, why in condition_rows(alone)]
     refused = [(f"`{left}`", f"`{right}`", rule) for left, right, rule in refused_rows(pairs)]
     rules = [(name, _code(example), why, _code(nearest)) for name, example, why, nearest in rule_rows()]
-    return "\n".join(
-        [
-            _WHAT_WORKS,
-            "Every value works alone on CPUs, but:\n",
-            markdown_table(("setting", "works", "with, or why not"), conditions),
-            "\nEvery two values of different settings work together, but:\n",
-            markdown_table(("setting", "not with", "rule"), refused),
-            "\nThe rules:\n",
-            markdown_table(("rule", "refuses, for example", "why", "set instead"), rules),
-            "",
-        ]
-    )
+    return {
+        "conditions": markdown_table(("setting", "works", "with, or why not"), conditions),
+        "refused": markdown_table(("setting", "not with", "rule"), refused),
+        "rules": markdown_table(("rule", "refuses, for example", "why", "set instead"), rules),
+    }
 
 
 def _code(overrides: str) -> str:

@@ -39,6 +39,7 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
         "waits_for": stage.waits_for, "cause": note.reason if note.state in ("failed", "pruned") else "",
         "step": progress.step if progress else None, "total": note.total,
         "loss": metrics.get("loss"), "tokens_per_second": metrics.get("tokens_per_second"),
+        "tokens_per_second_per_worker": metrics.get("tokens_per_second_per_worker"), "mfu": metrics.get("mfu"),
         "eta_seconds": progress.seconds_left() if progress else None,
         "attempts": len(stage.attempts), "resumed_from": stage.attempts[-1].step if stage.attempts else 0,
         "restart_cause": stage.attempts[-1].cause if stage.attempts else "",

@@ -4,8 +4,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.text import Text
-
 from flows.reports.tables import empty_table, plain_text
 from flows.sweep.folder import SweepFiles, TrialResult, overrides, trial_results
 from flows.sweep.plan import SweepPlan, Trial, count_stages, key_of
@@ -25,7 +23,7 @@ def _union(trials: Sequence[Trial], sweep: SweepPlan) -> list[str]:
     table = empty_table("trial", "to run", "parameters", numbers=("trial", "to run"))
     for each in trials[:_MOST_TRIALS]:
         todo = f"{len(each.plan.stale)} of {len(each.plan.stages)}"
-        table.add_row(str(each.number), todo, Text(" ".join(overrides(each.params))))
+        table.add_row(str(each.number), todo, " ".join(overrides(each.params)))
     more = [f"... and {len(trials) - _MOST_TRIALS} more"] if len(trials) > _MOST_TRIALS else []
     counts = count_stages(trials)
     parts = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -38,8 +36,9 @@ def _proposed(sweep: SweepPlan) -> list[str]:
     shared = [planned for planned in plan.stages if planned.name not in sweep.own]
     todo = sum(planned.state != "reuse" for planned in shared)
     own = ", ".join(planned.name for planned in plan.stages if planned.name in sweep.own)
+    who = f"{settings.num_trials} trials, proposed by {settings.sampler['_target_']}," if settings.sampler else "trials"
     return [
-        f"{settings.num_trials} trials, proposed by {(settings.sampler or {})['_target_']}, of",
+        f"{who} of",
         *(f"  {field}={values}" for field, values in sweep.params.items()),
         f"once: {', '.join(planned.name for planned in shared) or 'nothing'}: {todo} of {len(shared)} to run",
         f"in each trial: {own}",
@@ -99,7 +98,7 @@ def sweep_summary(sweep: SweepPlan, files: SweepFiles, seconds: float) -> str:
     for row in rows:
         numbers = {**row.metrics, **row.values}
         found = [f"{numbers[name]:.6g}" if name in numbers else "" for name in columns]
-        words = Text(" ".join(overrides(row.params)))
+        words = " ".join(overrides(row.params))
         table.add_row(str(row.number), *found, row.state, f"{row.seconds:.1f}", words)
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())

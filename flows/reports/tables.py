@@ -1,23 +1,34 @@
 """Tables as plain text."""
 
-import io
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from rich.console import Console
-from rich.table import Table
 
-_WIDTH = 160  # of a table that goes to a file or a pipe
+@dataclass
+class Table:
+    """Rows of text, as wide as they need."""
+
+    columns: tuple[str, ...]
+    numbers: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """A cell may have several lines."""
+        lines = zip_longest(*(cell.splitlines() for cell in cells), fillvalue="")
+        self.rows += list(lines) or [("",) * len(cells)]
 
 
 def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """A table without rows; the columns of ``numbers`` are aligned at their right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
+    return Table(columns=columns, numbers=numbers)
 
 
 def plain_text(table: Table) -> str:
-    """As wide as it needs."""
-    stream = io.StringIO()
-    Console(file=stream, width=_WIDTH, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    """Columns two spaces apart."""
+    rows = [table.columns, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.rjust if name in table.numbers else str.ljust for name in table.columns]
+    return "\n".join(
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -111,10 +111,10 @@ class SweepFiles:
     """
 
     def __init__(
-        self, folder: Path, sweep: Sweep, fields: Iterable[str], shared: Sequence[str], config_dir: Path | None,
+        self, folder: Path, sweep: Sweep, shared: Sequence[str], config_dir: Path | None,
         judge: Callable[[Sequence[TrialResult], Path], tuple[list[int], str]],
     ) -> None:  # fmt: skip
-        self.folder, self._sweep, self._params, self._judge = folder, sweep, list(fields), judge
+        self.folder, self._sweep, self._judge = folder, sweep, judge
         own = {"config_dir": str(config_dir.absolute())} if config_dir else {}
         self._head, self._shared = own, list(map(redacted, shared))
 
@@ -161,10 +161,11 @@ class SweepFiles:
     def _table(self, results: Sequence[TrialResult]) -> list[list[object]]:
         objectives = list(self._sweep.objectives)
         metrics = list(dict.fromkeys(name for each in results for name in each.metrics))
-        table: list[list[object]] = [["number", "state", "seconds", *self._params, *objectives, *metrics, "cause"]]
+        fields = list(dict.fromkeys(name for each in results for name in each.params))
+        table: list[list[object]] = [["number", "state", "seconds", *fields, *objectives, *metrics, "cause"]]
         for each in results:
             numbers = [*(each.values.get(name, "") for name in objectives), *(each.metrics.get(m, "") for m in metrics)]
-            params = [each.params[name] for name in self._params]
+            params = [each.params.get(name, "") for name in fields]
             table.append([each.number, each.state, f"{each.seconds:.1f}", *params, *numbers, each.cause])
         return table
 

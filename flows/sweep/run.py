@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flows.declare.compose import field_of
 from flows.open_run import Trials, check_machine, note_before, open_run
@@ -37,8 +38,6 @@ from lineage.tracker import Tracker, TrialEnd
 if TYPE_CHECKING:
     from prefect.states import State
 
-    from flows.sweep.study import Study
-
 AsTask = Callable[[str, Callable[[], None]], None]  # runs the work on a stage of this title, in the calling thread
 
 _ASK_SECONDS = 120.0  # for a cluster's answer
@@ -48,6 +47,22 @@ _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: artifacts of
 
 class _TrialsFailedError(PipelineError):
     """Some trials failed; each reported why."""
+
+
+class Proposer(Protocol):
+    """Proposes the trials of a sweep one after another; reads the outcome of each."""
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Around the whole sweep."""
+
+    def ask(self) -> tuple[int, Mapping[str, str]] | None:
+        """Number and parameters of the next trial; None: there is none."""
+
+    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
+        """What the pruning stage reports at a step; returns whether the trial is to be pruned."""
+
+    def tell(self, result: TrialResult) -> str | None:
+        """The end of a trial; returns a line for the progress."""
 
 
 def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Sequence[str], *, as_json: bool) -> int:
@@ -62,8 +77,49 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
         PipelineError: trials failed; all others ran to their end.
         KeyboardInterrupt: it was stopped; nothing is left running, and the same command resumes it.
     """
-    start = time.perf_counter()
     sweep = read_sweep(arguments, config_dir)
+    done = conduct(sweep, config_dir, cli_args, partial(_study, sweep), partial(_judge, sweep))
+    report = json.dumps(sweep_dict(sweep, done.files, done.seconds, done.execution_id), indent=2)
+    print(report if as_json else sweep_summary(sweep, done.files, done.seconds), flush=True)
+    done.require_success()
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conducted:
+    """A sweep that ran to its end.
+
+    Args:
+        execution_id: how the tracker names it; None: there was nothing to do.
+        failure: which trials failed; None: none has.
+    """
+
+    files: SweepFiles
+    seconds: float
+    execution_id: str | None
+    failure: str | None
+
+    def require_success(self) -> None:
+        """Raises a ``PipelineError`` that names the trials that failed."""
+        if self.failure:
+            raise _TrialsFailedError(self.failure)
+
+
+def conduct(
+    sweep: SweepPlan, config_dir: Path | None, cli_args: Sequence[str],
+    proposer_in: Callable[[Path], Proposer | None],
+    judge: Callable[[Sequence[TrialResult], Path], tuple[list[int], str]], *, command: str = "run",
+    failing_is_a_result: bool = False,
+) -> Conducted:  # fmt: skip
+    """Runs what no trial has yet; the progress goes to stderr.
+
+    Args:
+        proposer_in: makes what proposes the trials, in the folder of the sweep; None: they are known.
+        judge: as of ``SweepFiles``.
+        command: of ``posttrain``, for the record.
+        failing_is_a_result: a failed trial is one of the worst, and no failure of the sweep if another is complete.
+    """
+    start = time.perf_counter()
     check_machine(sweep.stale)
     num_workers = _num_workers(sweep)
     plan = sweep.plan
@@ -71,27 +127,24 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
     note_before(plan)
     folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, sweep.stages)
     shared = [word for word in sweep.overrides if field_of(word).split(".")[0] != "sweep"]
-    files = SweepFiles(
-        folder, sweep.sweep, sweep.space, [*shared, *fixed_overrides(sweep.sweep)], config_dir, partial(_judge, sweep)
-    )
-    study = _study(sweep, folder)
+    files = SweepFiles(folder, sweep.sweep, [*shared, *fixed_overrides(sweep.sweep)], config_dir, judge)
+    proposer = proposer_in(folder)
     # The longest titles, for the columns of the screen.
     titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
-    with stoppable(), study.owning() if study else contextlib.nullcontext(), Screen(sys.stderr, titles) as screen:
-        engine = Engine(sweep=sweep, study=study, files=files, num_workers=num_workers)
+    owning = proposer.owning() if proposer else contextlib.nullcontext()
+    with stoppable(), owning, Screen(sys.stderr, titles) as screen:
+        engine = Engine(
+            sweep=sweep, study=proposer, files=files, num_workers=num_workers, failing_is_a_result=failing_is_a_result
+        )
         execution_id = None
         if engine.has_work():
             with contextlib.suppress(_TrialsFailedError):  # which the record needs
-                _run_recorded(engine, cli_args, screen)
+                _run_recorded(engine, cli_args, screen, command)
             execution_id = engine.run.tracker.execution_id()
         else:  # the results are read, and nothing starts
             engine.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
     seconds = time.perf_counter() - start
-    report = json.dumps(sweep_dict(sweep, files, seconds, execution_id), indent=2)
-    print(report if as_json else sweep_summary(sweep, files, seconds), flush=True)
-    if failure := engine.failure():
-        raise _TrialsFailedError(failure)
-    return 0
+    return Conducted(files=files, seconds=seconds, execution_id=execution_id, failure=engine.failure())
 
 
 def _judge(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tuple[list[int], str]:
@@ -100,7 +153,7 @@ def _judge(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tu
     return best_and_plots(sweep.sweep, sweep.space, results, folder)
 
 
-def _study(sweep: SweepPlan, folder: Path) -> "Study | None":
+def _study(sweep: SweepPlan, folder: Path) -> Proposer | None:
     if sweep.sweep.sampler is None:
         return None
     from flows.sweep.study import Study  # imports optuna
@@ -136,7 +189,7 @@ def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
     return max(1, min(counts, default=1))
 
 
-def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> None:
+def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, command: str) -> None:
     """Runs a sweep as one Prefect flow run, with a task run per stage.
 
     Raises:
@@ -145,7 +198,8 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen) -> 
     sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
     count = None if sweep.known is None else len(sweep.known)
     trials = Trials(folder=folder, own=sweep.own, count=sweep.sweep.num_trials if count is None else count)
-    with open_run(plan, cli_args, screen.on, sweep.stale, trials) as run, contextlib.ExitStack() as stack:
+    recorded = open_run(plan, cli_args, screen.on, sweep.stale, trials, command=command)
+    with recorded as run, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # stderr is closed
             print(union_text(sweep), file=sys.stderr, flush=True)
         server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
@@ -197,10 +251,14 @@ class Engine:
     Args:
         study: proposes the trials; None: they are known.
         num_workers: trials at once.
+        failing_is_a_result: as of ``conduct``.
     """
 
-    def __init__(self, *, sweep: SweepPlan, study: "Study | None", files: SweepFiles, num_workers: int) -> None:
-        self.sweep, self.files = sweep, files
+    def __init__(
+        self, *, sweep: SweepPlan, study: Proposer | None, files: SweepFiles, num_workers: int,
+        failing_is_a_result: bool = False,
+    ) -> None:  # fmt: skip
+        self.sweep, self.files, self._failing_is_a_result = sweep, files, failing_is_a_result
         self._study, self._num_workers = study, num_workers
         self._lock = threading.RLock()
         self._nodes: dict[Key, _Node] = {}
@@ -235,7 +293,8 @@ class Engine:
         """Which trials failed, in this run of the sweep or before; None: none has."""
         results = trial_results(self.files.folder)
         failed = [str(each.number) for each in results if each.state == "failed"]
-        if not failed:
+        is_result = self._failing_is_a_result and len(failed) < len(results)
+        if not failed or is_result:
             return None
         once = ", each once more at most" if self._study else ""
         return (
@@ -389,5 +448,5 @@ class Engine:
         own = {name: value for name, value in result.metrics.items() if name.partition("/")[0] in self.sweep.own}
         end = TrialEnd(state=result.state, manifests=manifests, metrics=own | dict(result.values), cause=result.cause)
         self.run.tracker.trial_ends(result.number, end)
-        if self._study:
-            self._study.tell(result)
+        if self._study and (line := self._study.tell(result)):
+            self.run.announce(line)

@@ -1,5 +1,6 @@
 """The curves of a training: what it reported at its steps, its recipe, the report on its rows, and how it failed."""
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
+from lineage.errors import ArtifactError
+from lineage.fingerprint import short
+from lineage.manifest import Manifest
 from lineage.metrics_file import StageReport, read_reports
 from lineage.run_file import RunFile
 from lineage.store import Entry
@@ -76,7 +80,8 @@ class Curves:
     Args:
         series: name of a metric -> its curve, as the trainer names it: ``loss``, ``grad_norm``, ``val/loss`` ...
         recipe: of the method; of a running stage without MLflow it may be empty.
-        report: final metrics, and the report on the rows: ``rows``, ``rows_cut``, ``trained_tokens_percent`` ...
+        report: final metrics, and the report on the rows: ``rows``, ``rows_cut``, ``trained_tokens_percent`` ...; the
+            counts of the data stages that it reads, as ``data/duplicates``.
         failure: why the stage failed; empty: it did not.
         gpus: per worker.
         micro_batch_size: rows per worker in one forward pass; None: unknown.
@@ -173,17 +178,29 @@ def read_curves(directory: Path, *, failure: str = "") -> Curves:
     noted = RunFile.read(directory)
     known = manifest or (noted.start if noted else None)
     resources = manifest.provenance.resources if manifest else {}
+    report = manifest.metrics if manifest else _logged(entry.logs / "stage.log")
     micro, gpus = resources.get("micro_batch_size"), resources.get("gpus_per_worker")
     return Curves(
         stage=known.stage if known else directory.parent.name,
         series=curves_of(read_reports(entry.metrics)),
         recipe=known.recipe if known else {},
-        report=manifest.metrics if manifest else _logged(entry.logs / "stage.log"),
+        report={**report, **_data_counts(known, directory.parents[1])} if known else report,
         failure="" if manifest else failure,
         gpus=gpus if isinstance(gpus, int) else 0,
         micro_batch_size=micro if isinstance(micro, int) else None,
         is_over=manifest is not None or bool(failure),
     )
+
+
+def _data_counts(reader: Manifest, store: Path) -> dict[str, float]:
+    """What the data stages counted whose rows a stage reads: ``data/rows``, ``data/duplicates`` ..."""
+    found: dict[str, float] = {}
+    for each in reader.inputs.values():
+        with contextlib.suppress(ArtifactError):  # deleted, or written by an earlier version
+            made = Entry(store / each.artifact / short(each.fingerprint)).manifest()
+            if made and "duplicates" in made.metrics:
+                found |= {f"data/{name}": count for name, count in made.metrics.items()}
+    return found
 
 
 def _logged(log: Path) -> dict[str, float]:

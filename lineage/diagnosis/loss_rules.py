@@ -1,8 +1,9 @@
 """The doctor's rules on how a training failed, on its loss, and on its loss on held-out rows."""
 
+from bisect import bisect
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lineage.diagnosis.curves import Curve, Curves
 from lineage.diagnosis.finding import Change, Finding, Rule, calmer, length, rate, rounded, rule
@@ -48,7 +49,9 @@ def _fitted(curves: Curves, least: int = MIN_STEPS) -> Curve | None:
 
 
 @_rule(
-    "labels", "loss", "SFT: loss on under 0.5 % or over 97 % of the tokens; or a fifth of the rows cut or dropped",
+    "labels", "loss",
+    "SFT: loss on under 0.5 % or over 97 % of the tokens; or a fifth of the rows cut or dropped, or with role marks "
+    "in an answer",
     "read the samples in the stage's log, check `chat_template` and roles; longer `max_length`",
 )  # fmt: skip
 def _labels(curves: Curves) -> Finding | None:
@@ -59,9 +62,24 @@ def _labels(curves: Curves) -> Finding | None:
         evidence = f"of {rows:.0f} rows {cut:.0%} are cut and {dropped:.0%} are dropped at max_length={most}"
         change: Change = {"method.max_length": most * 2} if most else {}
         return Finding(confidence="high", evidence=evidence, change=change)
+    all_rows, marked = curves.report.get("data/rows", 0.0), curves.report.get("data/rows_with_role_marks", 0.0)
+    if marked > 0.2 * all_rows:
+        evidence = f"of {all_rows:.0f} rows {marked:.0f} have marks of roles in an answer, as of a whole transcript"
+        return Finding(confidence="high", evidence=evidence)
     if percent is None or curves.recipe.get("method") != "SFT" or 0.5 <= percent <= 97:
         return None
     return Finding(confidence="high", evidence=f"{percent:.3g} % of the tokens get loss")
+
+
+@_rule(
+    "duplicated-rows", "data", "a fifth of the rows say what an earlier one says",
+    "keep one of each (`posttrain data` counts them); then fewer steps, for as many passes over the rows",
+)  # fmt: skip
+def _duplicated_rows(curves: Curves) -> Finding | None:
+    rows, copies = curves.report.get("data/rows", 0.0), curves.report.get("data/duplicates", 0.0)
+    if not rows or copies < 0.2 * rows or not curves.loss:
+        return None
+    return Finding(confidence="high", metric="", evidence=f"of {rows:.0f} rows {copies:.0f} repeat an earlier one")
 
 
 def _is_flat(loss: Curve) -> bool:
@@ -123,11 +141,18 @@ def _unstable(curves: Curves) -> Finding | None:
     )  # fmt: skip
 
 
-def _is_slow(loss: Curve) -> bool:
-    """Whether it falls steadily, and not far: as fast late as early."""
-    early, late = loss.mean(0.05, 0.15) - loss.mean(0.35, 0.45), loss.mean(0.35, 0.45) - loss.mean(0.65, 0.75)
+def _at_rate(curves: Curves, share: float) -> float:
+    """The share of the steps after which a share of the summed learning rate is spent: what a step may change."""
+    spent = list(accumulate(curves["learning_rate"].values or [1.0]))
+    return bisect(spent, share * spent[-1]) / len(spent) if len(spent) > 1 else share
+
+
+def _is_slow(curves: Curves, loss: Curve) -> bool:
+    """Whether it falls steadily, and not far: as fast late as early, by thirds of the summed learning rate."""
+    third, two_thirds = _at_rate(curves, 1 / 3), _at_rate(curves, 2 / 3)
+    one, two, three = loss.mean(0, third), loss.mean(third, two_thirds), loss.mean(two_thirds, 1)
     falls = loss.first - loss.last > max(3 * loss.error(), 0.01 * abs(loss.first))
-    return falls and late > max(0.5 * early, 2 * loss.error()) and loss.last > 0.65 * loss.first
+    return falls and two - three > max(0.5 * (one - two), 2 * loss.error(1 / 3)) and loss.last > 0.65 * loss.first
 
 
 @_rule(
@@ -136,16 +161,21 @@ def _is_slow(loss: Curve) -> bool:
 )  # fmt: skip
 def _smooth(curves: Curves) -> Finding | None:
     loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
-    if loss is None or batch < 64 or loss.noise > 0.01 * loss.last or not _is_slow(loss):
+    if loss is None or batch < 64 or loss.noise > 0.01 * loss.last or not _is_slow(curves, loss):
         return None
     change: Change = {"method.global_batch_size": batch // 2}
     return Finding(confidence="medium", evidence=f"{_ends(loss)}, at global batch {batch}", change=change)
 
 
-@_rule("slow", "loss", "a steady fall, as fast late as early, by a third at most", "learning rate x3")
+@_rule(
+    "slow",
+    "loss",
+    "a steady fall, as fast late as early for the summed learning rate, by a third at most",
+    "learning rate x3",
+)
 def _slow(curves: Curves) -> Finding | None:
     loss = _fitted(curves)
-    if loss is None or not _is_slow(loss):
+    if loss is None or not _is_slow(curves, loss):
         return None
     return Finding(confidence="medium", evidence=f"{_ends(loss)}: a steady fall", change=rate(curves, 3))
 
@@ -222,7 +252,8 @@ def _overfit(curves: Curves) -> Finding | None:
     low = lowest(found)
     least, rise, step = found.values[low], found.values[-1] - found.values[low], found.steps[low]
     both_rise = len(curves.loss) > 3 and curves.loss.last > curves.loss.first  # the training is unstable
-    if low >= len(found) - 2 or rise < 0.02 * least or both_rise:
+    fall = max([found.values[0], *([curves.loss.first] if curves.loss else [])]) - least
+    if low >= len(found) - 2 or rise < max(0.02 * least, 0.05 * fall) or both_rise:
         return None
     change = length(step)
     if step < 0.15 * curves.num_steps:
@@ -233,7 +264,8 @@ def _overfit(curves: Curves) -> Finding | None:
         change["method.optimizer.weight_decay"] = 0.01
     evidence = f"held-out loss {least:.4g} at step {step}, its lowest, and {found.values[-1]:.4g} at {found.steps[-1]}"
     return Finding(
-        confidence="high" if rise > 0.05 * least else "medium", at=step, change=change, evidence=evidence,
+        confidence="high" if rise > max(0.05 * least, 0.1 * fall) else "medium", at=step, change=change,
+        evidence=evidence,
         metric=curves.validation_name,
     )  # fmt: skip
 
@@ -260,7 +292,7 @@ def _validation_flat(curves: Curves) -> Finding | None:
 
 
 @_rule(
-    "early-plateau", "held-out", "both losses are flat within the first epoch",
+    "early-plateau", "held-out", "both losses are flat from the first half of the first epoch on",
     "learning rate x2; if that changes nothing, the data is too small or too easy",
 )  # fmt: skip
 def _early_plateau(curves: Curves) -> Finding | None:
@@ -269,21 +301,29 @@ def _early_plateau(curves: Curves) -> Finding | None:
         return None
     step, share = _flat_from(found), epoch / curves.num_steps
     rest = loss.mean(max(0.0, share - 0.1), share) - loss.last
-    if step > 0.9 * epoch or rest > max(3 * loss.error(), 0.03 * loss.last):
+    if step > 0.5 * epoch or rest > max(3 * loss.error(), 0.03 * loss.last):
         return None
     evidence = f"held-out and training loss are flat from step {step} on; an epoch has {epoch:.0f} steps"
     change = rate(curves, 2)
     return Finding(confidence="low", at=step, metric=curves.validation_name, change=change, evidence=evidence)
 
 
-@_rule("still-falling", "held-out", "held-out loss falls to the last step", "1-2 epochs more: twice the steps")
+@_rule(
+    "still-falling",
+    "held-out",
+    "held-out loss falls as long as the learning rate lets it",
+    "1-2 epochs more: twice the steps",
+)
 def _still_falling(curves: Curves) -> Finding | None:
     found = _measured(curves)
     if found is None or not curves.is_over or lowest(found) != len(found) - 1:
         return None
-    quarter = found.values[int(0.75 * (len(found) - 1))] - found.values[-1]
+    quarter = found.values[int(_at_rate(curves, 0.75) * (len(found) - 1))] - found.values[-1]
     if quarter < max(0.1 * (found.values[0] - found.values[-1]), 0.02 * found.values[-1]):
         return None
-    evidence = f"held-out loss is {found.values[-1]:.4g} at step {found.steps[-1]}; {quarter:.3g} in the last quarter"
+    evidence = (
+        f"held-out loss is {found.values[-1]:.4g} at step {found.steps[-1]}; "
+        f"{quarter:.3g} in the last quarter of the summed learning rate"
+    )
     change = length(curves.num_steps * 2)
     return Finding(confidence="high", metric=curves.validation_name, change=change, evidence=evidence)

@@ -51,7 +51,7 @@ def _accuracy_stuck(curves: Curves) -> Finding | None:
     moves = spread > 0.1
     seen = f"{name} is {late.mean():.3g} over the last {len(late)} steps, margins {margins.last:.2g} +- {spread:.2g}"
     return Finding(
-        confidence="medium" if moves else "high", metric=name, change={} if moves else rate(curves, 10),
+        confidence="high", metric=name, change={} if moves else rate(curves, 10),
         evidence=f"{seen}: the model {'moves, and learns no order' if moves else 'hardly moves'}",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from lineage.diagnosis.loss_rules import LOSS_RULES
 from lineage.diagnosis.method_rules import METHOD_RULES
 from lineage.store import MANIFEST
 
-RULES = (*LOSS_RULES, *METHOD_RULES)
+RULES = (*METHOD_RULES, *LOSS_RULES)  # what a method says of itself is the more specific
 _ORDER = ("high", "medium", "low")
 
 

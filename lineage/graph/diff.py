@@ -191,7 +191,7 @@ class Diff:
 def diff(index: Index, first: str, second: str) -> Diff:
     """Compares the ancestries of two nodes."""
     left, right = ancestry(index, first), ancestry(index, second)
-    pairs = _pairs(left, right)
+    pairs = paired_nodes(left, right)
     found = [cause for place, pair in enumerate(pairs) for cause in causes(index, left, right, pair, place == 0)]
     found += _unpaired(left, right, pairs)
     metrics = {}
@@ -202,7 +202,7 @@ def diff(index: Index, first: str, second: str) -> Diff:
     return Diff(first=left.nodes[first], second=right.nodes[second], causes=list(grouped(found)), metrics=metrics)
 
 
-def _pairs(left: Graph, right: Graph) -> list[tuple[str, str]]:
+def paired_nodes(left: Graph, right: Graph) -> list[tuple[str, str]]:
     """Nodes that stand for each other, the nearest to the roots first.
 
     From the roots upward by slot, where the names are equal or neither occurs on the other side; what is left by name.

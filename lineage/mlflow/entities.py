@@ -21,26 +21,30 @@ from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
 
-FINGERPRINT, STAGE, METHOD = "posttrain.fingerprint", "posttrain.stage", "posttrain.method"
-STORE, OUTPUT, DIGEST = "posttrain.store", "posttrain.output", "posttrain.digest"
-LABELS, WORDS, CAUSE = "posttrain.labels", "posttrain.words", "posttrain.cause"
-RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was resumed from
-DIAGNOSIS = "posttrain.diagnosis"  # a line per finding on the curves of a stage, also while it runs
-HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
-RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: its id in the manifest
-REUSED = "posttrain.reused."  # + stage: the run that produced what this execution reused
-TRIAL, TRIAL_STATE = "posttrain.trial", "posttrain.trial_state"  # its number; complete, pruned or failed
-STAGE_RUN = "posttrain.stage_run."  # + stage: the run of a stage of a trial
-INPUT = "posttrain.input."  # + slot: what fills it, NAME@FINGERPRINT
-
-# MLflow's own.
-PARENT_RUN, NOTE, USER = "mlflow.parentRunId", "mlflow.note.content", "mlflow.user"
-SOURCE_NAME, SOURCE_TYPE, GIT_COMMIT = "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit"
-EXTERNAL_MODEL, MODEL_VERSIONS = "mlflow.model.isExternal", "mlflow.modelVersions"
-EXPERIMENT_KIND, DATA_CONTEXT = "mlflow.experimentKind", "mlflow.data.context"
-
 _DIGEST_LENGTH = 36  # what MLflow keeps of a data set's digest
 _ROWS = 50  # of a description: MLflow takes 8,000 characters
+
+
+class Tag:
+    """Names of tags; those that end in a dot are followed by the name of a stage or slot."""
+
+    FINGERPRINT, STAGE, METHOD = "posttrain.fingerprint", "posttrain.stage", "posttrain.method"
+    STORE, OUTPUT, DIGEST = "posttrain.store", "posttrain.output", "posttrain.digest"
+    LABELS, WORDS, CAUSE = "posttrain.labels", "posttrain.words", "posttrain.cause"
+    RESUMED_AT = "posttrain.resumed_at"  # JSON: steps of the checkpoints that a stage was resumed from
+    DIAGNOSIS = "posttrain.diagnosis"  # a line per finding on the curves of a stage, also while it runs
+    HOST, PID, STARTED = "posttrain.host", "posttrain.pid", "posttrain.process_started"
+    RECORDED_RUN = "posttrain.recorded_run_id"  # on a run that was rebuilt: its id in the manifest
+    REUSED = "posttrain.reused."  # the run that produced what this execution reused
+    TRIAL, TRIAL_STATE = "posttrain.trial", "posttrain.trial_state"  # its number; complete, pruned or failed
+    STAGE_RUN = "posttrain.stage_run."  # the run of a stage of a trial
+    INPUT = "posttrain.input."  # what fills a slot, NAME@FINGERPRINT
+
+    # MLflow's own.
+    PARENT_RUN, NOTE, USER = "mlflow.parentRunId", "mlflow.note.content", "mlflow.user"
+    SOURCE_NAME, SOURCE_TYPE, GIT_COMMIT = "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit"
+    EXTERNAL_MODEL, MODEL_VERSIONS = "mlflow.model.isExternal", "mlflow.modelVersions"
+    EXPERIMENT_KIND, DATA_CONTEXT = "mlflow.experimentKind", "mlflow.data.context"
 
 
 class Key(NamedTuple):
@@ -57,7 +61,7 @@ class Key(NamedTuple):
     @staticmethod
     def tagged(tags: Mapping[str, str]) -> "Key":
         """By the tags of a run, model or version."""
-        return Key(tags.get(STAGE, ""), tags[FINGERPRINT], tags.get(DIGEST, ""))
+        return Key(tags.get(Tag.STAGE, ""), tags[Tag.FINGERPRINT], tags.get(Tag.DIGEST, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,7 @@ def execution_name(pipeline: str, start: float) -> str:
 
 def process_tags(writer: Owner) -> dict[str, str]:
     """Who writes a run: the next command closes it once that process is gone."""
-    return {HOST: writer.host, PID: str(writer.pid), STARTED: repr(writer.started)}
+    return {Tag.HOST: writer.host, Tag.PID: str(writer.pid), Tag.STARTED: repr(writer.started)}
 
 
 def user() -> str:
@@ -156,14 +160,16 @@ def is_model_source(record: InputRecord) -> bool:
 
 def input_tags(inputs: Mapping[str, InputRecord]) -> dict[str, str]:
     """What fills each slot, for people and for searches."""
-    return {INPUT + accepted(slot): f"{record.artifact}@{short(record.fingerprint)}" for slot, record in inputs.items()}
+    return {
+        Tag.INPUT + accepted(slot): f"{record.artifact}@{short(record.fingerprint)}" for slot, record in inputs.items()
+    }
 
 
 def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str, str]:
     """What a logged model and a registered version say of weights, and where they are."""
     return {
-        FINGERPRINT: manifest.fingerprint, STAGE: manifest.stage, DIGEST: manifest.output_digest,
-        OUTPUT: output.as_uri(), LABELS: json.dumps(labels),
+        Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest,
+        Tag.OUTPUT: output.as_uri(), Tag.LABELS: json.dumps(labels),
     }  # fmt: skip
 
 
@@ -203,7 +209,7 @@ def _data(
     profile = json.dumps({"num_rows": None if rows is None else int(rows), **about})
     digest = str(about["digest"])[:_DIGEST_LENGTH]  # the whole one is in the profile
     dataset = Dataset(name, digest, source_type, json.dumps(place), profile=profile)
-    return DatasetInput(dataset, [InputTag(DATA_CONTEXT, slot)])
+    return DatasetInput(dataset, [InputTag(Tag.DATA_CONTEXT, slot)])
 
 
 class Reports:

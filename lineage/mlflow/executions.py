@@ -15,25 +15,9 @@ from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
-    CAUSE,
-    EXPERIMENT_KIND,
-    HOST,
-    NOTE,
-    PARENT_RUN,
-    PID,
-    RECORDED_RUN,
-    REUSED,
-    SOURCE_NAME,
-    SOURCE_TYPE,
-    STAGE_RUN,
-    STARTED,
-    STORE,
-    TRIAL,
-    TRIAL_STATE,
-    USER,
-    WORDS,
     ExecutionRun,
     Recorded,
+    Tag,
     accepted,
     execution_name,
     process_tags,
@@ -88,7 +72,7 @@ class Executions:
         self.close_dead(self.experiment(pipeline))
         note = RunFile.read(folder) if folder else None
         run = self.find(note.run_id) if note and note.uri == self.uri else None
-        tags = {WORDS: shlex.join(words), **process_tags(self.writer)}
+        tags = {Tag.WORDS: shlex.join(words), **process_tags(self.writer)}
         if run:
             self.client.update_run(run.info.run_id, status="RUNNING")
             self.tag(run.info.run_id, tags)
@@ -108,8 +92,8 @@ class Executions:
         text = "\n".join([called, "", f"store `{self.root}`", "", stage_table(execution.rows)])
         if text != execution.written:
             rows = execution.rows.items()
-            reused = {REUSED + accepted(title): run.run_id for title, (state, run) in rows if state == "reused"}
-            self.tag(execution.run_id, {NOTE: text, **reused})
+            reused = {Tag.REUSED + accepted(title): run.run_id for title, (state, run) in rows if state == "reused"}
+            self.tag(execution.run_id, {Tag.NOTE: text, **reused})
             execution.written = text
 
     def sync_trial(
@@ -122,7 +106,7 @@ class Executions:
     ) -> None:
         """The run of a trial, child of the sweep's: opened, or ended with its metrics and the runs of its stages."""
         assert self.current and self.writer
-        place = {PARENT_RUN: self.current.run_id, TRIAL: str(number)}
+        place = {Tag.PARENT_RUN: self.current.run_id, Tag.TRIAL: str(number)}
         found = self.client.search_runs([self.experiment(pipeline)], where(place), max_results=1)
         tags = {**place, **process_tags(self.writer)}
         run = found[0] if found else self.create(pipeline, f"trial {number}", tags, time.time())
@@ -136,15 +120,15 @@ class Executions:
         metrics = [Metric(accepted(name), value, now, 0) for name, value in end.metrics.items()]
         self.client.log_batch(run_id, metrics=metrics)
         table = stage_table({stage: ("finished", each) for stage, each in stages.items()})
-        made_of = {STAGE_RUN + accepted(stage): each.run_id for stage, each in stages.items()}
-        self.tag(run_id, {TRIAL_STATE: end.state, NOTE: f"store `{self.root}`\n\n{table}", **made_of})
+        made_of = {Tag.STAGE_RUN + accepted(stage): each.run_id for stage, each in stages.items()}
+        self.tag(run_id, {Tag.TRIAL_STATE: end.state, Tag.NOTE: f"store `{self.root}`\n\n{table}", **made_of})
         self.end(run_id, _TRIAL_STATUS[end.state], end.cause)
 
     def end_trials(self, pipeline: str, cause: str) -> None:
         """Ends the trials that were under way when the sweep was stopped."""
         assert self.current
-        place = where({PARENT_RUN: self.current.run_id})
-        filters = f"attributes.status = 'RUNNING' and tags.`{TRIAL}` LIKE '%' and {place}"
+        place = where({Tag.PARENT_RUN: self.current.run_id})
+        filters = f"attributes.status = 'RUNNING' and tags.`{Tag.TRIAL}` LIKE '%' and {place}"
         for run in list(pages(self.client.search_runs, [self.experiment(pipeline)], filters)):
             self.end(run.info.run_id, "KILLED", cause)
 
@@ -160,13 +144,13 @@ class Executions:
         if recorded != _UNRECORDED and self.find(recorded):
             return recorded
         found = self.client.search_runs(
-            [self.experiment(start.pipeline)], where({RECORDED_RUN: recorded}), max_results=1
+            [self.experiment(start.pipeline)], where({Tag.RECORDED_RUN: recorded}), max_results=1
         )
         if found:
             return str(found[0].info.run_id)
         words = note.words if note and note.execution_id == recorded else []
         began = self.began.get(recorded, start.provenance.start)
-        tags = {RECORDED_RUN: recorded, WORDS: shlex.join(words)}
+        tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(words)}
         run = self.create(start.pipeline, execution_name(start.pipeline, began), tags, began)
         self.added["executions"] += 1
         self._rebuilt[key] = ExecutionRun(str(run.info.run_id), words)
@@ -201,9 +185,9 @@ class Executions:
         with self.lock:
             for run in list(pages(self.client.search_runs, [experiment], "attributes.status = 'RUNNING'")):
                 if is_dead(run, self.silent):
-                    if NOTE in run.data.tags:
-                        killed = run.data.tags[NOTE].replace("| running |", "| killed |")
-                        self.tag(run.info.run_id, {NOTE: killed})
+                    if Tag.NOTE in run.data.tags:
+                        killed = run.data.tags[Tag.NOTE].replace("| running |", "| killed |")
+                        self.tag(run.info.run_id, {Tag.NOTE: killed})
                     self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
 
     def experiment(self, pipeline: str) -> str:
@@ -212,7 +196,7 @@ class Executions:
             found = self.client.get_experiment_by_name(pipeline)
             if found is None:
                 try:
-                    self.client.create_experiment(pipeline, tags={EXPERIMENT_KIND: "custom_model_development"})
+                    self.client.create_experiment(pipeline, tags={Tag.EXPERIMENT_KIND: "custom_model_development"})
                 except MlflowException as error:  # another process was faster
                     if error.error_code != EXISTS:
                         raise
@@ -224,7 +208,7 @@ class Executions:
 
     def create(self, pipeline: str, name: str, tags: Mapping[str, str], start: float) -> Run:
         """Opens a run; ``start`` in seconds since the epoch."""
-        common = {STORE: str(self.root), USER: user(), SOURCE_NAME: "posttrain", SOURCE_TYPE: "LOCAL"}
+        common = {Tag.STORE: str(self.root), Tag.USER: user(), Tag.SOURCE_NAME: "posttrain", Tag.SOURCE_TYPE: "LOCAL"}
         return self.client.create_run(
             self.experiment(pipeline), start_time=int(start * 1000), tags={**common, **tags}, run_name=name
         )
@@ -241,16 +225,18 @@ class Executions:
     def end(self, run_id: str, status: str, cause: str | None) -> None:
         """Ends a run."""
         if cause:
-            self.client.set_tag(run_id, CAUSE, cause[:_CAUSE_LENGTH])
+            self.client.set_tag(run_id, Tag.CAUSE, cause[:_CAUSE_LENGTH])
         self.client.set_terminated(run_id, status)
 
 
 def is_dead(run: Run, silent: Collection[Owner] = ()) -> bool:
     """Whether the process that writes a run is gone; ``silent``: those of other hosts that are."""
     tags = run.data.tags
-    if not {HOST, PID, STARTED} <= tags.keys():
+    if not {Tag.HOST, Tag.PID, Tag.STARTED} <= tags.keys():
         return False
-    return is_gone(Owner(host=tags[HOST], pid=int(tags[PID]), started=float(tags[STARTED]), token=""), silent)
+    return is_gone(
+        Owner(host=tags[Tag.HOST], pid=int(tags[Tag.PID]), started=float(tags[Tag.STARTED]), token=""), silent
+    )
 
 
 def present(call: Callable[[str], Run], name: str) -> Run | None:

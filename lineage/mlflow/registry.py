@@ -1,27 +1,28 @@
-"""What other commands ask of MLflow: its links, aliases, a refill from the manifests. Imports no mlflow until asked."""
+"""What other commands ask of MLflow: its links, aliases, a refill from the manifests."""
 
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
+from lineage.mlflow.entities import Key, Recorded, Tag, is_model
+from lineage.mlflow.executions import Executions, is_dead, pages
+from lineage.mlflow.sync import Mirror, recorded_of
 from lineage.owner import Owner
 from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
 from lineage.store import Entry, Store
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
-
-    from lineage.mlflow.entities import Key, Recorded
 
 _COUNTED = ("executions", "runs", "models", "versions", "aliases")
 
@@ -49,17 +50,17 @@ class Links:
         live, dead: ids of open runs, whose process writes them still, or is gone.
     """
 
-    runs: "Mapping[Key, Recorded]"
-    stores: "Mapping[Key, str]"
-    models: "Mapping[Key, str]"
-    versions: "Mapping[Key, int]"
-    aliases: "Mapping[str, Mapping[str, Key | None]]"
+    runs: Mapping[Key, Recorded]
+    stores: Mapping[Key, str]
+    models: Mapping[Key, str]
+    versions: Mapping[Key, int]
+    aliases: Mapping[str, Mapping[str, Key | None]]
     live: Collection[str]
     dead: Collection[str]
 
 
 @contextlib.contextmanager
-def _client(uri: str | None, refusal: str) -> "Iterator[MlflowClient]":
+def _client(uri: str | None, refusal: str) -> Iterator[MlflowClient]:
     """A client of the configured MLflow; its errors are ours.
 
     Raises:
@@ -68,9 +69,6 @@ def _client(uri: str | None, refusal: str) -> "Iterator[MlflowClient]":
     """
     address = tracking_uri(uri)
     require_reachable(address, uri)
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
     place, doing = f"MLflow at {shown(address)}", "cannot be opened"
     remedy = "; move a damaged database file away, and `posttrain rebuild` makes a new one"
     try:
@@ -119,10 +117,8 @@ def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
     Raises as ``_client``.
     """
     with _client(uri, f"does not delete the versions of registered model {pipeline} whose weights are gone") as client:
-        from lineage.mlflow.entities import OUTPUT
-
         versions = _versions(client, f"name = '{pipeline}'")
-        places = [Path(unquote(urlsplit(each.tags.get(OUTPUT, "")).path)) for each in versions]
+        places = [Path(unquote(urlsplit(each.tags.get(Tag.OUTPUT, "")).path)) for each in versions]
         gone = [
             each for each, place in zip(versions, places, strict=True)
             if place.is_relative_to(folder) and not place.exists()
@@ -142,10 +138,6 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
     Raises as ``_client``.
     """
     with _client(uri, "is not refilled") as client:
-        from lineage.mlflow.entities import Key, is_model
-        from lineage.mlflow.executions import Executions
-        from lineage.mlflow.sync import Mirror
-
         runs = Executions(client, store, silent=silent)
         mirror = Mirror(runs)
         finished, unfinished = _entries(store)
@@ -193,10 +185,8 @@ def _entries(store: Path) -> tuple[list[tuple[Entry, Manifest]], list[Entry]]:
     return sorted(finished, key=lambda each: each[1].provenance.end), unfinished
 
 
-def _restore_aliases(client: "MlflowClient", store: Path, manifests: list[Manifest], there: Links) -> int:
+def _restore_aliases(client: MlflowClient, store: Path, manifests: list[Manifest], there: Links) -> int:
     """Gives each alias to its holder, in the registered model of the holder's pipeline; returns how many moved."""
-    from lineage.mlflow.entities import Key
-
     moved = 0
     for alias, stack in stacks(read_events(store)).items():
         holder = stack[-1] if stack else None
@@ -214,11 +204,7 @@ def _restore_aliases(client: "MlflowClient", store: Path, manifests: list[Manife
     return moved
 
 
-def _move_alias(client: "MlflowClient", pipeline: str, alias: str, fingerprint: str | None, stage: str | None) -> None:
-    from mlflow.exceptions import MlflowException
-
-    from lineage.mlflow.entities import FINGERPRINT, STAGE
-
+def _move_alias(client: MlflowClient, pipeline: str, alias: str, fingerprint: str | None, stage: str | None) -> None:
     if fingerprint is None:
         try:
             client.delete_registered_model_alias(pipeline, alias)
@@ -226,8 +212,8 @@ def _move_alias(client: "MlflowClient", pipeline: str, alias: str, fingerprint: 
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         return
-    found = _versions(client, f"name = '{pipeline}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
-    numbers = [int(version.version) for version in found if stage in (None, version.tags.get(STAGE))]
+    found = _versions(client, f"name = '{pipeline}' and tags.`{Tag.FINGERPRINT}` = '{fingerprint}'")
+    numbers = [int(version.version) for version in found if stage in (None, version.tags.get(Tag.STAGE))]
     if not numbers:
         raise ArtifactError(
             f"registered model {pipeline} of MLflow at {shown(client.tracking_uri)} has no version of "
@@ -236,11 +222,7 @@ def _move_alias(client: "MlflowClient", pipeline: str, alias: str, fingerprint: 
     client.set_registered_model_alias(pipeline, alias, str(max(numbers)))
 
 
-def _links(client: "MlflowClient", pipelines: Collection[str]) -> Links:
-    from lineage.mlflow.entities import FINGERPRINT, STORE, Key
-    from lineage.mlflow.executions import is_dead, pages
-    from lineage.mlflow.sync import recorded_of
-
+def _links(client: MlflowClient, pipelines: Collection[str]) -> Links:
     found = [client.get_experiment_by_name(name) for name in pipelines]
     known = [each.experiment_id for each in found if each and each.lifecycle_stage == "active"]
     runs: dict[Key, Recorded] = {}
@@ -248,13 +230,13 @@ def _links(client: "MlflowClient", pipelines: Collection[str]) -> Links:
     models: dict[Key, str] = {}
     opened = []
     if known:
-        finished = f"attributes.status = 'FINISHED' and tags.`{FINGERPRINT}` LIKE '%'"
+        finished = f"attributes.status = 'FINISHED' and tags.`{Tag.FINGERPRINT}` LIKE '%'"
         for run in pages(client.search_runs, known, finished, order_by=["attributes.end_time ASC"]):  # the newest wins
             # A search does not tell the input models: where a run read no data, the run itself is asked for.
             whole = run if run.inputs and run.inputs.dataset_inputs else client.get_run(run.info.run_id)
             runs[Key.tagged(run.data.tags)] = recorded_of(whole)
-            stores[Key.tagged(run.data.tags)] = str(run.data.tags.get(STORE))
-        logged = (each for each in pages(client.search_logged_models, known) if FINGERPRINT in each.tags)
+            stores[Key.tagged(run.data.tags)] = str(run.data.tags.get(Tag.STORE))
+        logged = (each for each in pages(client.search_logged_models, known) if Tag.FINGERPRINT in each.tags)
         models = {Key.tagged(model.tags): str(model.model_id) for model in logged}
         opened = list(pages(client.search_runs, known, "attributes.status = 'RUNNING'"))
     dead = {str(run.info.run_id) for run in opened if is_dead(run)}
@@ -264,15 +246,13 @@ def _links(client: "MlflowClient", pipelines: Collection[str]) -> Links:
 
 
 def _registered(
-    client: "MlflowClient", pipelines: Collection[str]
-) -> "tuple[dict[Key, int], dict[str, dict[str, Key | None]]]":
+    client: MlflowClient, pipelines: Collection[str]
+) -> tuple[dict[Key, int], dict[str, dict[str, Key | None]]]:
     """Artifact -> number of its newest version; registered model -> alias -> artifact."""
-    from lineage.mlflow.entities import FINGERPRINT, Key
-
     versions: dict[Key, int] = {}
     named: dict[str, dict[str, Key | None]] = {}
     for name in pipelines:
-        ours = [each for each in _versions(client, f"name = '{name}'") if FINGERPRINT in each.tags]
+        ours = [each for each in _versions(client, f"name = '{name}'") if Tag.FINGERPRINT in each.tags]
         numbers = {int(each.version): Key.tagged(each.tags) for each in ours}
         versions |= {key: number for number, key in sorted(numbers.items())}
         for registered in client.search_registered_models(f"name = '{name}'"):
@@ -280,7 +260,5 @@ def _registered(
     return versions, named
 
 
-def _versions(client: "MlflowClient", filters: str) -> "list[ModelVersion]":
-    from lineage.mlflow.executions import pages
-
+def _versions(client: MlflowClient, filters: str) -> list[ModelVersion]:
     return list(pages(client.search_model_versions, filters))

@@ -14,25 +14,10 @@ from lineage.graph.places import artifact_at
 from lineage.manifest import InputRecord, Manifest
 from lineage.mlflow.address import is_server
 from lineage.mlflow.entities import (
-    CAUSE,
-    DIAGNOSIS,
-    DIGEST,
-    EXTERNAL_MODEL,
-    FINGERPRINT,
-    GIT_COMMIT,
-    LABELS,
-    METHOD,
-    MODEL_VERSIONS,
-    NOTE,
-    OUTPUT,
-    PARENT_RUN,
-    RECORDED_RUN,
-    RESUMED_AT,
-    STAGE,
-    STORE,
     Key,
     Recorded,
     Reports,
+    Tag,
     accepted,
     input_tags,
     is_model,
@@ -118,7 +103,7 @@ class Mirror:
         """Tags a run with what its curves show, where that has changed."""
         found = "\n".join(map(as_line, live_findings(entry.path)))
         if found != self._diagnosed.get(entry.path, ""):
-            self.runs.tag(run_id, {DIAGNOSIS: found})
+            self.runs.tag(run_id, {Tag.DIAGNOSIS: found})
             self._diagnosed[entry.path] = found
 
     def _sync_finished(self, entry: Entry, manifest: Manifest, note: RunFile | None) -> Recorded:
@@ -147,11 +132,11 @@ class Mirror:
         final = {accepted(name): value for name, value in manifest.metrics.items()}
         metrics += [Metric(name, value, end, last) for name, value in final.items() if name not in reports.logged]
         labels, origins = self.labels(manifest), self._origins(manifest)
-        tags = {DIGEST: manifest.output_digest, LABELS: json.dumps(labels), NOTE: origins}
+        tags = {Tag.DIGEST: manifest.output_digest, Tag.LABELS: json.dumps(labels), Tag.NOTE: origins}
         if manifest.provenance.resumed_at:
-            tags[RESUMED_AT] = json.dumps(manifest.provenance.resumed_at)
+            tags[Tag.RESUMED_AT] = json.dumps(manifest.provenance.resumed_at)
         if manifest.provenance.git_commit:
-            tags[GIT_COMMIT] = manifest.provenance.git_commit
+            tags[Tag.GIT_COMMIT] = manifest.provenance.git_commit
         self.client.log_batch(run_id, metrics=metrics)
         self.runs.tag(run_id, tags)
         self._diagnose(entry, run_id)
@@ -163,17 +148,17 @@ class Mirror:
         self._add_samples(run_id, entry.output / SAMPLES)
         model_id = None
         if is_model(manifest):
-            about = {**model_tags(manifest, entry.output.absolute(), labels), NOTE: origins}
+            about = {**model_tags(manifest, entry.output.absolute(), labels), Tag.NOTE: origins}
             model_id = self._model(manifest.stage, experiment, run_id, produces(manifest), about)
             if model_id not in _outputs(self.client.get_run(run_id)):
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
         tags = self.client.get_run(run_id).data.tags
-        if CAUSE in tags:  # of the attempt before
-            self.client.delete_tag(run_id, CAUSE)
+        if Tag.CAUSE in tags:  # of the attempt before
+            self.client.delete_tag(run_id, Tag.CAUSE)
         self.client.set_terminated(run_id, "FINISHED", end)
         recorded = Recorded(run_id=run_id, experiment_id=experiment, model_id=model_id, num_inputs=len(manifest.inputs))
         made_from = {stage: self.recorded(parent) for stage, parent in self.parents(manifest).items()}
-        self.runs.add_row(tags[PARENT_RUN], manifest, recorded, made_from)
+        self.runs.add_row(tags[Tag.PARENT_RUN], manifest, recorded, made_from)
         return recorded
 
     def _opened(
@@ -188,16 +173,16 @@ class Mirror:
         tags = self._start_tags(entry, start, note)
         if run is None:
             title = (note.title if note else "") or start.stage
-            recorded = {RECORDED_RUN: start.mlflow_run_id} if start.mlflow_run_id else {}
+            recorded = {Tag.RECORDED_RUN: start.mlflow_run_id} if start.mlflow_run_id else {}
             run = self.runs.create(start.pipeline, title, {**tags, **recorded}, start.provenance.start)
         else:
             self.runs.tag(run.info.run_id, tags)
             if note and note.status == "RUNNING" and not start.output_digest:
                 self.client.update_run(run.info.run_id, status="RUNNING")
-                if CAUSE in run.data.tags:
-                    self.client.delete_tag(run.info.run_id, CAUSE)
+                if Tag.CAUSE in run.data.tags:
+                    self.client.delete_tag(run.info.run_id, Tag.CAUSE)
         run_id = str(run.info.run_id)
-        execution = tags[PARENT_RUN]
+        execution = tags[Tag.PARENT_RUN]
         if note and (note.uri, note.run_id, note.execution_id) != (self.runs.uri, run_id, execution):
             replace(note, uri=self.runs.uri, run_id=run_id, execution_id=execution).write(entry.path)
         params = [Param(*each) for each in parameters(start.recipe) if each[0] not in run.data.params]
@@ -210,24 +195,24 @@ class Mirror:
 
     def _start_tags(self, entry: Entry, start: Manifest, note: RunFile | None) -> dict[str, str]:
         tags = {
-            FINGERPRINT: start.fingerprint, STAGE: start.stage, METHOD: start.method,
-            OUTPUT: entry.output.absolute().as_uri(), PARENT_RUN: self.runs.of(start, note),
+            Tag.FINGERPRINT: start.fingerprint, Tag.STAGE: start.stage, Tag.METHOD: start.method,
+            Tag.OUTPUT: entry.output.absolute().as_uri(), Tag.PARENT_RUN: self.runs.of(start, note),
             **input_tags(start.inputs),
         }  # fmt: skip
         if note and note.writer:
             tags |= process_tags(note.writer)
         if note and note.resumes:
-            tags[RESUMED_AT] = json.dumps(resumed_at(attempts(entry.path)))
+            tags[Tag.RESUMED_AT] = json.dumps(resumed_at(attempts(entry.path)))
         return tags
 
     def _unfinished_run(self, start: Manifest, note: RunFile | None) -> Run | None:
         """The run that an attempt continues: of the attempt before, or its own, of which a kill left no note."""
         ids = [note.run_id if note and note.uri == self.runs.uri else None, start.mlflow_run_id]
         for run in (self.runs.find(run_id) for run_id in ids if run_id):
-            about = (run.data.tags.get(STAGE), run.data.tags.get(FINGERPRINT)) if run else None
+            about = (run.data.tags.get(Tag.STAGE), run.data.tags.get(Tag.FINGERPRINT)) if run else None
             if run and run.info.status != "FINISHED" and about == (start.stage, start.fingerprint):
                 return run
-        these = where({STORE: str(self.root), STAGE: start.stage, FINGERPRINT: start.fingerprint})
+        these = where({Tag.STORE: str(self.root), Tag.STAGE: start.stage, Tag.FINGERPRINT: start.fingerprint})
         found = self.client.search_runs(
             [self.runs.experiment(start.pipeline)], f"attributes.status != 'FINISHED' and {these}",
             order_by=["attributes.start_time DESC"], max_results=1,
@@ -241,7 +226,9 @@ class Mirror:
         return None
 
     def _finished_run(self, manifest: Manifest) -> Run | None:
-        these = where({FINGERPRINT: manifest.fingerprint, STAGE: manifest.stage, DIGEST: manifest.output_digest})
+        these = where(
+            {Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest}
+        )
         runs = self.client.search_runs(
             [self.runs.experiment(manifest.pipeline)], f"attributes.status = 'FINISHED' and {these}", max_results=1
         )
@@ -338,20 +325,21 @@ class Mirror:
         if manifest:
             return self.recorded(manifest).model_id
         tags = {
-            FINGERPRINT: record.fingerprint, STAGE: record.artifact, LABELS: json.dumps(source.labels),
-            OUTPUT: Path(source.path).as_uri() if source.path.startswith("/") else source.path,
-            DIGEST: record.digest or source.revision or "",
+            Tag.FINGERPRINT: record.fingerprint, Tag.STAGE: record.artifact, Tag.LABELS: json.dumps(source.labels),
+            Tag.OUTPUT: Path(source.path).as_uri() if source.path.startswith("/") else source.path,
+            Tag.DIGEST: record.digest or source.revision or "",
         }  # fmt: skip
         return self._model(record.artifact, experiment, None, source.kind, tags)
 
     def _model(self, name: str, experiment: str, run_id: str | None, kind: str, tags: dict[str, str]) -> str:
         """The logged model of a run, or of a source; its weights stay where they are."""
-        these = where({FINGERPRINT: tags[FINGERPRINT], STAGE: tags[STAGE]})
+        these = where({Tag.FINGERPRINT: tags[Tag.FINGERPRINT], Tag.STAGE: tags[Tag.STAGE]})
         found = self.client.search_logged_models([experiment], filter_string=these)
         mine = [each for each in found if each.source_run_id == run_id]
         model = mine[0] if mine else self.client.create_logged_model(
-            experiment, name=model_name(name), source_run_id=run_id, tags={**tags, EXTERNAL_MODEL: "true"},
-            params={"output": tags[OUTPUT], "digest": tags[DIGEST], "fingerprint": tags[FINGERPRINT]}, model_type=kind,
+            experiment, name=model_name(name), source_run_id=run_id, tags={**tags, Tag.EXTERNAL_MODEL: "true"},
+            params={"output": tags[Tag.OUTPUT], "digest": tags[Tag.DIGEST], "fingerprint": tags[Tag.FINGERPRINT]},
+            model_type=kind,
         )  # fmt: skip
         if not mine:
             self.runs.added["models"] += 1
@@ -369,15 +357,15 @@ class Mirror:
             # A server takes no path of a file system as a source; the tag has it there.
             on_server = is_server(self.client.tracking_uri)
             version = self.client.create_model_version(
-                name, f"models:/{recorded.model_id}" if on_server else tags[OUTPUT], run_id=recorded.run_id, tags=tags,
-                description=f"[{manifest.stage}]({link}) of `{tags[OUTPUT]}`", await_creation_for=0,
+                name, f"models:/{recorded.model_id}" if on_server else tags[Tag.OUTPUT], run_id=recorded.run_id,
+                tags=tags, description=f"[{manifest.stage}]({link}) of `{tags[Tag.OUTPUT]}`", await_creation_for=0,
                 model_id=recorded.model_id if on_server else None,
             )  # fmt: skip
             self.runs.added["versions"] += 1
             self.versions[key] = int(version.version)
             if not on_server:  # which does it itself
                 link_back = json.dumps([{"name": version.name, "version": version.version}])
-                self.client.set_logged_model_tags(recorded.model_id, {MODEL_VERSIONS: link_back})
+                self.client.set_logged_model_tags(recorded.model_id, {Tag.MODEL_VERSIONS: link_back})
         # Beside the output: `impact` need not ask MLflow, and `gc` knows which registries it has to ask.
         note = RunFile.read(entry.path) or RunFile(
             uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", words=[]
@@ -395,9 +383,9 @@ class Mirror:
             if error.error_code != EXISTS:
                 raise
         for version in self.client.search_model_versions(
-            f"name = '{name}' and {where({FINGERPRINT: key.fingerprint})}"
+            f"name = '{name}' and {where({Tag.FINGERPRINT: key.fingerprint})}"
         ):
-            if (version.tags.get(STAGE), version.tags.get(DIGEST)) == (key.stage, key.digest):
+            if (version.tags.get(Tag.STAGE), version.tags.get(Tag.DIGEST)) == (key.stage, key.digest):
                 self.versions[key] = int(version.version)
 
     def _entry(self, manifest: Manifest) -> Entry:

@@ -29,7 +29,6 @@ _FAILED_SECONDS = 10.0
 _JOIN_SECONDS = 0.2
 _CAUSE_LENGTH = 200
 _STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
-_HALF_RECORDED = "the stage finished, its record did not: `posttrain rebuild` writes it again"
 
 
 class _Stage:
@@ -40,8 +39,16 @@ class _Stage:
         self.entry = Entry(start.directory)
         self.ids: RunIds | None = None
         self.was_tried = False  # to write it
-        self.ended: tuple[str, str] | None = None  # status and cause
-        self.noted: tuple[str, str] | None = None  # the same, once the start record has it
+        self.ended: tuple[str, str] | None = None  # status and cause, which the start record has too
+
+    def end(self, status: str, cause: str, writer: Owner) -> None:
+        """Notes a failure in the start record, unless that is of another attempt by now."""
+        note = RunFile.read(self.start.directory) if status != "FINISHED" else None
+        is_ours = note and note.writer and note.writer.token == writer.token
+        if note and is_ours and note.start and note.start.provenance.start == self.began:
+            with contextlib.suppress(OSError):  # the store is full: the next command closes its run
+                replace(note, status=status, cause=cause).write(self.start.directory)
+        self.ended = status, cause
 
 
 class MlflowTracker(Tracker):
@@ -84,6 +91,8 @@ class MlflowTracker(Tracker):
             status = "KILLED" if self._was_stopped else "FAILED", str(error) or type(error).__name__
             raise
         finally:
+            for stage in [each for each in self._stages if each.ended is None]:
+                stage.end("FAILED" if status[0] == "FAILED" else "KILLED", status[1] or "the run ended", self._me)
             self._status = status
             self.wake()
             self._join(thread, _STOP_SECONDS if self._was_stopped else _CLOSE_SECONDS)
@@ -121,7 +130,7 @@ class MlflowTracker(Tracker):
         """Ends the record of a stage; False: it has none that is open."""
         stage = self._running(title)
         if stage:
-            stage.ended = status, cause
+            stage.end(status, cause, self._me)
             self.wake()
         return stage is not None
 
@@ -178,10 +187,6 @@ class MlflowTracker(Tracker):
                 self._is_woken = False
             status = self._status
             stages = list(self._stages)
-            if status:
-                for stage in stages:
-                    cause = status[1] or _HALF_RECORDED
-                    stage.ended = stage.ended or ("FAILED" if status[0] == "FAILED" else "KILLED", cause)
             self._is_complete = self._write_all(stages, status) or (
                 status is not None and self._write_all(list(self._stages), status)  # there is no next time
             )
@@ -192,12 +197,11 @@ class MlflowTracker(Tracker):
 
     def _write_all(self, stages: list[_Stage], status: tuple[str, str] | None) -> bool:
         """Writes what MLflow lacks; what fails does not keep the rest. Returns whether nothing failed."""
-        results = [self._attempt(partial(self._note_end, stage)) for stage in stages]
         if self._mirror is None and not self._attempt(self._open):
             return False
         mirror = self._mirror
         assert mirror
-        results += [self._attempt(partial(self._sync_stage, mirror, stage)) for stage in stages]
+        results = [self._attempt(partial(self._sync_stage, mirror, stage)) for stage in stages]
         for task in list(self._tasks):
             results.append(self._attempt(partial(task, mirror)))
             if results[-1]:
@@ -214,18 +218,8 @@ class MlflowTracker(Tracker):
         runs.open(execution.pipeline, execution.words, execution.folder, self._start)
         self._mirror = Mirror(runs)
 
-    def _note_end(self, stage: _Stage) -> None:
-        """Notes a failure in the start record, unless that is of another attempt by now."""
-        ended = stage.ended  # a stage may end at any time
-        if ended and ended[0] != "FINISHED":
-            note = RunFile.read(stage.start.directory)
-            is_ours = note and note.writer and note.writer.token == self._me.token
-            if note and is_ours and note.start and note.start.provenance.start == stage.began:
-                replace(note, status=ended[0], cause=ended[1]).write(stage.start.directory)
-        stage.noted = ended
-
     def _sync_stage(self, mirror: "Mirror", stage: _Stage) -> None:
-        ended, start, execution = stage.noted, stage.start, mirror.runs.current
+        ended, start, execution = stage.ended, stage.start, mirror.runs.current
         assert execution
         recorded = mirror.sync(stage.entry)
         if recorded:

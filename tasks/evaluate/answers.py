@@ -3,12 +3,11 @@
 Shapes: B rows in a batch, T tokens of the longest.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.evaluate.scoring import batches, padded, without_router_loss
+from tasks.evaluate.scoring import batches, generating, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,8 +45,6 @@ def greedy_answers(
     Args:
         num_beams: of a beam search, which looks for the most likely answer.
     """
-    import torch
-
     stops = _stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
 
@@ -56,8 +53,10 @@ def greedy_answers(
         found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
         return found
 
-    greedy = _greedy(model, sorted(stops), pad, max_new_tokens, num_beams)
-    with greedy, torch.inference_mode(), without_router_loss(model):
+    with generating(
+        model, do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stops) or None, pad_token_id=pad,
+    ):  # fmt: skip
         return answers_of(model, tokenizer, _in_batches(generate, prompts, batch_size))
 
 
@@ -114,24 +113,3 @@ def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase")
     ends = model.generation_config.eos_token_id
     found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     return {token for token in found if token is not None}
-
-
-@contextmanager
-def _greedy(
-    model: "PreTrainedModel", stops: Sequence[int], pad: int, max_new_tokens: int, num_beams: int
-) -> Iterator[None]:
-    """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out."""
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(stops) or None,
-        pad_token_id=pad,
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own

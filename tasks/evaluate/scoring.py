@@ -107,6 +107,26 @@ def without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
             config.output_router_logits = own
 
 
+@contextmanager
+def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
+    """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out.
+
+    In training mode a gradient checkpoint would switch the cache off, and an adapter's dropout would add noise.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    own, was_training = model.generation_config, model.training
+    model.generation_config = GenerationConfig(**settings)
+    model.eval()
+    try:
+        with torch.inference_mode(), without_router_loss(model):
+            yield
+    finally:
+        model.generation_config = own
+        model.train(was_training)
+
+
 def batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
     """Indices of rows in batches, the longest first, so that a batch needs little padding.
 

@@ -15,6 +15,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError
+from tasks.evaluate.scoring import padded
 from tasks.train.adapters import (
     ADAPTERS,
     ALL_LINEAR,
@@ -261,19 +262,10 @@ def _accumulate(model: "PreTrainedModel", batches: "Batches") -> None:
 
 def _batches(rows: "Dataset", pad: int, device: torch.device) -> "Batches":
     """The first rows of the training, of pairs the chosen answers."""
-    from torch.nn.utils.rnn import pad_sequence
-
-    sequences = [torch.tensor(_tokens(rows[index])) for index in range(min(_INIT_ROWS, len(rows)))]
+    sequences = [_tokens(rows[index]) for index in range(min(_INIT_ROWS, len(rows)))]
     parts = [sequences[start : start + _INIT_BATCH] for start in range(0, len(sequences), _INIT_BATCH)]
-    return [
-        {
-            "input_ids": pad_sequence(part, batch_first=True, padding_value=pad).to(device),
-            "attention_mask": pad_sequence(
-                [torch.ones_like(each) for each in part], batch_first=True, padding_value=0
-            ).to(device),
-        }
-        for part in parts
-    ]
+    names = ("input_ids", "attention_mask")
+    return [dict(zip(names, padded(part, device, left=False, pad=pad), strict=True)) for part in parts]
 
 
 def _tokens(row: Mapping[str, object]) -> list[int]:

@@ -59,12 +59,27 @@ class Base:
     @staticmethod
     def of(policy: Input) -> "Base":
         """The base of the adapter that a stage trains: its input policy."""
-        source = policy.source if policy.source and policy.source.revision and not _is_alias(policy.source) else None
-        is_wheel = source is not None and source.path.startswith(WHEEL)
+        options = model_options(policy.source) if policy.source else {}
+        return Base._at(policy.name, policy.fingerprint, policy.digest, policy.source, options)
+
+    @staticmethod
+    def recorded(given: InputRecord) -> "Base":
+        """That of the adapter that was merged into a stage's output: the policy that the stage started from."""
+        reading = given.source.reading if given.source else {}
+        options = {name: value for name, value in reading.items() if name in MODEL_OPTIONS}
+        return Base._at(given.artifact, given.fingerprint, given.digest, given.source, options)
+
+    @staticmethod
+    def _at(
+        name: str, fingerprint: str, digest: str | None, source: Source | SourceRecord | None,
+        options: Mapping[str, object],
+    ) -> "Base":  # fmt: skip
+        if source is None or source.revision is None or _is_alias(source):
+            return Base(name=name, fingerprint=fingerprint, digest=digest)
+        is_wheel = source.path.startswith(WHEEL)
         return Base(
-            name=policy.name, fingerprint=policy.fingerprint, digest=policy.digest,
-            hub_id=source.path if source and not is_wheel else None, wheel=source.path if source and is_wheel else None,
-            revision=source.revision if source else None, options=(model_options(source) or None) if source else None,
+            name=name, fingerprint=fingerprint, digest=digest, hub_id=None if is_wheel else source.path,
+            wheel=source.path if is_wheel else None, revision=source.revision, options=options or None,
         )  # fmt: skip
 
     def write(self, directory: Path) -> None:
@@ -168,26 +183,13 @@ def base_and_kept_adapters(directory: Path) -> tuple[Path, list[Path], Base | No
     given = manifest.inputs.get(POLICY) if manifest else None
     if manifest is None or given is None:
         return base, [], None
-    named = _base_in_manifest(given)
+    named = Base.recorded(given)
     policy = _base_directory(directory, named)
     if manifest.recipe.get("adapter_in") == "continue":  # it lies upon what the adapter before it does
         base, adapters, beneath = base_and_kept_adapters(policy)
         return base, [*adapters[:-1], own], beneath
     base, adapters = base_and_adapters(policy)
     return base, [*adapters, own], named
-
-
-def _base_in_manifest(given: InputRecord) -> Base:
-    """The base of the adapter that was merged into a stage's output: the policy that the stage started from."""
-    source = given.source
-    if source is None or source.revision is None or _is_alias(source):
-        return Base(name=given.artifact, fingerprint=given.fingerprint, digest=given.digest)
-    is_wheel = source.path.startswith(WHEEL)
-    options = {name: value for name, value in source.reading.items() if name in MODEL_OPTIONS}
-    return Base(
-        name=given.artifact, fingerprint=given.fingerprint, digest=given.digest, revision=source.revision,
-        hub_id=None if is_wheel else source.path, wheel=source.path if is_wheel else None, options=options or None,
-    )  # fmt: skip
 
 
 def _base_of(adapter: Path) -> Base:
@@ -253,7 +255,7 @@ def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
             yield record.source
     given = manifest.inputs.get(POLICY) if manifest and manifest.recipe.get("adapter_in") == "continue" else None
     if given and given.fingerprint != base.fingerprint:  # the base is that of the adapter which was trained further
-        for entry in _artifacts(adapter, _base_in_manifest(given), adapter.absolute().parents[2:4]):
+        for entry in _artifacts(adapter, Base.recorded(given), adapter.absolute().parents[2:4]):
             yield from _recorded(entry.output, base)
 
 

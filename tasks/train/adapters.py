@@ -7,13 +7,14 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import without_nones
+from lineage.fingerprint import set_fields
+from tasks.train.optimizers import refuse_unread
 from tasks.train.quantization import Format
 
 ALL_LINEAR = "all-linear"  # every linear layer except the head
@@ -95,7 +96,7 @@ class Adapter:
                     f"set for example q_proj,v_proj" + (f", or {ALL_LINEAR}" if name == "target_modules" else "")
                 )
         self._check_head()
-        self._check_read()
+        refuse_unread("adapter", self, "type", {name: row.reads for name, row in ADAPTERS.items()})
         self._check_init()
         if self.target_rank is not None and self.target_rank >= self.rank:
             raise ConfigError(
@@ -130,8 +131,7 @@ class Adapter:
 
     def identity(self) -> dict[str, object]:
         """Its part of a recipe: without the fields that its type does not read, which keep their defaults."""
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
+        values = set_fields(self)
         unread = _OF_SOME_TYPES - ADAPTERS[self.type].reads.keys()
         values = {name: value for name, value in values.items() if name not in unread}
         return {"adapter": {name: value for name, value in values.items() if _ADDED_LATER.get(name) != value}}
@@ -144,18 +144,6 @@ class Adapter:
                 f"{head} directly, so that an adapter on it would never be trained; remove it, or train it in full: "
                 f"adapter.modules_to_save={head}"
             )
-
-    def _check_read(self) -> None:
-        """Refuses a field that the type would ignore."""
-        reads = ADAPTERS[self.type].reads
-        for each in fields(self):
-            if each.name in _OF_SOME_TYPES - reads.keys() and getattr(self, each.name) != each.default:
-                others = [name for name, row in ADAPTERS.items() if each.name in row.reads]
-                raise ConfigError(
-                    f"adapter.{each.name}={getattr(self, each.name)}: {self.type} does not read it; it reads "
-                    f"{', '.join(reads) or 'none of these fields'}; remove it, or set adapter.type to one of "
-                    f"{', '.join(others)}"
-                )
 
     def _check_init(self) -> None:
         if self.init is None:

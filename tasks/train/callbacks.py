@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
     from tasks.recipe import Input
+    from tasks.train.speed import Speed
 
     Logs = dict[str, float]
 
@@ -101,26 +102,32 @@ class StepCounts(TrainerCallback):
 class Recorder(TrainerCallback):
     """Passes the metrics of every step to ``ctx.report``, unless its loss or gradient norm is non-finite."""
 
-    def __init__(self, ctx: "TrainContext") -> None:
-        self.report = ctx.report
+    def __init__(self, ctx: "TrainContext", speed: "Speed") -> None:
+        self.report, self.speed = ctx.report, speed
         self.process = psutil.Process()
         self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS + 1)  # (seconds, tokens so far)
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         counts = [float(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
-        self.window.append((time.perf_counter(), counts[-1] if counts else 0.0))
+        self.begin(counts[-1] if counts else 0.0)
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" in logs and not has_diverged(logs):  # the summary after the last step has no loss
             self.record(state.global_step, logs, args.device)
+
+    def begin(self, num_tokens: float) -> None:
+        """Starts the clock, at the tokens of the attempts before; the device's peak is known by then."""
+        if self.speed.found:
+            assert self.speed.peak
+        self.window.append((time.perf_counter(), num_tokens))
 
     def record(self, step: int, logs: Mapping[str, float], device: torch.device) -> None:
         """Reports a step, with its speed and memory."""
         self.window.append((time.perf_counter(), float(logs["num_tokens"])))
         (start, tokens_before), (now, tokens) = self.window[0], self.window[-1]
         metrics = {name: float(value) for name, value in logs.items() if name not in _unreported(logs)}
-        speed = (tokens - tokens_before) / (now - start)
-        self.report(step, {**metrics, "tokens_per_second": speed, "memory_gib": self.memory_gib(device)})
+        speed = self.speed.metrics((tokens - tokens_before) / (now - start), num_tokens=tokens, num_steps=step)
+        self.report(step, {**metrics, **speed, "memory_gib": self.memory_gib(device)})
 
     def memory_gib(self, device: torch.device) -> float:
         """Peak memory allocated on this worker's GPU; without a GPU, the resident memory of its process now."""
@@ -255,7 +262,9 @@ def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
     return {**means, **held_out}
 
 
-def summary(log: "Sequence[Logs]", seconds: float, *, num_steps: int, output_step: int) -> dict[str, float]:
+def summary(
+    log: "Sequence[Logs]", seconds: float, speed: "Speed", *, num_steps: int, output_step: int
+) -> dict[str, float]:
     """Final metrics of a training.
 
     Args:
@@ -269,5 +278,5 @@ def summary(log: "Sequence[Logs]", seconds: float, *, num_steps: int, output_ste
         "steps": float(num_steps),
         "num_tokens": num_tokens,
         "train_seconds": seconds,
-        "tokens_per_second": num_tokens / seconds if seconds else 0.0,
+        **speed.metrics(num_tokens / seconds if seconds else 0.0, num_tokens=num_tokens, num_steps=num_steps),
     }

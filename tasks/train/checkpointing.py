@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
-from tasks.best import HELD_OUT_LOSS, Best, kept_steps
+from tasks.best import HELD_OUT_LOSS, Best, completes_epochs, kept_steps
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import HELD_OUT
@@ -27,7 +27,6 @@ from tasks.heartbeat import Phase
 from tasks.train.callbacks import has_diverged, step_metrics
 from tasks.train.own_optimizers import averaged
 from tasks.train.sharding import autocast
-from tasks.train.validation import completes_epochs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -218,6 +217,11 @@ def last_saved(checkpoints: Checkpoints | None) -> str:
     return f"its last good checkpoint is that of step {last.step}{loss}, and the same recipe would diverge from there"
 
 
+def agreed(value: float, args: "Args") -> float:
+    """The value of rank 0, so that all workers do the same."""
+    return float(broadcast(torch.tensor(value, dtype=torch.float64, device=args.device)))
+
+
 class BestModel(TrainerCallback):
     """Saves each model that is better than all that competed before it.
 
@@ -252,7 +256,7 @@ class BestModel(TrainerCallback):
         step = state.global_step
         if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
             return
-        value = self._agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan))
+        value = agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan), args)
         if not self.best.is_better(value, self.value):
             return
         logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
@@ -306,11 +310,6 @@ class BestModel(TrainerCallback):
                 f"the best model is that of step {step}, and its checkpoint is not what was committed: "
                 f"{'; '.join(found[:3])}; restore the files, or restart the stage with restart=[{stage}]"
             )
-
-    def _agreed(self, value: float) -> float:
-        """The value of rank 0, so that all workers agree on the best model and save together."""
-        found = torch.tensor(value, dtype=torch.float64, device=self.trainer.args.device)
-        return float(broadcast(found))
 
 
 def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":

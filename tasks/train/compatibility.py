@@ -1,44 +1,413 @@
 """What works with what: the rules that join settings of a training with each other, its model and its resources.
 
-A rule of one setting alone is in its dataclass; one that joins several is an entry of ``RULES``. The plan refuses what
-a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` is rendered from it.
+A rule of one setting alone is in its dataclass; one that joins several is an entry of ``RULES``: of adapters, quantized
+bases, precision and kernels in ``model_rules.py``; of references, rows, optimizers, schedules, batches and workers
+here. The plan refuses what a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` is rendered
+from it.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from importlib.util import find_spec
 
 from lineage.errors import ConfigError
-from tasks.context import Resources
+from tasks.best import HELD_OUT_LOSS
+from tasks.context import Launcher, Resources
+from tasks.data.kinds import PREFERENCES
+from tasks.data.tokens.tokenization import why_not_packable
+from tasks.dpo import DPO
 from tasks.method import Method, Training
+from tasks.train.dpo_losses import LOSSES
+from tasks.train.generating import Generating
 from tasks.train.model_rules import MODEL_RULES
-from tasks.train.rule import Case, Fields, Rule
-from tasks.train.step_rules import STEP_RULES
+from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Refusal, Rule, own_loop, shown
+from tasks.train.schedules import PLATEAU, SCHEDULES
 
 _NONE: Fields = {}
-RULES: tuple[Rule, ...] = (*MODEL_RULES, *STEP_RULES)
+_PRODIGY_RATE = 0.1
+_UNSET_NORM = 1.0  # the default of max_grad_norm
+_MOVING: Fields = {"method.reference_sync.every_steps": 1, "method.sft_weight": None}
+_PRECOMPUTE: Fields = {"resources.precompute_reference": True}
+_AVERAGING = tuple(name for name, row in OPTIMIZERS.items() if row.averages)
+_IN_BACKWARD = tuple(name for name, row in OPTIMIZERS.items() if row.in_backward)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A rule that refuses a training, and what to do.
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
 
-    Args:
-        found: the fields that do not work together -> their values.
-        nearest: the fields to set.
-    """
 
-    rule: str
-    found: Fields
-    reason: str
-    nearest: Fields
+def _fitting_batches(case: Case) -> Fields:
+    """Fewer rows per worker, and fewer workers where theirs do not divide the global batch."""
+    batch, resources = case.method.global_batch_size, case.resources
+    workers = _divisor(batch, resources.num_workers)
+    fitting = {
+        "num_workers": workers,
+        "num_nodes": _divisor(workers, resources.num_nodes),
+        "micro_batch_size": _divisor(batch // workers, resources.micro_batch_size),
+    }
+    return {f"resources.{name}": value for name, value in fitting.items() if value != getattr(resources, name)}
 
-    def text(self, where: str) -> str:
-        """A message about the stage at ``where``, such as ``stages.sft``, that ends in overrides to paste."""
-        return (
-            f"{where}: {', '.join(assigned(self.found))}: {self.reason}; set {' '.join(assigned(self.nearest, where))}"
-        )
+
+def _one_micro_batch(case: Case) -> Fields:
+    return {"resources.micro_batch_size": case.method.global_batch_size}
+
+
+def _state_unpaged(case: Case) -> Fields:
+    """The optimizer with its state in one memory."""
+    rest = case.method.optimizer.name.removeprefix("paged_")
+    return {"method.optimizer.name": rest if rest in OPTIMIZERS else "adamw_torch_fused"}
+
+
+def _measured_or_linear(case: Case) -> Fields:
+    if case.method.has_own_loop or not type(case.method).reads.trained:
+        return {"method.schedule.name": "linear"}
+    return {"method.validation.every_steps": 10}
+
+
+def _rows_at_once(case: Case) -> int:
+    return case.resources.num_workers * case.resources.micro_batch_size
+
+
+def _several_workers(case: Case) -> bool:
+    return case.resources.num_workers > 1
+
+
+def _compares_in_steps(case: Case) -> bool:
+    return isinstance(case.method, DPO) and any(LOSSES[name].of_step for name in case.method.weights)
+
+
+def _compares_no_pairs(case: Case) -> bool:
+    """Whether it does not train on pairs of answers against a frozen reference."""
+    return not case.method.has_reference or type(case.method).reads != PREFERENCES or case.method.has_own_loop
+
+
+def _holds_reference_in_bf16(case: Case) -> bool:
+    return case.resources.frozen_dtype(case.resources.resolved_precision(case.method.precision)) == "bf16"
+
+
+def _unpackable(case: Case) -> str | None:
+    return why_not_packable(case.config) if case.config and case.get("method.packing") else None
+
+
+def _leaves_a_worker_idle(case: Case) -> bool:
+    num_minibatches = case.get("method.num_minibatches")
+    if not isinstance(num_minibatches, int):
+        return False
+    return case.method.global_batch_size < num_minibatches * case.resources.num_workers
+
+
+def _ends_before_its_patience(case: Case) -> bool:
+    """Whether no measurement can end the training: that after the last step, which it also takes, ends nothing."""
+    patience, every = case.get("method.validation.patience"), case.get("method.validation.every_steps")
+    steps = case.method.num_steps
+    if not (isinstance(patience, int) and isinstance(every, int) and steps):
+        return False
+    return patience > (steps - 1) // every
+
+
+def _too_much_decay(case: Case) -> bool:
+    num_steps = case.method.num_steps
+    return num_steps is not None and case.method.schedule.is_longer_than(num_steps)
+
+
+def _splits_pairs(case: Case) -> object:
+    if not isinstance(case.method, Generating) or not case.method.whole_groups:
+        return False
+    return case.resources.micro_batch_size % case.method.num_generations
+
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    # References.
+    Rule(
+        id="precompute-no-reference", when={**_PRECOMPUTE, "method": _compares_no_pairs},
+        reason="it trains on no pairs against a frozen reference by transformers' trainer, so there is nothing to "
+        "compute before",
+        nearest={"resources.precompute_reference": False},
+    ),
+    Rule(
+        id="precompute-moving-reference", when={**_PRECOMPUTE, "method.reference_sync.every_steps": SET},
+        reason="a reference that follows the policy has other log-probabilities after each update",
+        nearest={"resources.precompute_reference": False}, also=_MOVING, stage="dpo",
+    ),
+    Rule(
+        id="precompute-ld-alpha",
+        when={**_PRECOMPUTE, "method.ld_alpha": lambda case: case.get("method.ld_alpha") is not None},
+        reason="LD-DPO weights the tokens of an answer, and the cache holds their sums",
+        nearest={"resources.precompute_reference": False},
+        also={"method.ld_alpha": 0.5, "method.sft_weight": None}, stage="dpo",
+    ),
+    Rule(
+        id="precompute-quantized-input",
+        when={**_PRECOMPUTE, "method.adapter_in": ("continue", "stack"), "method.quantization.format": SET},
+        reason="the input's adapter would be merged into a base in few bits, and rounded with it",
+        nearest={"resources.precompute_reference": False},
+        also={"method.adapter.type": "lora", "method.quantization.format": "nf4"}, stage="dpo",
+    ),
+    Rule(
+        id="step-losses-zero",
+        when={"method.loss_type": _compares_in_steps, "method.losses": shown, "resources.zero_stage": SET},
+        reason="a loss that compares the pairs of a step reads them before the step, which was not tried under "
+        "DeepSpeed's engine",
+        nearest={"resources.zero_stage": 0},
+        also={"method.loss_type": "kto_pair", "method.sft_weight": None, **ZERO}, stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-weights",
+        when={
+            "method.reference_sync.every_steps": SET, "resources.weights": _holds_reference_in_bf16,
+            "method.precision": shown,
+        },
+        reason="a reference in bf16 would round away what it takes over of the policy",
+        nearest={"resources.weights": "fp32"},
+        also={**_MOVING, "method.precision": "bf16", "resources.weights": "bf16"}, stage="dpo",
+    ),
+    Rule(
+        id="moving-reference-zero", when={"method.reference_sync.every_steps": SET, "resources.zero_stage": SET},
+        reason="DeepSpeed's engine holds the reference, which was not tried to follow the policy under it",
+        nearest={"resources.zero_stage": 0}, also={**_MOVING, **ZERO}, stage="dpo",
+    ),
+    # Rows.
+    Rule(
+        id="packing-position-ids", when={"method.packing": _unpackable, "config.model_type": shown},
+        reason="position ids alone keep the rows of a pack apart, and not every part of this model reads them",
+        detail=lambda case: _unpackable(case) or "",
+        nearest={"method.packing": None}, also={"method.packing": "best_fit", "config.model_type": "bloom"},
+    ),
+    # Optimizers and schedules.
+    Rule(
+        id="schedule-free-schedule",
+        when={
+            "method.optimizer.name": _AVERAGING,
+            "method.schedule.name": tuple(name for name in SCHEDULES if not name.startswith("constant")),
+        },
+        reason="a schedule-free optimizer averages its steps in place of a schedule, and after a warm-up wants a "
+        "constant learning rate",
+        nearest={"method.schedule.name": "constant"},
+    ),
+    Rule(
+        id="optimizer-own-loop", when={"method.optimizer.name": (*_AVERAGING, *_IN_BACKWARD), "method": own_loop},
+        reason="it takes part in the trainer's backward pass, measurements and checkpoints, and this method has a loop "
+        "of its own",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        also={"method.schedule.name": "constant"}, stage="own_loop",
+    ),
+    Rule(
+        id="galore-adapter",
+        when={
+            "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if row.projects),
+            "method.adapter.type": SET,
+        },
+        reason="it projects the gradients of whole matrices onto few dimensions, and an adapter's have few already",
+        nearest={"method.adapter": None, "method.quantization": None}, also={"method.adapter.type": "lora"},
+    ),
+    Rule(
+        id="lora-plus-adapter",
+        when={
+            "method.optimizer.lora_plus_ratio": SET,
+            "method.adapter.type": lambda case: case.get("method.adapter.type") not in HAVE_B,
+        },
+        reason="LoRA+ gives the matrices B of a LoRA another learning rate, and there is none",
+        nearest={"method.optimizer.lora_plus_ratio": None}, also={"method.optimizer.lora_plus_ratio": 16.0},
+    ),
+    Rule(
+        id="paged-cpu",
+        when={
+            "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if row.needs_gpu),
+            "resources.gpus_per_worker": 0,
+        },
+        reason="its state pages between a GPU and the CPU, and there is no GPU",
+        nearest=_state_unpaged,
+    ),
+    Rule(
+        id="backward-accumulation",
+        when={
+            "method.optimizer.name": _IN_BACKWARD, "method.global_batch_size": lambda case: case.accumulates,
+            "resources.num_workers": 1, "resources.micro_batch_size": shown,
+        },
+        reason="LOMO and layer-wise optimizers update inside each backward pass, so each micro batch would be a step",
+        nearest=_one_micro_batch,
+    ),
+    Rule(
+        id="backward-workers", when={"method.optimizer.name": _IN_BACKWARD, "resources.num_workers": _several_workers},
+        reason="LOMO and layer-wise optimizers update before workers exchange gradients, so models would drift apart",
+        nearest=lambda case: {"resources.num_workers": 1, "resources.num_nodes": 1, **_one_micro_batch(case)},
+        also={"resources.num_workers": 2, "resources.micro_batch_size": 8},
+    ),
+    Rule(
+        id="backward-clipping",
+        when={
+            "method.optimizer.name": _IN_BACKWARD,
+            "method.max_grad_norm": lambda case: case.method.max_grad_norm != _UNSET_NORM,
+        },
+        reason="LOMO and layer-wise optimizers free each gradient before the norm of all is known, so none is clipped",
+        nearest={"method.max_grad_norm": 1.0}, also={"method.max_grad_norm": 0.5, "resources.micro_batch_size": 16},
+    ),
+    Rule(
+        id="backward-fp16", when={"method.optimizer.name": _IN_BACKWARD, "method.precision": "fp16"},
+        reason="LOMO and layer-wise optimizers update before the gradients of a scaled loss are scaled back",
+        nearest={"method.precision": "bf16"}, also={"resources.micro_batch_size": 16, **GPU},
+    ),
+    Rule(
+        id="prodigy-learning-rate",
+        when={
+            "method.optimizer.name": "prodigy",
+            "method.learning_rate": lambda case: case.method.learning_rate < _PRODIGY_RATE,
+        },
+        reason="it finds the step size itself, and the learning rate multiplies that",
+        nearest={"method.learning_rate": 1.0},
+    ),
+    Rule(
+        id="minimum-learning-rate",
+        when={
+            "method.schedule.min_learning_rate": lambda case: (
+                (case.method.schedule.min_learning_rate or 0) >= case.method.learning_rate
+            ),
+            "method.learning_rate": shown,
+        },
+        reason="the learning rate would rise",
+        nearest=lambda case: {"method.schedule.min_learning_rate": float(f"{case.method.learning_rate / 10:g}")},
+        also={"method.schedule.min_learning_rate": 0.01},
+    ),
+    Rule(
+        id="decay-steps",
+        when={
+            "method.schedule.decay": _too_much_decay,
+            "method.schedule.warmup": shown, "method.num_steps": shown,
+        },
+        reason="warm-up and decay are more than all steps",
+        nearest={"method.schedule.decay": None},
+        also={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
+    ),
+    Rule(
+        id="adaptive-zero", when={"method.schedule.adaptive.smoothing": SET, "resources.zero_stage": SET},
+        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest={"resources.zero_stage": 0}, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
+    ),
+    Rule(
+        id="adaptive-optimizer",
+        when={"method.schedule.adaptive.smoothing": SET, "method.optimizer.name": (*_AVERAGING, *_IN_BACKWARD)},
+        reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
+        "schedule-free optimizers and those that update inside the backward pass do not follow",
+        nearest={"method.schedule.adaptive": None},
+        also={"method.schedule.adaptive.smoothing": 0.9, "method.schedule.name": "constant"},
+    ),
+    Rule(
+        id="validation-patience",
+        when={
+            "method.validation.patience": _ends_before_its_patience, "method.validation.every_steps": shown,
+            "method.num_steps": shown,
+        },
+        reason="the training takes its last step before it has measured so often, so the patience never ends it",
+        nearest={"method.validation.patience": None},
+        also={"method.validation.patience": 2, "method.validation.every_steps": 2, "method.num_steps": 4},
+    ),
+    Rule(
+        id="plateau-validation", when={"method.schedule.name": PLATEAU, "method.validation": None},
+        reason="it lowers the learning rate where the loss on held-out rows no longer falls, and none is measured",
+        nearest=_measured_or_linear,
+    ),
+    # Batches, workers, sharding.
+    Rule(
+        id="batch-workers",
+        when={
+            "method.global_batch_size": lambda case: case.method.global_batch_size % _rows_at_once(case),
+            "resources.num_workers": shown, "resources.micro_batch_size": shown,
+        },
+        reason="the global batch is not a multiple of num_workers x micro_batch_size, which change no model",
+        detail=lambda case: (
+            f"global_batch_size={case.method.global_batch_size} is not a multiple of {_rows_at_once(case)} "
+            "(num_workers x micro_batch_size), which change no model"
+        ),
+        nearest=_fitting_batches, also={"method.global_batch_size": 10, "resources.micro_batch_size": 4},
+    ),
+    Rule(
+        id="minibatches-workers",
+        when={
+            "method.num_minibatches": _leaves_a_worker_idle, "method.global_batch_size": shown,
+            "resources.num_workers": shown,
+        },
+        reason="a minibatch has fewer completions than there are workers, so one of them would have none",
+        nearest={"method.num_minibatches": 1},
+        also={"method.num_minibatches": 16, "resources.num_workers": 2}, stage="ppo",
+    ),
+    Rule(
+        id="workers-nodes",
+        when={
+            "resources.num_workers": lambda case: case.resources.num_workers % case.resources.num_nodes,
+            "resources.num_nodes": shown,
+        },
+        reason="num_workers counts the workers of all nodes, and does not divide over num_nodes",
+        nearest=lambda case: {"resources.num_nodes": _divisor(case.resources.num_workers, case.resources.num_nodes)},
+        also={"resources.num_workers": 2, "resources.num_nodes": 4, "resources.launcher": "cluster"},
+    ),
+    Rule(
+        id="workers-launcher",
+        when={
+            "resources.num_workers": _several_workers,
+            "resources.launcher": lambda case: not case.resources.on_cluster,
+        },
+        reason="this launcher runs one worker",
+        nearest={"resources.launcher": Launcher.AUTO},
+        also={"resources.num_workers": 2, "resources.launcher": "process"},
+    ),
+    Rule(
+        id="zero-one-worker", when={"resources.zero_stage": SET, "resources.num_workers": 1},
+        reason="ZeRO divides gradients and optimizer state over the workers, and there is one",
+        nearest={"resources.zero_stage": 0}, also={"resources.zero_stage": 2},
+    ),
+    Rule(
+        id="zero-own-loop", when={"resources.zero_stage": SET, "method": own_loop},
+        reason="ZeRO needs transformers' trainer, and this method has a loop of its own",
+        nearest={"resources.zero_stage": 0}, also=ZERO, stage="own_loop",
+    ),
+    Rule(
+        id="zero-optimizer",
+        when={
+            "resources.zero_stage": SET,
+            "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if not row.optim),
+        },
+        reason="ZeRO divides the state of AdamW, over weights laid out as vectors",
+        nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
+    ),
+    Rule(
+        id="keep-best-unmeasured",
+        when={
+            "resources.keep_best.metric": HELD_OUT_LOSS,
+            "method.best": lambda case: not case.method.measures_held_out, "method.validation": shown,
+        },
+        reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
+        nearest={"resources.keep_best.metric": "loss"},
+    ),
+    Rule(
+        id="vllm",
+        when={
+            "method.vllm": SET,
+            "resources.gpus_per_worker": lambda case: not case.on_gpu or find_spec("vllm") is None,
+        },
+        reason="vLLM generates on a GPU, and must be installed",
+        detail=lambda case: (
+            "vLLM is not installed here (pip install vllm)"
+            if case.on_gpu
+            else "vLLM generates on a GPU, and there is none"
+        ),
+        nearest={"method.vllm": None}, also={"method.vllm": "colocate"}, stage="grpo",
+    ),
+    Rule(
+        id="pairs-micro-batch",
+        when={"method.num_generations": _splits_pairs, "resources.micro_batch_size": shown},
+        reason="the chosen and the rejected completion of a prompt must be in one micro batch",
+        nearest=lambda case: {"resources.micro_batch_size": case.get("method.num_generations")},
+        also={"resources.micro_batch_size": 1}, stage="online_dpo",
+    ),
+    Rule(
+        id="adapter-init-prompts",
+        when={"method.adapter.init": "lora_ga", "method": lambda case: not type(case.method).reads.trained},
+        reason="lora_ga starts from gradients of the likelihood of rows, and prompts have none that is trained",
+        nearest={"method.adapter.init": "eva"}, stage="grpo",
+    ),
+)  # fmt: skip
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -47,7 +416,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
         if rule.refuses(case):
             yield Refusal(
                 rule=rule.id,
-                found=dict(case.found(path) for path in rule.fields),
+                found=dict(case.found(path) for path in rule.when),
                 reason=rule.detail(case) if rule.detail else rule.reason,
                 nearest=rule.nearest(case) if callable(rule.nearest) else rule.nearest,
             )
@@ -66,17 +435,3 @@ def check_compatible(where: str, method: Method, resources: Resources, config: M
     if isinstance(method, Training):
         for refusal in refusals(Case(method=method, resources=resources, config=config)):
             raise ConfigError(refusal.text(where))
-
-
-def assigned(values: Fields, where: str = "") -> list[str]:
-    """Fields and values in the form of overrides."""
-    prefix = f"{where}." if where else ""
-    return [f"{prefix}{path}={_written(value)}" for path, value in values.items()]
-
-
-def _written(value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -20,9 +19,11 @@ from trl.models.utils import _ForwardRedirection
 from lineage.errors import ConfigError
 from tasks.data.kinds import IGNORED
 from tasks.data.tokens.tokenization import why_not_packable
+from tasks.train.kernels import plain
 from tasks.train.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers import TrainerControl as Control
@@ -205,15 +206,15 @@ class DistillTrainer(Trainer):
         self, model: "PreTrainedModel | PeftModel", batch: "Batch", trained_RL: "Tensor", routed: bool
     ) -> "tuple[Tensor, Tensor]":
         """The hidden states before the trained tokens, and the routers' auxiliary loss: 0 unless ``routed``."""
-        plain = _plain(model)
-        if not is_padding_free(plain) and "token_index" in batch:
+        base = plain(model)
+        if not is_padding_free(base) and "token_index" in batch:
             batch = {name: each for name, each in batch.items() if name not in _LAYOUT}
         more = {"output_router_logits": True} if routed else {}
-        outputs = backbone(plain, {**batch, **more, "use_cache": False})
+        outputs = backbone(base, {**batch, **more, "use_cache": False})
         states_NH = before_trained(outputs.last_hidden_state, trained_RL, batch.get("row_index"))
         if not routed:
             return states_NH, states_NH.new_zeros(())
-        config = plain.config.get_text_config()
+        config = base.config.get_text_config()
         mask = batch.get("attention_mask")
         of_tokens = load_balancing_loss_func(
             outputs.router_logits, config.num_experts, config.num_experts_per_tok, mask
@@ -240,7 +241,7 @@ class _Heads:
     def __init__(
         self, student: "PreTrainedModel", teacher: "PreTrainedModel", apart: "Divergence", enters: bool
     ) -> None:
-        self.student, self.teacher, self.apart, self.enters = _plain(student), _plain(teacher), apart, enters
+        self.student, self.teacher, self.apart, self.enters = plain(student), plain(teacher), apart, enters
         self.num_tokens = min(each.config.get_text_config().vocab_size for each in (self.student, self.teacher))
 
     def __call__(self, student_NH: "Tensor", teacher_NH: "Tensor", targets_N: "Tensor") -> "Tensor":
@@ -277,10 +278,6 @@ def _logit_scale(config: "PreTrainedConfig") -> float:
     if divisor is None:
         return 1.0
     return float(divisor if config.model_type == "hyperclovax" else 1 / divisor)
-
-
-def _plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def distill_trainer(run: "TrainingRun", **own: object) -> Trainer:

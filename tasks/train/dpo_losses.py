@@ -9,14 +9,13 @@ Shapes: B pairs of a micro batch, S pairs of a step.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt, Le
 
 from lineage.errors import ConfigError
 from tasks.best import HELD_OUT_LOSS
-from tasks.train.adapters import Adapter
-from tasks.train.validation import Validation
+from tasks.method import AnswerTraining
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +25,6 @@ LossType = Literal[
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "kto_pair", "sft",
 ]  # fmt: skip
 Divergence = Literal["forward_kl", "js_divergence", "alpha_divergence"]
-BETA = 0.1  # where a DPO sets none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,160 +85,142 @@ class ReferenceSync:
     mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6  # share of the policy in the new reference; 1: a copy of it
 
 
-class Options(Protocol):
-    """The fields of a DPO that its losses read, and those of its training that they must fit."""
+class LossOptions(AnswerTraining):
+    """What becomes of the fields of a DPO, which stand in ``tasks/dpo.py``: which go together, and TRL's names."""
+
+    beta: float
+    loss_type: LossType
+    losses: Mapping[LossType, float] | None
+    sft_weight: float | None
+    label_smoothing: float | None
+    discopop_tau: float | None
+    f_divergence: Divergence | None
+    f_alpha: float | None
+    ld_alpha: float | None
+    weighting: str | None
+    reference_sync: ReferenceSync | None
 
     @property
-    def beta(self) -> float: ...
-    @property
-    def loss_type(self) -> LossType: ...
-    @property
-    def losses(self) -> Mapping[LossType, float] | None: ...
-    @property
-    def sft_weight(self) -> float | None: ...
-    @property
-    def label_smoothing(self) -> float | None: ...
-    @property
-    def discopop_tau(self) -> float | None: ...
-    @property
-    def f_divergence(self) -> Divergence | None: ...
-    @property
-    def f_alpha(self) -> float | None: ...
-    @property
-    def ld_alpha(self) -> float | None: ...
-    @property
-    def weighting(self) -> str | None: ...
-    @property
-    def reference_sync(self) -> ReferenceSync | None: ...
-    @property
-    def adapter(self) -> Adapter | None: ...
-    @property
-    def validation(self) -> Validation | None: ...
-    @property
-    def num_steps(self) -> int | None: ...
-    @property
-    def measures_held_out(self) -> bool: ...
+    def weights(self) -> dict[LossType, float]:
+        """Its losses, which it adds up with these weights, in the order of ``LOSSES``."""
+        losses = self.losses or {self.loss_type: 1.0}
+        return {name: losses[name] for name in LOSSES if name in losses}
 
+    def trl_options(self) -> dict[str, object]:
+        """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
+        theirs = {name: weight for name, weight in self.weights.items() if not LOSSES[name].is_ours}
+        sync = self.reference_sync
+        options = {
+            "loss_weights": [*theirs.values()] if self.losses else None,
+            "label_smoothing": self.label_smoothing,
+            "discopop_tau": self.discopop_tau,
+            "f_divergence_type": self.f_divergence,
+            "f_alpha_divergence_coef": self.f_alpha,
+            "ld_alpha": self.ld_alpha,
+            "use_weighting": self.weighting and True,
+            "sync_ref_model": sync and True,
+            "ref_model_mixup_alpha": sync and sync.mixup_alpha,
+            "ref_model_sync_steps": sync and sync.every_steps,
+        }
+        stated = {name: value for name, value in options.items() if value is not None}
+        return {"beta": self.beta, "loss_type": [*theirs], **stated}
 
-def weights_of(method: Options) -> dict[LossType, float]:
-    """The losses that a DPO adds up, with their weights, in the order of ``LOSSES``."""
-    losses = method.losses or {method.loss_type: 1.0}
-    return {name: losses[name] for name in LOSSES if name in losses}
-
-
-def trl_options(method: Options) -> dict[str, object]:
-    """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
-    theirs = {name: weight for name, weight in weights_of(method).items() if not LOSSES[name].is_ours}
-    sync = method.reference_sync
-    options = {
-        "loss_weights": [*theirs.values()] if method.losses else None,
-        "label_smoothing": method.label_smoothing,
-        "discopop_tau": method.discopop_tau,
-        "f_divergence_type": method.f_divergence,
-        "f_alpha_divergence_coef": method.f_alpha,
-        "ld_alpha": method.ld_alpha,
-        "use_weighting": method.weighting and True,
-        "sync_ref_model": sync and True,
-        "ref_model_mixup_alpha": sync and sync.mixup_alpha,
-        "ref_model_sync_steps": sync and sync.every_steps,
-    }
-    stated = {name: value for name, value in options.items() if value is not None}
-    return {"beta": method.beta, "loss_type": [*theirs], **stated}
-
-
-def check(method: Options) -> None:
-    """Refuses options that change nothing, or that cannot go together."""
-    _check_names(method)
-    chosen = weights_of(method)
-    rows, named = [LOSSES[name] for name in chosen], ", ".join(chosen)
-    for option in ("label_smoothing", "discopop_tau"):
-        readers = [name for name, row in LOSSES.items() if option in row.reads]
-        if getattr(method, option) is not None and not set(readers) & chosen.keys():
+    def check_losses(self) -> None:
+        """Refuses options that change nothing, or that cannot go together."""
+        self._check_names()
+        chosen = self.weights
+        rows, named = [LOSSES[name] for name in chosen], ", ".join(chosen)
+        for option in ("label_smoothing", "discopop_tau"):
+            readers = [name for name, row in LOSSES.items() if option in row.reads]
+            if getattr(self, option) is not None and not set(readers) & chosen.keys():
+                raise ConfigError(
+                    f"{option}={getattr(self, option):g} with loss {named}: {', '.join(readers)} read it; set "
+                    f"loss_type={readers[0]}, or {option}=null"
+                )
+            for name, row in LOSSES.items():
+                if name in chosen and row.needs == option and getattr(self, option) is None:
+                    raise ConfigError(f"loss_type={name} without {option}: it is a part of this loss; set {option}=0.1")
+        self._check_divergence(rows, named)
+        self._check_reference(named)
+        unweighted = [name for name, row in LOSSES.items() if name in chosen and (row.is_ours or name == "hinge")]
+        if self.weighting is not None and unweighted:
             raise ConfigError(
-                f"{option}={getattr(method, option):g} with loss {named}: {', '.join(readers)} read it; set "
-                f"loss_type={readers[0]}, or {option}=null"
+                f"weighting={self.weighting} with loss {', '.join(unweighted)}: TRL weights losses of single pairs, "
+                "and of these fails on hinge; set weighting=null, or another loss"
             )
-        for name, row in LOSSES.items():
-            if name in chosen and row.needs == option and getattr(method, option) is None:
-                raise ConfigError(f"loss_type={name} without {option}: it is a part of this loss; set {option}=0.1")
-    _check_divergence(method, rows, named)
-    _check_reference(method, named)
-    unweighted = [name for name, row in LOSSES.items() if name in chosen and (row.is_ours or name == "hinge")]
-    if method.weighting is not None and unweighted:
-        raise ConfigError(
-            f"weighting={method.weighting} with loss {', '.join(unweighted)}: TRL weights losses of single pairs, and "
-            "of these fails on hinge; set weighting=null, or another loss"
-        )
-    if method.measures_held_out and any(row.of_step for row in rows):
-        option = "validation" if method.validation else f"best.metric={HELD_OUT_LOSS}"
-        raise ConfigError(
-            f"{option} with loss {named}: it compares the pairs of a step, and held-out rows have no steps; set "
-            f"{'validation=null' if method.validation else 'best.metric=rewards/margins with best.mode=max'}"
-        )
-    only_sft = set(chosen) == {"sft"}
-    if only_sft and method.beta != BETA:
-        raise ConfigError(f"beta={method.beta:g} with loss sft alone: it reads none; add another loss, or use sft")
-
-
-def _check_names(method: Options) -> None:
-    if method.losses is not None:
-        if method.loss_type != "sigmoid":
+        if self.measures_held_out and any(row.of_step for row in rows):
+            option = "validation" if self.validation else f"best.metric={HELD_OUT_LOSS}"
             raise ConfigError(
-                f"loss_type={method.loss_type} and losses={dict(method.losses)}: losses holds all of them; set "
-                "loss_type=sigmoid, its default"
+                f"{option} with loss {named}: it compares the pairs of a step, and held-out rows have no steps; set "
+                f"{'validation=null' if self.validation else 'best.metric=rewards/margins with best.mode=max'}"
             )
-        if len(method.losses) < 2:
+        only_sft = set(chosen) == {"sft"}
+        if only_sft and self.beta != type(self).beta:
+            raise ConfigError(f"beta={self.beta:g} with loss sft alone: it reads none; add another loss, or use sft")
+
+    def _check_names(self) -> None:
+        if self.losses is not None:
+            if self.loss_type != "sigmoid":
+                raise ConfigError(
+                    f"loss_type={self.loss_type} and losses={dict(self.losses)}: losses holds all of them; set "
+                    "loss_type=sigmoid, its default"
+                )
+            if len(self.losses) < 2:
+                raise ConfigError(
+                    f"losses={dict(self.losses)}: it adds up two losses or more; of one alone, set loss_type and "
+                    "losses=null"
+                )
+        if self.sft_weight is None:
+            return
+        others = [
+            f"{name}={getattr(self, name)}"
+            for name in ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
+            if getattr(self, name) is not None
+        ]
+        if self.loss_type != "sigmoid" or others:
+            found = f"sft_weight={self.sft_weight:g} with {', '.join(others) or f'loss_type={self.loss_type}'}"
+            instead = f"; with others, losses={{sigmoid: 1, sft: {self.sft_weight:g}}}" if others else ""
             raise ConfigError(
-                f"losses={dict(method.losses)}: it adds up two losses or more; of one alone, set loss_type and "
-                "losses=null"
+                f"{found}: it goes with loss_type=sigmoid; set loss_type=sigmoid, or sft_weight=null{instead}"
             )
-    if method.sft_weight is None:
-        return
-    others = [
-        f"{name}={getattr(method, name)}"
-        for name in ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
-        if getattr(method, name) is not None
-    ]
-    if method.loss_type != "sigmoid" or others:
-        found = f"sft_weight={method.sft_weight:g} with {', '.join(others) or f'loss_type={method.loss_type}'}"
-        instead = f"; with others, losses={{sigmoid: 1, sft: {method.sft_weight:g}}}" if others else ""
-        raise ConfigError(
-            f"{found}: it goes with loss_type=sigmoid; set loss_type=sigmoid, or sft_weight=null{instead}"
-        )
 
+    def _check_divergence(self, rows: list[LossRow], named: str) -> None:
+        if self.f_alpha is not None and (self.f_divergence != "alpha_divergence" or abs(self.f_alpha - 1) < 1e-6):
+            why = (
+                "alpha 1 is the reverse KL" if self.f_divergence == "alpha_divergence" else "alpha_divergence reads it"
+            )
+            found = f"f_alpha={self.f_alpha:g} with f_divergence={self.f_divergence}"
+            raise ConfigError(
+                f"{found}: {why}; set f_alpha=null, or f_divergence=alpha_divergence with another f_alpha"
+            )
+        wrong = [row for row in rows if not row.difference and row is not LOSSES["sft"]]
+        if self.f_divergence is not None and (wrong or all(row is LOSSES["sft"] for row in rows)):
+            fitting = [name for name, row in LOSSES.items() if row.difference]
+            raise ConfigError(
+                f"f_divergence={self.f_divergence} with loss {named}: it is defined for functions of the difference of "
+                f"rewards, which are {', '.join(fitting)}; set one of these, or f_divergence=null"
+            )
 
-def _check_divergence(method: Options, rows: list[LossRow], named: str) -> None:
-    if method.f_alpha is not None and (method.f_divergence != "alpha_divergence" or abs(method.f_alpha - 1) < 1e-6):
-        why = "alpha 1 is the reverse KL" if method.f_divergence == "alpha_divergence" else "alpha_divergence reads it"
-        found = f"f_alpha={method.f_alpha:g} with f_divergence={method.f_divergence}"
-        raise ConfigError(f"{found}: {why}; set f_alpha=null, or f_divergence=alpha_divergence with another f_alpha")
-    wrong = [row for row in rows if not row.difference and row is not LOSSES["sft"]]
-    if method.f_divergence is not None and (wrong or all(row is LOSSES["sft"] for row in rows)):
-        fitting = [name for name, row in LOSSES.items() if row.difference]
-        raise ConfigError(
-            f"f_divergence={method.f_divergence} with loss {named}: it is defined for functions of the difference of "
-            f"rewards, which are {', '.join(fitting)}; set one of these, or f_divergence=null"
-        )
-
-
-def _check_reference(method: Options, named: str) -> None:
-    if named == "sft":
-        for option in ("ld_alpha", "reference_sync"):
-            if getattr(method, option) is not None:
-                raise ConfigError(f"{option} with loss sft alone: it reads none; add another loss, or {option}=null")
-    sync = method.reference_sync
-    if sync is None:
-        return
-    if method.adapter is not None:
-        raise ConfigError(
-            f"reference_sync with adapter.type={method.adapter.type}: the reference of an adapter is the policy "
-            "without it, which does not move; set adapter=null, or reference_sync=null"
-        )
-    if method.num_steps is not None and sync.every_steps >= method.num_steps:
-        raise ConfigError(
-            f"reference_sync.every_steps={sync.every_steps} with num_steps={method.num_steps}: the reference would "
-            f"never move; set reference_sync.every_steps={max(1, method.num_steps // 2)} or less"
-        )
+    def _check_reference(self, named: str) -> None:
+        if named == "sft":
+            for option in ("ld_alpha", "reference_sync"):
+                if getattr(self, option) is not None:
+                    raise ConfigError(
+                        f"{option} with loss sft alone: it reads none; add another loss, or {option}=null"
+                    )
+        sync = self.reference_sync
+        if sync is None:
+            return
+        if self.adapter is not None:
+            raise ConfigError(
+                f"reference_sync with adapter.type={self.adapter.type}: the reference of an adapter is the policy "
+                "without it, which does not move; set adapter=null, or reference_sync=null"
+            )
+        if self.num_steps is not None and sync.every_steps >= self.num_steps:
+            raise ConfigError(
+                f"reference_sync.every_steps={sync.every_steps} with num_steps={self.num_steps}: the reference would "
+                f"never move; set reference_sync.every_steps={max(1, self.num_steps // 2)} or less"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

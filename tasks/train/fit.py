@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import broadcast
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback
@@ -19,14 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
-from tasks.best import HELD_OUT_LOSS
-from tasks.train.adaptive import Adaptive, Event, LossWatch
+from tasks.best import HELD_OUT_LOSS, VAL_LOSS, Patience
 from tasks.train.callbacks import NewRandomState, Recorder, StepCounts, StepMarks, has_diverged, summary
 from tasks.train.checkpointing import (
     BestModel,
     Checkpointing,
     Divergence,
     Saver,
+    agreed,
     discard_drafts,
     held_out_loss,
     held_out_rows,
@@ -34,8 +33,9 @@ from tasks.train.checkpointing import (
 from tasks.train.kernels import fast_products, start_scaler
 from tasks.train.own_optimizers import count_measured
 from tasks.train.quantized_base import step_in_fp32
+from tasks.train.schedules import Adaptive, Event, LossWatch
 from tasks.train.sharding import name_accumulation
-from tasks.train.validation import VAL_LOSS, Patience
+from tasks.train.speed import Speed
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -130,7 +130,7 @@ class AdaptiveRate(TrainerCallback, ExportableState):
         if "learning_rate" in logs:  # transformers logs that of the schedule
             logs["learning_rate"] = entry["learning_rate"] = logs["learning_rate"] * self.watch.factor
         is_finite = not has_diverged(logs)
-        loss = self._agreed(logs["loss"] if is_finite else math.nan)
+        loss = agreed(logs["loss"] if is_finite else math.nan, args)
         z = self.watch.z(loss)
         can_return = self.best is not None and self.best.step is not None and step < state.max_steps
         event = self.watch.observe(step, loss, can_return=can_return)
@@ -152,12 +152,6 @@ class AdaptiveRate(TrainerCallback, ExportableState):
             self.ctx.report(step, {name: value for name, value in logs.items() if name.startswith("adaptive/")})
             for each in (logs, entry):
                 del each["loss"]
-
-    def _agreed(self, loss: float) -> float:
-        """That of rank 0, so that all workers do the same."""
-        if self.ctx.world_size == 1:
-            return loss
-        return float(broadcast(torch.tensor(loss, dtype=torch.float64, device=self.trainer.args.device)))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -276,9 +270,9 @@ def fit(
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``. If the best model is the output, its ``best_step``,
-        and the means up to that step; if the training diverged and stopped early, ``diverged_at_step``; if
-        ``validation.patience`` ended it, ``ended_early_at_step``.
+        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. If the best model
+        is the output, its ``best_step``, and the means up to that step; if the training diverged and stopped early,
+        ``diverged_at_step``; if ``validation.patience`` ended it, ``ended_early_at_step``.
 
     Raises:
         StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
@@ -288,6 +282,7 @@ def fit(
     step_in_fp32(trainer.model)
     name_accumulation(trainer)
     before, start = seconds_before(ctx), time.perf_counter()
+    speed = Speed.of(method, ctx.resources, trainer.model.config)
     validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
     best = BestModel(trainer, method.best, ctx) if method.best else None
     adaptive = method.schedule.adaptive
@@ -298,7 +293,8 @@ def fit(
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
             with deterministic_kernels(ctx.resources.is_deterministic), fast:
-                _train(trainer, ctx, [*filter(None, (rate, validation, best)), divergence], checkpointing)
+                watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
+                _train(trainer, ctx, watching, checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -314,7 +310,7 @@ def fit(
     ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
     notes |= {name: float(at) for name, at in ended.items() if at is not None}
     seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
-    metrics = summary(trainer.state.log_history, seconds, num_steps=num_steps, output_step=step)
+    metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
     if method.validation and HELD_OUT_LOSS in metrics:
         notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
     return {**metrics, **notes}
@@ -328,7 +324,7 @@ def _train(
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
         trainer.add_callback(callback)
     start_scaler(trainer)
-    for callback in (*watching, Recorder(ctx), StepMarks(ctx), checkpointing):
+    for callback in (*watching, StepMarks(ctx), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)

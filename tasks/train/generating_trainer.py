@@ -6,7 +6,6 @@ between the steps of a generation when a training resumes. Here none of it does.
 """
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.train.adapted import REFERENCE
 from tasks.train.generating import Generating
-from tasks.train.prompt_cache import read_prompts_once
-from tasks.train.rollouts import Rollouts, number_real_tokens, sample
+from tasks.train.rollouts import Rollouts, number_real_tokens, read_prompts_once, sample, seeds_of
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -261,10 +259,7 @@ class OnPolicyTrainer(DistillationTrainer):
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
         first = self.args.process_index * len(prompt_ids)
-        seeds = [
-            random.Random(f"{self.method.seed} {self.state.global_step} {first + index}").getrandbits(63)
-            for index in range(len(prompt_ids))
-        ]
+        seeds = seeds_of(self.method.seed, self.state.global_step, first, len(prompt_ids))
         with self.accelerator.autocast(), autocast(self.args):
             return sample(
                 self.model, [[*ids] for ids in prompt_ids], self.method.sampling, seeds,

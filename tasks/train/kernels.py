@@ -69,6 +69,11 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
     }
 
 
+def plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
+    """The model, without the wrapper of its adapter."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
     """Casts what is frozen of a model in place, one parameter at a time, so that no two copies of it are in memory.
 
@@ -156,7 +161,7 @@ def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources",
     Raises:
         ConfigError: the architecture cannot do it.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = plain(model)
     layers = [each for each in base.modules() if isinstance(each, GradientCheckpointingLayer)]
     every, name = resources.checkpointed_layers, base.config.model_type
     if every is not None:
@@ -175,13 +180,13 @@ def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources",
 
 
 def _set_checkpointing(
-    plain: Callable[..., None],
+    switch: Callable[..., None],
     every: int,
     enable: bool = True,
     gradient_checkpointing_func: Callable[..., object] = checkpoint,
     every_n_layers: int = 1,
 ) -> None:
-    plain(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
+    switch(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
 
 
 def require_precision(precision: str, *, on_gpu: bool) -> None:

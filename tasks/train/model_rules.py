@@ -2,44 +2,28 @@
 
 from lineage.model_files import quantization_format
 from tasks.method import FROZEN_POLICY
-from tasks.train.adapters import ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.adapters import ADAPTERS, ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
-from tasks.train.rule import Case, Fields, Rule
+from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, shown
 
-
-def _computes_below_precision(case: Case) -> bool:
-    is_frozen = case.method.adapter is not None or FROZEN_POLICY in case.method.models.values()
-    return case.resources.weights == "bf16" and case.method.precision != "bf16" and is_frozen
-
-
-def _is_conv1d(case: Case) -> bool:
-    return case.get("config.model_type") in CONV1D_MODELS
-
-
-def _not_on_experts(case: Case) -> str | None:
-    """What of the adapter PEFT cannot put on the experts of the model; on a quantized base they get none."""
-    adapter = case.method.adapter
-    if adapter is None or case.method.quantization or case.get("config.model_type") not in MIXTURES:
-        return None
-    return why_not_on_experts(adapter)
-
-
-def _drops_out_of_its_start(case: Case) -> bool:
-    """Whether the adapter adds something from the first step on, of which its dropout takes some."""
-    adapter = case.method.adapter
-    if adapter is None or not adapter.dropout:
-        return False
-    return adapter.changes_the_base or case.method.adapter_in == "continue"
-
-
-_QUANTIZED: Fields = {
-    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_FLASH = ("flash_attention_2", "flash_attention_3")
+_OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
+# Models of examples.
+_IN_FOUR_BITS: Fields = {
+    "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 }
+_IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 
 
-def _format_row(case: Case) -> FormatRow | None:
-    """Of the format that the training rounds its base to."""
-    return FORMATS[case.method.quantization.format] if case.method.quantization else None
+def _format_nf4(case: Case) -> Fields:
+    """Four bits that need neither a GPU nor a package, without the options of another format."""
+    unread = {"method.quantization.group_size": None} if case.get("method.quantization.group_size") else {}
+    return {"method.quantization.format": "nf4", **unread}
+
+
+def _has_frozen_policy(case: Case) -> bool:
+    return FROZEN_POLICY in case.method.models.values()
 
 
 def _model_row(case: Case) -> FormatRow | None:
@@ -48,345 +32,270 @@ def _model_row(case: Case) -> FormatRow | None:
     return FORMATS[name] if name else None
 
 
-def _format_nf4(case: Case) -> Fields:
-    """Four bits that need neither a GPU nor a package, without the options of another format."""
-    setting = case.method.quantization
-    assert setting
-    unread = [name for name in ("group_size",) if getattr(setting, name) is not None]
-    return {"method.quantization.format": "nf4", **{f"method.quantization.{name}": None for name in unread}}
+def _in_few_bits(case: Case) -> object:
+    return quantization_format(case.config)
+
+
+def _in_bits_for_gpus(case: Case) -> bool:
+    row = _model_row(case)
+    return row is not None and row.gpu
+
+
+def _cannot_be_merged(case: Case) -> bool:
+    row = _model_row(case)
+    return row is not None and not row.dequantizes and case.method.adapter is not None
+
+
+def _changes_the_base(case: Case) -> object:
+    return case.method.adapter and case.method.adapter.changes_the_base
+
+
+def _not_on_experts(case: Case) -> str | None:
+    """What of the adapter PEFT cannot put on the experts of the model; on a quantized base they get none."""
+    adapter = case.method.adapter
+    return why_not_on_experts(adapter) if adapter and not case.method.quantization else None
+
+
+def _reads_what_layers_get(case: Case) -> bool:
+    reads = case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva"
+    return reads and case.get("config.vision_config") is not None
+
+
+def _drops_out_of_its_start(case: Case) -> bool:
+    """Whether the adapter adds something from the first step on, of which its dropout takes some."""
+    adapter = case.method.adapter
+    if adapter is None or not adapter.dropout or not _has_frozen_policy(case):
+        return False
+    return adapter.changes_the_base or case.method.adapter_in == "continue"
+
+
+def _computes_below_precision(case: Case) -> bool:
+    return case.method.precision != "bf16" and (case.method.adapter is not None or _has_frozen_policy(case))
 
 
 MODEL_RULES: tuple[Rule, ...] = (
-    # Adapters and quantized bases.
     Rule(
-        id="quantization-full-training",
-        fields=("method.quantization.format", "method.adapter"),
-        refuses=lambda case: case.method.quantization and case.method.adapter is None,
+        id="quantization-full-training", when={"method.quantization.format": SET, "method.adapter": None},
         reason="a base in few bits is frozen, so only an adapter can be trained on it",
-        nearest={"method.adapter.type": "lora"},
-        example={"method.quantization.format": "nf4", "method.adapter": None},
+        nearest={"method.adapter.type": "lora"}, also={"method.quantization.format": "nf4"},
     ),
     Rule(
         id="adapter-type-quantization",
-        fields=("method.adapter.type", "method.quantization.format"),
-        refuses=lambda case: case.method.quantization and case.get("method.adapter.type") not in (None, *ON_QUANTIZED),
+        when={
+            "method.adapter.type": tuple(name for name in ADAPTERS if name not in ON_QUANTIZED),
+            "method.quantization.format": SET,
+        },
         reason=f"PEFT puts it on layers in full precision; on a quantized base train {', '.join(ON_QUANTIZED)}",
-        nearest={"method.adapter.type": "lora"},
-        example={"method.adapter.type": "vera", "method.quantization.format": "nf4"},
+        nearest={"method.adapter.type": "lora"}, also={"method.quantization.format": "nf4"},
     ),
     Rule(
         id="adapter-init-quantization",
-        fields=("method.adapter.init", "method.quantization.format"),
-        refuses=lambda case: case.method.quantization and case.method.adapter and case.method.adapter.changes_the_base,
+        when={"method.adapter.init": _changes_the_base, "method.quantization.format": SET},
         reason="this initialization takes its product off the base, which would be rounded again",
         nearest={"method.adapter.init": None},
-        example={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.quantization.format": "nf4"},
+        also={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.quantization.format": "nf4"},
     ),
     Rule(
-        id="adalora-zero",
-        fields=("method.adapter.type", "resources.zero_stage"),
-        refuses=lambda case: case.get("method.adapter.type") == "adalora" and case.resources.zero_stage,
+        id="adalora-zero", when={"method.adapter.type": "adalora", "resources.zero_stage": SET},
         reason="AdaLoRA scores ranks by their gradients, which ZeRO divides over the workers",
-        nearest={"resources.zero_stage": 0},
-        example={"method.adapter.type": "adalora", "resources.zero_stage": 2, "resources.num_workers": 2},
+        nearest={"resources.zero_stage": 0}, also=ZERO,
     ),
     Rule(
-        id="adalora-return",
-        fields=("method.adapter.type", "method.schedule.adaptive.divergence_z"),
-        refuses=lambda case: (
-            case.get("method.adapter.type") == "adalora" and case.get("method.schedule.adaptive.divergence_z")
-        ),
+        id="adalora-return", when={"method.adapter.type": "adalora", "method.schedule.adaptive.divergence_z": SET},
         reason="AdaLoRA prunes ranks at set steps, and a training that goes back may have passed them",
         nearest={"method.schedule.adaptive.divergence_z": None},
-        example={
-            "method.adapter.type": "adalora",
-            "method.schedule.adaptive.divergence_z": 50.0,
-            "method.best.every_steps": 1,
-        },
+        also={"method.schedule.adaptive.divergence_z": 50.0, "method.best.every_steps": 1},
     ),
     Rule(
-        id="adalora-own-loop",
-        fields=("method.adapter.type", "method"),
-        refuses=lambda case: case.get("method.adapter.type") == "adalora" and case.method.has_own_loop,
+        id="adalora-own-loop", when={"method.adapter.type": "adalora", "method": own_loop},
         reason="transformers' trainer prunes its ranks, and this method has a loop of its own",
-        nearest={"method.adapter.type": "lora"},
-        example={"method.adapter.type": "adalora"},
-        stage="own_loop",
+        nearest={"method.adapter.type": "lora"}, stage="own_loop",
     ),
     Rule(
-        id="neftune-own-loop",
-        fields=("method.neftune_alpha", "method"),
-        refuses=lambda case: case.method.neftune_alpha and case.method.has_own_loop,
+        id="neftune-own-loop", when={"method.neftune_alpha": SET, "method": own_loop},
         reason="transformers' trainer adds the noise, and this method has a loop of its own",
-        nearest={"method.neftune_alpha": None},
-        example={"method.neftune_alpha": 5.0},
-        stage="own_loop",
+        nearest={"method.neftune_alpha": None}, also={"method.neftune_alpha": 5.0}, stage="own_loop",
     ),
     Rule(
-        id="neftune-packing",
-        fields=("method.neftune_alpha", "method.packing"),
-        refuses=lambda case: case.method.neftune_alpha and case.get("method.packing"),
+        id="neftune-packing", when={"method.neftune_alpha": SET, "method.packing": SET},
         reason="the noise is divided by the root of the length, and packs lie end to end with all others of a micro "
         "batch, so that micro_batch_size would change it",
-        nearest={"method.packing": None},
-        example={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
+        nearest={"method.packing": None}, also={"method.neftune_alpha": 5.0, "method.packing": "best_fit"},
     ),
     Rule(
         id="quantization-gpu",
-        fields=("method.quantization.format", "resources.gpus_per_worker"),
-        refuses=lambda case: (row := _format_row(case)) and row.gpu and not case.on_gpu,
+        when={
+            "method.quantization.format": tuple(name for name, row in FORMATS.items() if row.gpu),
+            "resources.gpus_per_worker": 0,
+        },
         reason="this format is computed by kernels for GPUs alone",
-        nearest=_format_nf4,
-        example={"method.adapter.type": "lora", "method.quantization.format": "hqq"},
+        nearest=_format_nf4, also={"method.adapter.type": "lora"},
     ),
     Rule(
         id="quantization-conv1d",
-        fields=("method.quantization.format", "config.model_type"),
-        refuses=lambda case: (
-            (row := _format_row(case)) and not row.conv1d and case.get("config.model_type") in CONV1D_MODELS
-        ),
+        when={
+            "method.quantization.format": tuple(name for name, row in FORMATS.items() if not row.conv1d),
+            "config.model_type": CONV1D_MODELS,
+        },
         reason="the layers of this model are no linear layers of torch, which this format alone rounds",
-        nearest=_format_nf4,
-        example={"method.adapter.type": "lora", "method.quantization.format": "torchao_int8"},
-        config={"model_type": "gpt2"},
+        nearest=_format_nf4, also={"method.adapter.type": "lora"},
     ),
     Rule(
         id="quantized-model-full-training",
-        fields=("config.quantization_config.quant_method", "method.adapter"),
-        refuses=lambda case: quantization_format(case.config) and case.method.adapter is None,
+        when={"config.quantization_config.quant_method": _in_few_bits, "method.adapter": None},
         reason="the model is in few bits already, and such weights cannot be trained",
-        nearest={"method.adapter.type": "lora"},
-        example={},
-        config=_QUANTIZED,
+        nearest={"method.adapter.type": "lora"}, also=_IN_FOUR_BITS,
     ),
     Rule(
         id="quantized-model-quantization",
-        fields=("config.quantization_config.quant_method", "method.quantization.format"),
-        refuses=lambda case: quantization_format(case.config) and case.method.quantization,
+        when={"config.quantization_config.quant_method": _in_few_bits, "method.quantization.format": SET},
         reason="the model is in few bits already, and would be rounded again",
         nearest={"method.quantization": None},
-        example={"method.adapter.type": "lora", "method.quantization.format": "nf4"},
-        config=_QUANTIZED,
+        also={"method.adapter.type": "lora", "method.quantization.format": "nf4", **_IN_FOUR_BITS},
     ),
     Rule(
         id="quantized-model-gpu",
-        fields=("config.quantization_config.quant_method", "resources.gpus_per_worker"),
-        refuses=lambda case: (row := _model_row(case)) and row.gpu and not case.on_gpu,
+        when={"config.quantization_config.quant_method": _in_bits_for_gpus, "resources.gpus_per_worker": 0},
         reason="the model is in a format that is computed by kernels for GPUs alone",
-        nearest={"resources.gpus_per_worker": 1},
-        example={"method.adapter.type": "lora", "method.save": "adapter"},
-        config={"quantization_config": {"quant_method": "gptq"}},
+        nearest=GPU, also={"method.save": "adapter", **_IN_GPTQ},
     ),
     Rule(
         id="quantized-model-merge",
-        fields=("config.quantization_config.quant_method", "method.save"),
-        refuses=lambda case: (
-            (row := _model_row(case)) and not row.dequantizes and case.method.adapter and case.method.save is None
-        ),
+        when={"config.quantization_config.quant_method": _cannot_be_merged, "method.save": None},
         reason="the model is in a format that cannot be dequantized, so that no adapter can be merged into it",
-        nearest={"method.save": "adapter"},
-        example={"method.adapter.type": "lora", "resources.gpus_per_worker": 1},
-        config={"quantization_config": {"quant_method": "gptq"}},
+        nearest={"method.save": "adapter"}, also={**GPU, **_IN_GPTQ},
     ),
     Rule(
-        id="dora-int8",
-        fields=("method.adapter.type", "method.quantization.format"),
-        refuses=lambda case: (
-            case.get("method.adapter.type") == "dora" and case.get("method.quantization.format") == "int8"
-        ),
+        id="dora-int8", when={"method.adapter.type": "dora", "method.quantization.format": "int8"},
         reason="PEFT's DoRA reads the scales of a layer in int8 after bitsandbytes has moved them",
         nearest={"method.quantization.format": "nf4"},
-        example={"method.adapter.type": "dora", "method.quantization.format": "int8"},
     ),
     Rule(
         id="matrices-adapter",
-        fields=("method.optimizer.name", "method.adapter.type"),
-        refuses=lambda case: (
-            case.optimizer.matrices
-            and not case.optimizer.projects
-            and case.get("method.adapter.type") not in (None, "lora", "dora")
-        ),
+        when={
+            "method.optimizer.name": tuple(name for name in _OF_MATRICES if not OPTIMIZERS[name].projects),
+            "method.adapter.type": tuple(name for name in ADAPTERS if name not in HAVE_B),
+        },
         reason="it treats the matrices of linear layers apart, and of the adapters LoRA and DoRA alone train such",
         nearest={"method.adapter.type": "lora"},
-        example={"method.optimizer.name": "muon", "method.adapter.type": "vera"},
     ),
     Rule(
         id="matrices-conv1d",
-        fields=("method.optimizer.name", "config.model_type"),
-        refuses=lambda case: case.optimizer.matrices and case.method.adapter is None and _is_conv1d(case),
+        when={"method.optimizer.name": _OF_MATRICES, "method.adapter": None, "config.model_type": CONV1D_MODELS},
         reason="it treats the matrices of linear layers apart, and the layers of this model are no linear layers of "
         "torch",
         nearest={"method.optimizer.name": "adamw_torch_fused"},
-        example={"method.optimizer.name": "muon"},
-        config={"model_type": "gpt2"},
     ),
     Rule(
         id="adapter-conv1d",
-        fields=("method.adapter.type", "method.adapter.init", "config.model_type"),
-        refuses=lambda case: (
-            _is_conv1d(case)
-            and (case.get("method.adapter.type") in NOT_ON_CONV1D or case.get("method.adapter.init") == "olora")
-        ),
+        when={
+            "method.adapter.type": lambda case: (
+                case.get("method.adapter.type") in NOT_ON_CONV1D or case.get("method.adapter.init") == "olora"
+            ),
+            "method.adapter.init": shown,
+            "config.model_type": CONV1D_MODELS,
+        },
         reason="PEFT puts it on linear layers of torch alone, and the layers of this model are none",
-        nearest={"method.adapter.type": "lora", "method.adapter.init": None},
-        example={"method.adapter.type": "boft"},
-        config={"model_type": "gpt2"},
+        nearest={"method.adapter.type": "lora", "method.adapter.init": None}, also={"method.adapter.type": "boft"},
     ),
     Rule(
         id="adapter-experts",
-        fields=("method.adapter.type", "method.adapter.target_modules", "config.model_type"),
-        refuses=lambda case: _not_on_experts(case) is not None,
+        when={
+            "method.adapter.type": _not_on_experts, "method.adapter.target_modules": shown,
+            "config.model_type": MIXTURES,
+        },
         reason="all-linear puts it on the experts of a mixture too, which are parameters, and PEFT has no DoRA, no "
         "dropout and no initialization but its own and gaussian for them",
         detail=lambda case: (
             f"adapter.{_not_on_experts(case)}: all-linear puts the adapter on the experts of a mixture too, which are "
             "parameters, and PEFT cannot do that for them"
         ),
-        nearest={"method.adapter.target_modules": "attention"},
-        example={"method.adapter.type": "dora"},
-        config={"model_type": "mixtral"},
+        nearest={"method.adapter.target_modules": "attention"}, also={"method.adapter.type": "dora"},
     ),
     Rule(
         id="adapter-images",
-        fields=("method.adapter.type", "method.adapter.init", "method.adapter.target_modules"),
-        refuses=lambda case: (
-            case.get("config.vision_config") is not None
-            and (case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva")
-            and case.get("method.adapter.target_modules") == ALL_LINEAR
-        ),
+        when={
+            "method.adapter.type": _reads_what_layers_get, "method.adapter.init": shown,
+            "method.adapter.target_modules": ALL_LINEAR,
+        },
         reason="it reads what each layer gets, and rows of text reach no layer that reads images",
         nearest={"method.adapter.target_modules": "*language_model*"},
-        example={"method.adapter.type": "adalora"},
-        config={"vision_config": {}},
+        also={"method.adapter.type": "adalora", "config.vision_config": {}},
     ),
     Rule(
         id="dropout-reference",
-        fields=("method.adapter.dropout", "method.adapter.init", "method.adapter_in"),
-        refuses=lambda case: FROZEN_POLICY in case.method.models.values() and _drops_out_of_its_start(case),
+        when={
+            "method.adapter.dropout": _drops_out_of_its_start, "method.adapter.init": shown, "method.adapter_in": shown,
+        },
         reason="this adapter does not start at zero, so that dropout makes the policy differ from its reference at "
         "step 0",
         nearest={"method.adapter.dropout": 0.0},
-        example={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.adapter.dropout": 0.1},
+        also={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.adapter.dropout": 0.1},
         stage="dpo",
     ),
-    # Precision.
     Rule(
-        id="fp16-cpu",
-        fields=("method.precision", "resources.gpus_per_worker"),
-        refuses=lambda case: case.method.precision == "fp16" and not case.on_gpu,
+        id="fp16-cpu", when={"method.precision": "fp16", "resources.gpus_per_worker": 0},
         reason="without a GPU the trainer computes in fp32 and says nothing",
         nearest={"method.precision": "bf16"},
-        example={"method.precision": "fp16"},
     ),
     Rule(
-        id="fp16-zero",
-        fields=("method.precision", "resources.zero_stage"),
-        refuses=lambda case: case.method.precision == "fp16" and case.resources.zero_stage,
+        id="fp16-zero", when={"method.precision": "fp16", "resources.zero_stage": SET},
         reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
-        nearest={"method.precision": "bf16"},
-        example={
-            "method.precision": "fp16",
-            "resources.gpus_per_worker": 1,
-            "resources.num_workers": 2,
-            "resources.zero_stage": 2,
-        },
+        nearest={"method.precision": "bf16"}, also={**GPU, **ZERO},
     ),
     Rule(
-        id="fp16-own-loop",
-        fields=("method.precision", "method"),
-        refuses=lambda case: case.method.precision == "fp16" and case.method.has_own_loop,
+        id="fp16-own-loop", when={"method.precision": "fp16", "method": own_loop},
         reason="fp16 needs a scaled loss, and a loop of a method's own does not scale it",
-        nearest={"method.precision": "bf16"},
-        example={"method.precision": "fp16", "resources.gpus_per_worker": 1},
-        stage="own_loop",
+        nearest={"method.precision": "bf16"}, also=GPU, stage="own_loop",
     ),
     Rule(
-        id="fp8-cpu",
-        fields=("method.precision", "resources.gpus_per_worker"),
-        refuses=lambda case: case.method.precision == "fp8" and not case.on_gpu,
+        id="fp8-cpu", when={"method.precision": "fp8", "resources.gpus_per_worker": 0},
         reason="only GPUs of compute capability 8.9 (Ada, Hopper) or higher multiply in fp8",
         nearest={"method.precision": "bf16"},
-        example={"method.precision": "fp8"},
     ),
     Rule(
         id="fp8-adapter",
-        fields=("method.precision", "method.adapter.type"),
-        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.method.adapter is not None,
+        when={"method.precision": "fp8", "method.adapter.type": SET, "resources.gpus_per_worker": SET},
         reason="fp8 is torchao's recipe for layers that are trained, and those under an adapter are not",
-        nearest={"method.precision": "bf16"},
-        example={"method.precision": "fp8", "method.adapter.type": "lora", "resources.gpus_per_worker": 1},
+        nearest={"method.precision": "bf16"}, also={"method.adapter.type": "lora", **GPU},
     ),
     Rule(
-        id="fp8-zero",
-        fields=("method.precision", "resources.zero_stage"),
-        refuses=lambda case: case.method.precision == "fp8" and case.on_gpu and case.resources.zero_stage,
+        id="fp8-zero", when={"method.precision": "fp8", "resources.zero_stage": SET, "resources.gpus_per_worker": SET},
         reason="DeepSpeed casts the model itself, and fp8 was not tried under it",
-        nearest={"method.precision": "bf16"},
-        example={
-            "method.precision": "fp8",
-            "resources.gpus_per_worker": 1,
-            "resources.num_workers": 2,
-            "resources.zero_stage": 2,
-        },
-    ),
-    # Memory and kernels.
-    Rule(
-        id="liger-cpu",
-        fields=("resources.liger", "resources.gpus_per_worker"),
-        refuses=lambda case: case.resources.liger and not case.on_gpu,
-        reason="its kernels are written in Triton, for GPUs alone",
-        nearest={"resources.liger": False},
-        example={"resources.liger": True},
+        nearest={"method.precision": "bf16"}, also={**GPU, **ZERO},
     ),
     Rule(
-        id="empty-cache-cpu",
-        fields=("resources.empty_cache_steps", "resources.gpus_per_worker"),
-        refuses=lambda case: case.resources.empty_cache_steps and not case.on_gpu,
+        id="liger-cpu", when={"resources.liger": True, "resources.gpus_per_worker": 0},
+        reason="its kernels are written in Triton, for GPUs alone", nearest={"resources.liger": False},
+    ),
+    Rule(
+        id="empty-cache-cpu", when={"resources.empty_cache_steps": SET, "resources.gpus_per_worker": 0},
         reason="it returns unused GPU memory, and there is no GPU",
-        nearest={"resources.empty_cache_steps": None},
-        example={"resources.empty_cache_steps": 10},
+        nearest={"resources.empty_cache_steps": None}, also={"resources.empty_cache_steps": 10},
     ),
     Rule(
-        id="compile-zero",
-        fields=("resources.compile", "resources.zero_stage"),
-        refuses=lambda case: case.resources.compile and case.resources.zero_stage,
+        id="compile-zero", when={"resources.compile": True, "resources.zero_stage": SET},
         reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
-        nearest={"resources.compile": False},
-        example={"resources.compile": True, "resources.zero_stage": 2, "resources.num_workers": 2},
+        nearest={"resources.compile": False}, also=ZERO,
     ),
     Rule(
-        id="loader-own-loop",
-        fields=("resources.dataloader_workers", "method"),
-        refuses=lambda case: case.resources.dataloader_workers and case.method.has_own_loop,
+        id="loader-own-loop", when={"resources.dataloader_workers": SET, "method": own_loop},
         reason="a loop of a method's own collates in its own process",
-        nearest={"resources.dataloader_workers": 0},
-        example={"resources.dataloader_workers": 2},
-        stage="own_loop",
+        nearest={"resources.dataloader_workers": 0}, also={"resources.dataloader_workers": 2}, stage="own_loop",
     ),
     Rule(
-        id="flash-attention-cpu",
-        fields=("resources.attention", "resources.gpus_per_worker"),
-        refuses=lambda case: case.resources.attention.startswith("flash") and not case.on_gpu,
-        reason="FlashAttention has kernels for GPUs alone",
-        nearest={"resources.attention": "auto"},
-        example={"resources.attention": "flash_attention_2", "method.precision": "bf16"},
+        id="flash-attention-cpu", when={"resources.attention": _FLASH, "resources.gpus_per_worker": 0},
+        reason="FlashAttention has kernels for GPUs alone", nearest={"resources.attention": "auto"},
     ),
     Rule(
         id="flash-attention-fp32",
-        fields=("resources.attention", "method.precision"),
-        refuses=lambda case: (
-            case.resources.attention.startswith("flash") and case.on_gpu and case.method.precision == "fp32"
-        ),
+        when={"resources.attention": _FLASH, "method.precision": "fp32", "resources.gpus_per_worker": SET},
         reason="FlashAttention computes in bf16 and fp16 alone",
-        nearest={"resources.attention": "auto"},
-        example={"resources.attention": "flash_attention_3", "resources.gpus_per_worker": 1},
+        nearest={"resources.attention": "auto"}, also=GPU,
     ),
     Rule(
-        id="weights-precision",
-        fields=("resources.weights", "method.precision"),
-        refuses=_computes_below_precision,
+        id="weights-precision", when={"resources.weights": "bf16", "method.precision": _computes_below_precision},
         reason="a base or a reference in bf16 computes in bf16",
-        nearest={"method.precision": "bf16"},
-        example={"resources.weights": "bf16", "method.adapter.type": "lora"},
+        nearest={"method.precision": "bf16"}, also={"method.adapter.type": "lora"},
     ),
-)
+)  # fmt: skip

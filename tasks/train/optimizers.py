@@ -2,15 +2,15 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import without_nones
+from lineage.fingerprint import set_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         entry = OPTIMIZERS[self.name]
-        refuse_unread("optimizer", self, {**dict.fromkeys(entry.reads, True), "name": True, "weight_decay": True})
+        refuse_unread("optimizer", self, "name", {name: each.reads for name, each in OPTIMIZERS.items()})
         if self.betas is not None and len(self.betas) != entry.num_betas:
             raise ConfigError(
                 f"optimizer.betas={list(self.betas)}: {self.name} has {entry.num_betas}; set that many, or "
@@ -97,8 +97,7 @@ class Optimizer:
 
     def identity(self) -> dict[str, object]:
         """Its part of a recipe: ``weight_decay`` stands beside it, as in recipes from before it was a setting."""
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
+        values = set_fields(self)
         decay = values.pop("weight_decay")
         if values["name"] == DEFAULT:
             del values["name"]
@@ -293,19 +292,24 @@ OPTIMIZERS: Mapping[str, Entry] = {
 }  # fmt: skip
 
 
-def refuse_unread(where: str, setting: object, reads: Mapping[str, object]) -> None:
-    """Refuses a field that the named optimizer or schedule does not have, so that none is ignored.
+def refuse_unread(where: str, setting: object, key: str, reads: Mapping[str, Collection[str]]) -> None:
+    """Refuses a field that what a setting names does not read, so that none is ignored.
+
+    Args:
+        where: the setting.
+        key: its field that names what reads the others.
+        reads: name -> the fields that it reads; a field that none of them has, all read.
 
     Raises:
-        ConfigError: names the field, and those that it has.
+        ConfigError: names the field, those that it reads, and what reads the field.
     """
-    name = getattr(setting, "name")  # noqa: B009
+    name, some = getattr(setting, key), {field for each in reads.values() for field in each}
     for each in fields(setting):  # type: ignore[arg-type]
-        if each.name not in reads and getattr(setting, each.name) != each.default:
-            known = ", ".join(sorted(reads.keys() - {"name"})) or "none"
+        if each.name in some.difference(reads[name]) and getattr(setting, each.name) != each.default:
+            readers = ", ".join(other for other, own in reads.items() if each.name in own)
             raise ConfigError(
-                f"{where}.{each.name}={getattr(setting, each.name)}: {name} has no such field; it has: {known}; remove "
-                f"it, or set another {where}.name"
+                f"{where}.{each.name}={getattr(setting, each.name)}: {name} has no such field; it has: "
+                f"{', '.join(sorted(reads[name])) or 'none'}; remove it, or set {where}.{key} to one of {readers}"
             )
 
 

@@ -133,7 +133,8 @@ class OwnLoop:
     def __init__(self, run: "TrainingRun", state: Mapping[str, Stateful]) -> None:
         self.run, self.ctx, self.state = run, run.ctx, state
         self.step, self.num_tokens = 0, 0
-        self._recorder = Recorder(run.ctx)
+        self._speed = run.speed
+        self._recorder = Recorder(run.ctx, self._speed)
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
         self._seconds_before = seconds_before(run.ctx)
         self._saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
@@ -149,10 +150,10 @@ class OwnLoop:
         num_steps = self.run.num_steps
         self._resume()
         self._saver.begin(self.step)
-        self._start = time.perf_counter()
-        self._recorder.window.append((self._start, float(self.num_tokens)))
         on_gpu = self.ctx.resources.gpus_per_worker > 0
         with deterministic_kernels(self.ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
+            self._recorder.begin(float(self.num_tokens))
+            self._start = time.perf_counter()
             while self.step < num_steps:
                 self.ctx.mark(self.step, Phase.STEPPING)
                 yield self.step
@@ -189,7 +190,7 @@ class OwnLoop:
     def metrics(self) -> dict[str, float]:
         """Final metrics: means of the last steps, ``steps``, ``num_tokens``, ``train_seconds`` of all attempts."""
         seconds = self._seconds_before + time.perf_counter() - self._start
-        return summary(self._log, seconds, num_steps=self.step, output_step=self.step)
+        return summary(self._log, seconds, self._speed, num_steps=self.step, output_step=self.step)
 
     def _save_or_stop(self) -> None:
         save, stop = self._saver.agreed(self.step, self.run.device)

@@ -29,7 +29,14 @@ _MATRIX = 2  # dimensions
 
 def plain_groups(model: nn.Module, decayed: Sequence[str], weight_decay: float) -> list[Group]:
     """The trained parameters, those with weight decay first, as transformers' trainer groups them."""
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return _by_decay(_trained(model), decayed, weight_decay)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def _by_decay(trained: Mapping[str, nn.Parameter], decayed: Sequence[str], weight_decay: float) -> list[Group]:
     return [
         {"params": [trained[name] for name in trained if name in decayed], "weight_decay": weight_decay},
         {"params": [trained[name] for name in trained if name not in decayed], "weight_decay": 0.0},
@@ -60,12 +67,10 @@ def split_groups(
 ) -> list[Group]:
     """The matrices of linear layers with what holds for them alone, then the other parameters as above."""
     chosen = linear_weights(model)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = _trained(model)
     first: Group = {"params": [trained[n] for n in trained if n in chosen], "weight_decay": weight_decay, **own}
     others = {name: each for name, each in trained.items() if name not in chosen}
-    with_decay: Group = {"params": [others[n] for n in others if n in decayed], "weight_decay": weight_decay}
-    without: Group = {"params": [others[n] for n in others if n not in decayed], "weight_decay": 0.0}
-    return [first, with_decay, without]
+    return [first, *_by_decay(others, decayed, weight_decay)]
 
 
 class Muon(Optimizer):

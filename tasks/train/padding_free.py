@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, DataCollatorWithFlattening, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -38,9 +37,10 @@ from trl.trainer.utils import FusedCausalLMOutput
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.tokenization import rows_of, why_not_packable
-from tasks.train.kernels import FLASH_PACKAGES
+from tasks.train.kernels import FLASH_PACKAGES, plain
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -169,10 +169,10 @@ def padding_free_attention(
             return _of_one_length(flash, query, key, value), None
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     if cu_seq_lens_q is None:
-        plain: Attended = sdpa_attention_forward(
+        padded: Attended = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs
         )
-        return plain
+        return padded
     states = (query, key, value)
     if kernel in ("flash", "varlen"):
         longest = max_length_q if row_index is None else row_index.shape[1]
@@ -420,8 +420,7 @@ def install(
     A model whose architecture is not known to compute the same numbers without padding keeps TRL's forward; with
     ``packs`` only its attention is replaced.
     """
-    if isinstance(model, PeftModel):
-        model = model.get_base_model()
+    model = plain(model)
     if not is_padding_free(model) and not packs:
         if attention:
             model.set_attn_implementation(attention)

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from transformers import Trainer, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tasks.data.kinds import MISMATCHED
 from tasks.train.adapted import REFERENCE
+from tasks.train.kernels import plain
 from tasks.train.reference_logps import COLUMNS
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -95,7 +96,7 @@ class PairTrainer(Trainer):
         text = model.config.get_text_config()
         has_routers = hasattr(text, "output_router_logits")
         self.router_aux_loss_coef = getattr(text, "router_aux_loss_coef", 0.0) if has_routers else 0.0
-        add_fused_lm_head(model.get_base_model() if isinstance(model, PeftModel) else model)
+        add_fused_lm_head(plain(model))
         if ref_model is not None:
             add_fused_lm_head(ref_model)
             if self.is_deepspeed_enabled:
@@ -171,8 +172,8 @@ class PairTrainer(Trainer):
         if self.proof is None:
             return None
         model = self.model if self.ref_model is None else self.ref_model
-        plain: AbstractContextManager[object] = torch.no_grad()
-        with plain, disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        no_grad: AbstractContextManager[object] = torch.no_grad()
+        with no_grad, disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
                 outputs = model(**batch, labels=labels_RT, fused_lm_head=True, use_cache=False)
             else:

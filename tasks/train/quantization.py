@@ -7,13 +7,14 @@ et al. 2023, arXiv:2305.14314.
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import without_nones
+from lineage.fingerprint import set_fields
+from tasks.train.optimizers import refuse_unread
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -24,8 +25,6 @@ Format = Literal[
     "quanto_float8", "hqq", "eetq", "fp8", "gptq", "awq", "aqlm", "mxfp4",
 ]  # fmt: skip
 Dtype = Literal["fp32", "bf16", "fp16"]
-
-_ALWAYS_READ = ("format", "skip_modules", "merge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +58,7 @@ class Quantization:
         if row.configure is None:
             needs = f", on a GPU, with {row.package[1]}" if row.package else ""
             raise ConfigError(f"quantization.format={self.format}: {row.reason}{needs}")
-        accepted = {*_ALWAYS_READ, *row.reads}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and each.name not in accepted:
-                readers = ", ".join(name for name, other in FORMATS.items() if each.name in other.reads)
-                raise ConfigError(
-                    f"quantization.{each.name}={value}: {self.format} has no such option; it is read by {readers}; "
-                    f"set quantization.{each.name}=null, or one of these formats"
-                )
+        refuse_unread("quantization", self, "format", {name: each.reads for name, each in FORMATS.items()})
         if self.merge == "dequantized" and not row.dequantizes:
             raise ConfigError(
                 f"quantization.merge=dequantized: weights in {self.format} cannot be dequantized here; set "
@@ -91,11 +82,9 @@ class Quantization:
                 f"quantization.format={self.format}: a base in few bits is frozen, so that only an adapter can be "
                 "trained on it; set adapter=lora, or quantization=none for this stage"
             )
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
         own = {
             name: value
-            for name, value in values.items()
+            for name, value in set_fields(self).items()
             if name not in ("format", "storage_dtype")
             and (name, value) not in (("double", True), ("merge", "original"))
         }
@@ -103,9 +92,8 @@ class Quantization:
 
     def rounding(self) -> dict[str, object]:
         """The fields that decide what the weights are rounded to."""
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
-        return {name: values[name] for name in ("format", "double", "skip_modules", "group_size") if name in values}
+        names = ("format", "double", "skip_modules", "group_size")
+        return {name: value for name, value in set_fields(self).items() if name in names}
 
 
 Configure = Callable[[Quantization, "dtype", "list[str] | None"], "QuantizationConfigMixin"]

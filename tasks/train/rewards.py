@@ -11,12 +11,13 @@ from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from tasks.train.kernels import plain
 from tasks.train.padding_free import hidden_states
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -54,8 +55,7 @@ def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":
 
 def install_scores(model: "PreTrainedModel | PeftModel") -> None:
     """Replaces a reward model's forward: its logits are the scores (B, 1) of ``sequence_scores``."""
-    if isinstance(model, PeftModel):
-        model = model.get_base_model()
+    model = plain(model)
     model.forward = MethodType(_forward, model)
 
 

@@ -8,10 +8,17 @@ In a loop of its own:
     rewards_BK = rollouts.score(step, examples, completion_ids)
     metrics = rollouts.record(step, examples, completion_ids, rewards_BK)
 
-Shapes: B completions of this worker, N of all workers, K rewards, V vocabulary.
+The prompt of a group of completions is read once: its keys and values serve all of them. Attention is causal, so that
+the hidden states of a prompt do not depend on what follows. The layers then read each prompt once, and of a row its
+last prompt token and its completion; TRL's head, which on a CPU also projects positions without a loss, reads the same.
+The numbers are those of whole rows up to the order of additions.
+
+Shapes: P tokens of the longest prompt; B completions of this worker, N of all workers, K rewards, V vocabulary.
 """
 
+import functools
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -22,21 +29,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lineage.errors import PipelineError
-from tasks.evaluate.scoring import without_router_loss
+from tasks.evaluate.scoring import generating, padded
 from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
-from tasks.train.prompt_cache import prompt_cache
+from tasks.train.kernels import plain
+from tasks.train.padding_free import is_padding_free
 from tasks.train.rewards import sequence_scores
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from tasks.train.run import TrainingRun
 
@@ -48,6 +56,7 @@ SAMPLES_FILE = "samples.parquet"
 SAMPLES_PER_STEP = 16  # of the first prompts of a step
 MAX_SAMPLES = 10_000  # in the output; of a longer training, those of every so many steps
 LOGGED = 10  # samples in the log
+_FUSED = {"input_ids", "attention_mask", "labels"}  # tensors of TRL's fused forward
 _TOKENS = ("prompt", "prompt_ids")  # of an example, beside its columns
 
 
@@ -108,11 +117,7 @@ class Rollouts:
             model: without the wrapper of a process group; with autocast where it is used.
             step: of the generation, which makes its noise another than that of other steps.
         """
-        first = self.ctx.rank * self.num_local
-        seeds = [
-            random.Random(f"{self.method.seed} {step} {first + index}").getrandbits(63)
-            for index in range(len(examples))
-        ]
+        seeds = seeds_of(self.method.seed, step, self.ctx.rank * self.num_local, len(examples))
         prompts = [list(map(int, each["prompt_ids"])) for each in examples]  # type: ignore[call-overload]
         return sample(
             model, prompts, self.method.sampling, seeds, max_new_tokens=self.method.max_completion_length,
@@ -137,12 +142,14 @@ class Rollouts:
             step: counted from 0.
 
         Raises:
-            PipelineError: a reward function raises, or a reward is non-finite; names step, row, function and value.
+            PipelineError: a reward function raises, or a reward is non-finite; names step, worker, row, function and
+                value.
         """
         try:
             return self._scores(examples, completion_ids)
         except PipelineError as error:
-            raise type(error)(f"step {step + 1}, which is not taken: {error}") from error
+            worker = f" on worker {self.ctx.rank}" if self.ctx.world_size > 1 else ""  # rows are counted per worker
+            raise type(error)(f"step {step + 1}{worker}, which is not taken: {error}") from error
 
     def _scores(self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]]) -> "Tensor":
         texts = self.texts(completion_ids)
@@ -286,9 +293,10 @@ class Rollouts:
         whole = [[*each["prompt_ids"], *ids] for each, ids in zip(examples, completion_ids, strict=True)]  # type: ignore[misc]
         found, size = [], self.ctx.resources.micro_batch_size
         for start in range(0, len(whole), size):
-            ids_BT, mask_BT = _padded(whole[start : start + size], self.pad_token_id, left=False)
+            part = whole[start : start + size]
+            ids_BT, mask_BT = padded(part, self.run.device, left=False, pad=self.pad_token_id)
             with torch.no_grad():
-                scores_B = sequence_scores(self.reward_model, ids_BT.to(self.run.device), mask_BT.to(self.run.device))
+                scores_B = sequence_scores(self.reward_model, ids_BT, mask_BT)
             found.append(scores_B.cpu())
         scores = torch.cat(found)
         for index in (~torch.isfinite(scores)).nonzero().flatten().tolist():
@@ -307,6 +315,12 @@ class Rollouts:
         check_columns(self.scorers, {name: values for name, values in examples.items() if name not in _TOKENS})
 
 
+def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int]:
+    """Of the noise of completions, from the first one's place in the batch of all workers on."""
+    places = range(first, first + num_completions)
+    return [random.Random(f"{seed} {step} {place}").getrandbits(63) for place in places]
+
+
 def sample(
     model: "PreTrainedModel | PeftModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int],
@@ -317,36 +331,73 @@ def sample(
         model: its own settings of generation (``generation_config``) are not used.
         seeds: of each completion's noise.
     """
-    model = _plain(model)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=sampling.repetition_penalty,
+    model = plain(model)
+    ids_BT, mask_BT = padded(prompts, model.device, left=True, pad=pad_token_id)
+    with generating(
+        model, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=sampling.repetition_penalty,
         pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
-    )  # fmt: skip
-    ids_BT, mask_BT = (each.to(model.device) for each in _padded(prompts, pad_token_id, left=True))
-    own, was_training, text = model.generation_config, model.training, model.config.get_text_config()
-    routes = getattr(text, "output_router_logits", None)  # of a mixture; they fail beside a cache
-    model.generation_config = config  # else ``generate`` would fill what is unset from the model's
-    if routes is not None:
-        text.output_router_logits = False
-    model.eval()  # a gradient checkpoint would switch the cache off, an adapter's dropout would add noise
-    try:
-        with torch.inference_mode(), without_router_loss(model):
-            processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
-            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
-            found_BT = model.generate(
-                input_ids=ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=processors,
-                past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
-            )  # fmt: skip
-    finally:
-        model.generation_config = own
-        if routes is not None:
-            text.output_router_logits = routes
-        model.train(was_training)
+    ):  # fmt: skip
+        processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
+        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
+        found_BT = model.generate(
+            input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
+            past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
+        )  # fmt: skip
     return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
 
 
-def _plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def prompt_cache(
+    model: "PreTrainedModel", ids_BP: "Tensor", mask_BP: "Tensor", position_ids_BP: "Tensor | None" = None
+) -> "Cache | None":
+    """Keys and values of all tokens of the prompts but the last.
+
+    Args:
+        ids_BP: padded on the left; equal prompts side by side.
+        position_ids_BP: None: those that the model counts, padding included.
+
+    Returns:
+        None: prompts have no such groups of one size, or the layers are not known to be plain causal attention.
+    """
+    if ids_BP.shape[1] < 2 or not is_padding_free(model):
+        return None
+    prompts = itertools.groupby(ids_BP.masked_fill(mask_BP == 0, -1).tolist())
+    size = math.gcd(*(len(list(equal)) for _, equal in prompts))
+    if size == 1:
+        return None
+    positions = {} if position_ids_BP is None else {"position_ids": position_ids_BP[::size, :-1]}
+    cache: Cache = model.base_model(
+        input_ids=ids_BP[::size, :-1], attention_mask=mask_BP[::size, :-1], use_cache=True, **positions
+    ).past_key_values
+    cache.batch_repeat_interleave(size)
+    return cache
+
+
+def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
+    """Replaces the forward that computes log-probabilities (``add_fused_lm_head``), not that of generation.
+
+    Only where each row of a prompt computes the same: without noise of its own. A model that recomputes its
+    activations has no cache, and reads whole rows.
+    """
+    base = plain(model)
+    whole = base.forward
+
+    @functools.wraps(whole)
+    def forward(*args: object, **inputs: object) -> object:
+        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        recomputes = base.training and base.is_gradient_checkpointing
+        if not inputs.get("fused_lm_head") or given.keys() != _FUSED or recomputes:
+            return whole(*args, **inputs)
+        ids_BT, mask_BT, labels_BT = given["input_ids"], given["attention_mask"], given["labels"]
+        length = int((labels_BT == -100).all(0).long().cumprod(0).sum())  # no row trains a token of the prompts
+        some = length < labels_BT.shape[1]  # else each completion is masked, and the end of the prompts is unknown
+        cache = prompt_cache(base, ids_BT[:, :length], mask_BT[:, :length]) if some else None
+        if cache is None:
+            return whole(*args, **inputs)
+        last = slice(length - 1, None)
+        read = {"input_ids": ids_BT[:, last], "labels": labels_BT[:, last], "past_key_values": cache}
+        return whole(*args, **{**inputs, **read})
+
+    base.forward = forward
 
 
 def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
@@ -355,7 +406,7 @@ def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
     Trainers of TRL pad prompts on the left and pass no positions, so that such a model would read a prompt at other
     positions than those it was sampled at.
     """
-    backbone, architecture = _plain(model).base_model, model.config.get_text_config().model_type
+    backbone, architecture = plain(model).base_model, model.config.get_text_config().model_type
     derived = architecture not in LEARNED_POSITIONS or architecture in FIRST_POSITION_IS_BEHIND
     if derived or "position_ids" not in inspect.signature(backbone.forward).parameters:
         return  # its positions are relative, or it derives them from the mask or the tokens
@@ -404,14 +455,3 @@ def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
 def _ended(ids: list[int], stop_tokens: Sequence[int]) -> list[int]:
     end = next((index for index, each in enumerate(ids) if each in stop_tokens), len(ids))
     return ids[: end + 1]
-
-
-def _padded(rows: Sequence[list[int]], pad: int, *, left: bool) -> "tuple[Tensor, Tensor]":
-    """Tokens (B, T), and the mask of those that are no padding."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        place = slice(longest - len(row), None) if left else slice(0, len(row))
-        ids[index, place], mask[index, place] = torch.tensor(row), 1
-    return ids, mask

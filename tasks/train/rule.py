@@ -1,12 +1,15 @@
 """A rule of what works with what, and the training that it judges."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tasks.context import Resources
 from tasks.method import Training
 from tasks.train.optimizers import OPTIMIZERS, Entry
 
+_CONFIG = "config."
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
 
 
@@ -30,7 +33,7 @@ class Case:
         """The same, with the field that holds it: ``method.adapter`` where there is no adapter."""
         if path == "method":
             return path, type(self.method).__name__
-        if path.startswith("config."):
+        if path.startswith(_CONFIG):
             node: object = self.config
             for name in path.split(".")[1:]:
                 node = node.get(name) if isinstance(node, Mapping) else None
@@ -58,28 +61,113 @@ class Case:
         return self.resources.gpus_per_worker > 0
 
 
+Condition = object  # a value; several of them, as a tuple; or a function of the case
+Fit = Fields | Callable[[Case], Fields]
+SET = bool  # any value but None, 0 and false
+
+
+HAVE_B = ("lora", "dora")  # adapters with two matrices of which one starts at 0
+# Parts of examples.
+GPU: Fields = {"resources.gpus_per_worker": 1}
+ZERO: Fields = {"resources.num_workers": 2, "resources.zero_stage": 2}
+
+
+def own_loop(case: Case) -> bool:
+    """Of ``method``: it trains without a trainer of transformers."""
+    return case.method.has_own_loop
+
+
+def shown(_case: Case) -> bool:
+    """Of a field that a refusal shows, whatever its value."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Settings that do not work together.
 
     Args:
         id: its name in ``posttrain compat``.
-        fields: the fields that it joins; a refusal shows their values.
-        refuses: whether it refuses a training.
+        when: the fields that it joins, which a refusal shows, and the values of them that together are refused.
         reason: why, as half a sentence after the values of the fields.
         detail: what to say in place of ``reason`` of the training that is refused.
         nearest: the values that make it work with the fewest changes; they pass every rule.
-        example: values that it refuses, of a stage of ``stage``: the tests try both.
-        stage: a file of ``conf/stage``, or ``own_loop`` for a method with a loop of its own.
-        config: of the example's model.
+        also: beside the values of ``when``, those of an example that it refuses: the tests try both.
+        stage: of the example: a file of ``conf/stage``, or ``own_loop`` for a method with a loop of its own.
     """
 
     id: str
-    fields: tuple[str, ...]
-    refuses: Callable[[Case], object]
+    when: Mapping[str, Condition]
     reason: str
-    nearest: Fields | Callable[[Case], Fields]
-    example: Fields
+    nearest: Fit
+    also: Fields = field(default_factory=dict)
     stage: str = "sft"
-    config: Mapping[str, object] = field(default_factory=dict)
     detail: Callable[[Case], str] | None = None
+
+    def refuses(self, case: Case) -> bool:
+        """Whether all fields have the values."""
+        return all(_has(case, path, wanted) for path, wanted in self.when.items())
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self.when)
+
+    @property
+    def example(self) -> Fields:
+        """Values of the method and its resources that it refuses."""
+        return {path: value for path, value in self._values.items() if not path.startswith(_CONFIG)}
+
+    @property
+    def config(self) -> Fields:
+        """Of the example's model."""
+        return {
+            path.removeprefix(_CONFIG): value for path, value in self._values.items() if path.startswith(_CONFIG)
+        }  # fmt: skip
+
+    @property
+    def _values(self) -> Fields:
+        plain = {path: wanted for path, wanted in self.when.items() if not callable(wanted)}
+        return {**{path: each[0] if isinstance(each, tuple) else each for path, each in plain.items()}, **self.also}
+
+
+def _has(case: Case, path: str, wanted: Condition) -> bool:
+    if wanted is SET:
+        return bool(case.get(path))
+    if callable(wanted):
+        return bool(wanted(case))
+    return case.get(path) in (wanted if isinstance(wanted, tuple) else (wanted,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A rule that refuses a training, and what to do.
+
+    Args:
+        found: the fields that do not work together -> their values.
+        nearest: the fields to set.
+    """
+
+    rule: str
+    found: Fields
+    reason: str
+    nearest: Fields
+
+    def text(self, where: str) -> str:
+        """A message about the stage at ``where``, such as ``stages.sft``, that ends in overrides to paste."""
+        return (
+            f"{where}: {', '.join(assigned(self.found))}: {self.reason}; set {' '.join(assigned(self.nearest, where))}"
+        )
+
+
+def assigned(values: Fields, where: str = "") -> list[str]:
+    """Fields and values in the form of overrides."""
+    prefix = f"{where}." if where else ""
+    return [f"{prefix}{path}={_written(value)}" for path, value in values.items()]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)

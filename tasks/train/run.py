@@ -36,10 +36,7 @@ from tasks.train.adapted import (
     upon,
 )
 from tasks.train.adapter_files import intake
-from tasks.train.callbacks import (
-    StepZeroProof,
-    require_agreement,
-)
+from tasks.train.callbacks import StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
@@ -56,6 +53,7 @@ from tasks.train.quantized_base import is_quantized, step_in_fp32
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule
+from tasks.train.speed import Speed
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
 
 if TYPE_CHECKING:
@@ -266,7 +264,7 @@ class TrainingRun:
         self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
-        if self._needs_reference and "proof" not in own:
+        if self.method.has_reference and "proof" not in own:
             self._add_proof(trainer)
         self._count(trainer.model)
         return trainer
@@ -299,6 +297,11 @@ class TrainingRun:
         """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
         assert "policy" not in self.__dict__
         models.disable_dropout(self._start.model)
+
+    @property
+    def speed(self) -> Speed:
+        """The measure of its speed."""
+        return Speed.of(self.method, self.ctx.resources, self._start.model.config)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -401,12 +404,8 @@ class TrainingRun:
         return intake(self.method, self.inputs[_POLICY])
 
     @property
-    def _needs_reference(self) -> bool:
-        return self.method.has_reference
-
-    @property
     def _precomputes(self) -> bool:
-        return self._needs_reference and self.ctx.resources.precompute_reference
+        return self.method.has_reference and self.ctx.resources.precompute_reference
 
     def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
         assert self.method.adapter
@@ -458,7 +457,7 @@ class TrainingRun:
         """
         if self._is_reward_model:
             install_scores(trainer.model)
-        if self._needs_reference and not self._precomputes and reference_of(self.method) == "copy":
+        if self.method.has_reference and not self._precomputes and reference_of(self.method) == "copy":
             add_reference(trainer.model)
         complete_head(trainer.model)
         squares = getattr(trainer, "use_weighting", False)

@@ -1,15 +1,20 @@
-"""Learning-rate schedules by name: the setting, and the arguments of transformers' trainer that choose one."""
+"""Learning-rate schedules by name: the setting, and the arguments of transformers' trainer that choose one.
+
+An adaptive schedule is cut by how far the loss is from its moving average. The average and the variance are
+exponential: Finch 2009, "Incremental calculation of weighted mean and variance", section 9.
+z = (loss - mean) / sqrt(variance).
+"""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import without_nones
-from tasks.train.adaptive import Adaptive
+from lineage.fingerprint import set_fields
 from tasks.train.optimizers import refuse_unread
 
 if TYPE_CHECKING:
@@ -21,6 +26,54 @@ Name = Literal[
     "inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau",
 ]  # fmt: skip
 PLATEAU: Name = "reduce_lr_on_plateau"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """Cuts the schedule's learning rate when the loss of a step spikes, stays where it is, or diverges.
+
+    Args:
+        spike_z: a loss so many standard deviations above its average is a spike; None: none is.
+        spike_factor: of the learning rate after a spike; it rises back linearly.
+        recovery_steps: steps until it is back.
+        plateau_steps: steps without a smaller average, after which the learning rate is cut for good; None: never.
+        plateau_factor: of that cut.
+        min_improvement: by which share an average must be smaller to count.
+        divergence_z: a loss so far above its average, or a non-finite one, has the training go back to the weights and
+            the optimizer of its best checkpoint (``best``); rows and schedule go on. None: it never goes back.
+        divergence_factor: of the learning rate after that, for good.
+        max_returns: how often it goes back.
+        smoothing: of the average: the share of the average before in that of a step.
+        start_steps: steps of which only the average is taken, at the start and after a return.
+        min_factor: below which no cut for good goes.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    spike_z: Annotated[float, Gt(0)] | None = 4.0
+    spike_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
+    recovery_steps: Annotated[int, Gt(0)] = 20
+    plateau_steps: Annotated[int, Gt(0)] | None = 100
+    plateau_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
+    min_improvement: Annotated[float, Ge(0), Lt(1)] = 0.001
+    divergence_z: Annotated[float, Gt(0)] | None = None
+    divergence_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
+    max_returns: Annotated[int, Gt(0)] = 3
+    smoothing: Annotated[float, Gt(0), Lt(1)] = 0.95
+    start_steps: Annotated[int, Gt(0)] = 20
+    min_factor: Annotated[float, Gt(0), Lt(1)] = 0.01
+
+    def __post_init__(self) -> None:
+        if self.spike_z is None and self.plateau_steps is None and self.divergence_z is None:
+            raise ConfigError(
+                "schedule.adaptive: spike_z, plateau_steps and divergence_z are null, so it never acts; set one of "
+                "them, or schedule.adaptive=null"
+            )
+        if self.spike_z is not None and self.divergence_z is not None and self.divergence_z <= self.spike_z:
+            raise ConfigError(
+                f"schedule.adaptive.divergence_z={self.divergence_z:g} and spike_z={self.spike_z:g}: what diverges is "
+                f"further off than a spike; set divergence_z={2 * self.spike_z:g}, or spike_z=null"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +118,7 @@ class Schedule:
                     f"schedule.{name}={value:g}: below 1 it is a share of the steps, from 1 a number of steps, which "
                     f"is whole; set schedule.{name}={int(value)}, or a share such as 0.05"
                 )
-        shared = ("name", "warmup", *(() if self.name == PLATEAU else ("adaptive",)))  # both cut by a loss
-        refuse_unread("schedule", self, dict.fromkeys((*SCHEDULES[self.name].reads, *shared), True))
+        refuse_unread("schedule", self, "name", {name: each.reads for name, each in SCHEDULES.items()})
         decay = self._decay
         if self.name == "warmup_stable_decay" and self.warmup < 1 and decay < 1 and self.warmup + decay > 1:
             raise ConfigError(
@@ -80,8 +132,7 @@ class Schedule:
 
     def identity(self) -> dict[str, object]:
         """Its part of a recipe: name and share stand beside it, as in recipes from before it was a setting."""
-        values = without_nones(asdict(self))
-        assert isinstance(values, dict)
+        values = set_fields(self)
         name, warmup = values.pop("name"), values.pop("warmup")
         if self.warmup >= 1:
             values["warmup_steps"] = int(self.warmup)
@@ -118,7 +169,7 @@ class Entry:
 
     about: str
     args: Callable[[Schedule, float, int], Arguments]
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ("adaptive",)
 
 
 def _constant(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
@@ -165,7 +216,7 @@ def _stable(setting: Schedule, learning_rate: float, num_steps: int) -> Argument
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": own}
 
 
-_MIN = ("min_learning_rate",)
+_MIN = ("min_learning_rate", "adaptive")
 SCHEDULES: Mapping[str, Entry] = {
     "constant": Entry(about="the learning rate", args=_constant),
     "constant_with_warmup": Entry(about="another name of constant, which warms up too", args=_constant),
@@ -174,7 +225,8 @@ SCHEDULES: Mapping[str, Entry] = {
         about="falls as a cosine: Loshchilov and Hutter 2016, arXiv:1608.03983", args=_cosine, reads=_MIN
     ),
     "cosine_with_restarts": Entry(
-        about="falls as a cosine to 0, and starts again: arXiv:1608.03983", args=_restarts, reads=("num_cycles",)
+        about="falls as a cosine to 0, and starts again: arXiv:1608.03983", args=_restarts,
+        reads=("num_cycles", "adaptive"),
     ),
     "cosine_with_min_lr": Entry(
         about="cosine that ends at a tenth, as in Hoffmann et al. 2022, arXiv:2203.15556", args=_cosine, reads=_MIN
@@ -182,7 +234,7 @@ SCHEDULES: Mapping[str, Entry] = {
     "polynomial": Entry(about="falls as a power of the steps that remain", args=_polynomial, reads=(*_MIN, "power")),
     "inverse_sqrt": Entry(
         about="falls with the square root of the step: Vaswani et al. 2017, arXiv:1706.03762", args=_inverse_sqrt,
-        reads=("timescale",),
+        reads=("timescale", "adaptive"),
     ),
     "warmup_stable_decay": Entry(
         about="constant, and falls at the end: Hu et al. 2024, arXiv:2404.06395", args=_stable,
@@ -190,7 +242,7 @@ SCHEDULES: Mapping[str, Entry] = {
     ),
     PLATEAU: Entry(
         about="falls each time that the loss on held-out rows does not: of torch.optim, with a warm-up",
-        args=_constant, reads=(*_MIN, "factor", "patience"),  # install_schedule does the rest
+        args=_constant, reads=("min_learning_rate", "factor", "patience"),  # adaptive also cuts by a loss
     ),
 }  # fmt: skip
 
@@ -233,3 +285,110 @@ def install_schedule(trainer: "Trainer", setting: Schedule, learning_rate: float
             patience=10 if setting.patience is None else setting.patience,
             floor=setting.share_of_minimum(learning_rate),
         )
+
+
+class Event(StrEnum):
+    """What an intervention answers."""
+
+    SPIKE = "spike"
+    PLATEAU = "plateau"
+    DIVERGENCE = "divergence"
+
+
+@dataclass(kw_only=True)
+class LossWatch:
+    """The moving average of the loss, and the cuts so far: all that a resume needs, as JSON.
+
+    Attributes:
+        count: losses in the average.
+        least, waited: the smallest average so far, and the steps since.
+        cut: the cuts for good, multiplied.
+        recovering: steps that are left until a spike is over.
+        events: step, event and the factor of the learning rate after it.
+    """
+
+    setting: Adaptive
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    least: float | None = None
+    waited: int = 0
+    cut: float = 1.0
+    recovering: int = 0
+    returns: int = 0
+    events: list[tuple[int, str, float]] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """Of the schedule's learning rate, at the next step."""
+        setting = self.setting
+        return self.cut * (1 - (1 - setting.spike_factor) * self.recovering / setting.recovery_steps)
+
+    def state(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if name != "setting"}
+
+    def load(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.events = [(step, event, factor) for step, event, factor in self.events]
+
+    def z(self, loss: float) -> float:
+        """How many standard deviations a loss is above the average; infinite where it is non-finite."""
+        if not math.isfinite(loss):
+            return math.inf
+        if self.count < self.setting.start_steps or self.variance <= 0:
+            return 0.0
+        return (loss - self.mean) / math.sqrt(self.variance)
+
+    def observe(self, step: int, loss: float, *, can_return: bool) -> Event | None:
+        """Takes in the loss of a step; returns what it did about it.
+
+        Args:
+            can_return: whether there is a best checkpoint to go back to.
+        """
+        setting, z = self.setting, self.z(loss)
+        self.recovering = max(0, self.recovering - 1)
+        diverges = setting.divergence_z is not None and z >= setting.divergence_z
+        if diverges and can_return and self.returns < setting.max_returns:
+            self.returns += 1
+            self.count, self.mean, self.variance, self.least, self.waited, self.recovering = 0, 0.0, 0.0, None, 0, 0
+            return self._cut(step, Event.DIVERGENCE, setting.divergence_factor)
+        if not math.isfinite(loss):
+            return None
+        if setting.spike_z is not None and z >= setting.spike_z:
+            self._average(self.mean + setting.spike_z * math.sqrt(self.variance))  # no spike hides the next
+            self.recovering = setting.recovery_steps
+            return self._note(step, Event.SPIKE)
+        self._average(loss)
+        return self._plateau(step)
+
+    def _plateau(self, step: int) -> Event | None:
+        setting = self.setting
+        if setting.plateau_steps is None or self.count < setting.start_steps:
+            return None
+        if self.least is None or self.mean < self.least - setting.min_improvement * abs(self.least):
+            self.least, self.waited = self.mean, 0
+            return None
+        self.waited += 1
+        if self.waited < setting.plateau_steps:
+            return None
+        self.waited = 0
+        before = self.cut
+        if before <= setting.min_factor:
+            return None
+        return self._cut(step, Event.PLATEAU, setting.plateau_factor)
+
+    def _average(self, loss: float) -> None:
+        self.count += 1
+        share = max(1 - self.setting.smoothing, 1 / self.count)  # the first steps count alike
+        difference = loss - self.mean
+        self.mean += share * difference
+        self.variance = (1 - share) * (self.variance + share * difference * difference)
+
+    def _cut(self, step: int, event: Event, factor: float) -> Event:
+        self.cut = max(self.setting.min_factor, self.cut * factor)
+        return self._note(step, event)
+
+    def _note(self, step: int, event: Event) -> Event:
+        self.events.append((step, event.value, self.factor))
+        return event

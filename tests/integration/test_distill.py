@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
+from tasks.best import Validation
 from tasks.context import Resources, TrainContext
 from tasks.distill import Distillation
 from tasks.method import Training
@@ -22,7 +23,6 @@ from tasks.taid import TAID
 from tasks.train import distill_trainer
 from tasks.train.distill_trainer import Interpolation, divergence
 from tasks.train.run import TrainingRun
-from tasks.train.validation import Validation
 from tests import tiny, training
 from tests.tiny_models import ARCHITECTURES, write_model
 

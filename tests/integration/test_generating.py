@@ -354,11 +354,19 @@ def test_a_stage_without_a_reward_is_refused(root: Path, tmp_path: Path, fields:
 def test_a_reward_that_fails_stops_before_its_step(
     root: Path, tmp_path: Path, name: str, function: str, message: str
 ) -> None:
-    reports: list[object] = []
     stage = training.method(name, rewards=reward(function))
     with pytest.raises(PipelineError, match=message):
         training.train(stage, root, tmp_path / "output")
-    assert reports == [] and not (tmp_path / "output" / "model.safetensors").exists()
+    assert not (tmp_path / "output" / "model.safetensors").exists()
+
+
+def test_a_reward_that_fails_names_its_worker() -> None:
+    def fails(*_: object) -> None:
+        raise PipelineError("row 3")
+
+    rollouts = SimpleNamespace(ctx=SimpleNamespace(rank=1, world_size=2), _scores=fails)
+    with pytest.raises(PipelineError, match=r"^step 5 on worker 1, which is not taken: row 3"):
+        Rollouts.score(rollouts, 4, [], [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -601,8 +609,7 @@ def test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_row
     runs = {}
     for name in ("once", "whole"):
         if name == "whole":
-            for module in ("prompt_cache", "rollouts"):
-                monkeypatch.setattr(f"tasks.train.{module}.prompt_cache", lambda *_: None)
+            monkeypatch.setattr("tasks.train.rollouts.prompt_cache", lambda *_: None)
         run = training.train(training.method("grpo", **fields), root, tmp_path / name)
         runs[name] = run.losses, pq.read_table(run.output / "samples.parquet").to_pylist(), sum(tokens_read)
         tokens_read.clear()
@@ -626,7 +633,7 @@ def test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_it
     runs = []
     for name in ("once", "whole"):
         if name == "whole":
-            monkeypatch.setattr("tasks.train.prompt_cache.prompt_cache", lambda *_: None)
+            monkeypatch.setattr("tasks.train.rollouts.prompt_cache", lambda *_: None)
         where = Resources(micro_batch_size=4, **resources)
         runs.append(training.train(training.method("grpo", **fields), root, tmp_path / name, resources=where))
     assert runs[0].losses == runs[1].losses

@@ -11,7 +11,7 @@ import pytest
 from lineage.errors import PrunedError, StoppedError, TakenOverError
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
-from lineage.mlflow.entities import DIAGNOSIS, HOST, PID, STARTED
+from lineage.mlflow.entities import Tag
 from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
@@ -149,18 +149,16 @@ def test_a_call_that_fails_is_made_good_by_the_next_sync(uri, client, store, mon
 
 
 def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store, monkeypatch):
-    original = MlflowTracker._note_end
+    original, tracker = Mirror.sync, MlflowTracker(uri)
 
-    def ends_behind(self, stage):
-        original(self, stage)
-        if not stage.ended:
-            self.on(ending_of(stage.title, PrunedError("worse than others")))
+    def ends_behind(self, entry):
+        recorded = original(self, entry)
+        tracker.on(ending_of("base", PrunedError("worse than others")))
+        return recorded
 
-    monkeypatch.setattr(MlflowTracker, "_note_end", ends_behind)
-    tracker = MlflowTracker(uri)
+    monkeypatch.setattr(Mirror, "sync", ends_behind)
     with tracker.execution(execution(store)):
-        stage = Tracked(tracker, start_of(store, store.stage("base", {})))
-        stage.run_ids()
+        Tracked(tracker, start_of(store, store.stage("base", {}))).run_ids()
     [run] = runs(client, "base")
     assert run.info.status == "KILLED"
 
@@ -228,12 +226,12 @@ def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields)
 
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
     experiment, me = client.create_experiment("p"), Owner.here()
-    tags = {HOST: me.host, PID: str(me.pid), STARTED: repr(me.started)}
+    tags = {Tag.HOST: me.host, Tag.PID: str(me.pid), Tag.STARTED: repr(me.started)}
     others = {
-        "dead": {**tags, PID: "4194304"},
-        "another process with its number": {**tags, STARTED: repr(me.started - 1000)},
+        "dead": {**tags, Tag.PID: "4194304"},
+        "another process with its number": {**tags, Tag.STARTED: repr(me.started - 1000)},
         "living": tags,
-        "of another host": {**tags, HOST: socket.gethostname() + "-2", PID: "4194304"},
+        "of another host": {**tags, Tag.HOST: socket.gethostname() + "-2", Tag.PID: "4194304"},
         "of no process": {},
     }
     left = {name: client.create_run(experiment, tags=about).info.run_id for name, about in others.items()}
@@ -352,7 +350,7 @@ def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, clien
         (stage.start.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         run_id = stage.run_ids().stage
         tracker.wake()
-        wait_until(lambda: DIAGNOSIS in client.get_run(run_id).data.tags, "the tag of a running stage")
+        wait_until(lambda: Tag.DIAGNOSIS in client.get_run(run_id).data.tags, "the tag of a running stage")
         stage.finish(manifest)
     found = "flat: loss 3 at the start, 3 at step 100, noise 0"
-    assert client.get_run(run_id).data.tags[DIAGNOSIS] == found
+    assert client.get_run(run_id).data.tags[Tag.DIAGNOSIS] == found

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tasks.best import Validation
 from tasks.method import Optimizer, Schedule, Training
 from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.validation import Validation
 from tests import tiny, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights

@@ -120,7 +120,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_model_to_the_bit(
     else:
         assert not training.same(training.weights(output), training.weights(root / "policy"))
     assert [step for step, _ in reports] == [*range(1, 7)]
-    assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "memory_gib"} <= reports[0][1].keys()
+    assert {"loss", "grad_norm", "num_tokens", "tokens_per_second", "mfu", "memory_gib"} <= reports[0][1].keys()
     assert reports[-1][1]["num_tokens"] == 6 * 8 * 16
 
 

@@ -16,7 +16,6 @@ from flows.prefect.server import read_settings_again, send_events
 from lineage.errors import PipelineError
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
-from tests.prefect_api import PrefectApi
 from tests.toy_interrupted import unbroken
 from tests.toy_methods import ToyTraining
 from tests.users_prefect import UsersPrefect
@@ -199,17 +198,3 @@ def test_a_stop_is_130_within_its_grace_though_prefect_does_not_answer(toy, user
     assert json.loads(note.read_text())["end"] == "CANCELLED"
     assert list(toy.folder.glob("artifacts/left/*/checkpoints/step-*"))
     wait_until_gone(started)
-
-
-def test_a_run_that_was_asked_to_end_is_cancelled_in_prefect(tmp_path, prefect_url):
-    (tmp_path / "rows.txt").write_text("rows")
-    toy = Command(tmp_path, *TOY, environment={"PREFECT_API_URL": prefect_url})
-    process = toy.start("run", "stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
-    wait_until(lambda: step(toy, "left") > 2, "left steps")
-    assert " is stopped; " in toy("cancel", "latest").stdout
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    (last,) = PrefectApi(prefect_url).post("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
-    assert last["state_type"] == "CANCELLED"
-    assert not notes(toy)

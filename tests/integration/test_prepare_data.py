@@ -249,6 +249,15 @@ def test_the_report_says_how_rows_were_read_and_what_was_odd(tmp_path: Path) -> 
     assert report(tmp_path)["lengths"]["unit"] == "bytes"  # type: ignore[index]
 
 
+def test_answers_that_are_transcripts_are_counted(tmp_path: Path) -> None:
+    said = [f"USER: {row} ASSISTANT: yes" if row < 30 else f"yes {row}" for row in range(50)]
+    metrics = prepare(
+        tmp_path, PrepareConversations(held_out=0.3), [{"prompt": f"p {row}", "completion": row} for row in said]
+    )
+    assert metrics["rows_with_role_marks"] == 30
+    assert "rows_with_role_marks" not in prepare(tmp_path, METHOD, numbered(50), "out2")
+
+
 def test_near_duplicates_and_leaked_rows_are_counted_and_kept(tmp_path: Path) -> None:
     long = [" ".join(f"{subject}{index}" for index in range(100)) for subject in range(20)]
     metrics = prepare(

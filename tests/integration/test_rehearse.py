@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.mlflow.entities import OUTPUT
+from lineage.mlflow.entities import Tag
 from lineage.mlflow.registry import unregister_gone
 from tasks.evaluate.row_scores import read_scores
 from tests.command import Command
@@ -96,7 +96,7 @@ def test_only_what_lay_there_and_is_gone_leaves_the_registry(tmp_path: Path, uri
     there.mkdir(parents=True)
     client.create_registered_model("toy")
     for place in (gone, there, elsewhere):
-        client.create_model_version("toy", str(place), tags={OUTPUT: place.as_uri()})
+        client.create_model_version("toy", str(place), tags={Tag.OUTPUT: place.as_uri()})
     unregister_gone(uri, "toy", folder)
     assert {version.source for version in client.search_model_versions("name = 'toy'")} == {str(there), str(elsewhere)}
     unregister_gone(uri, "never registered", folder)
@@ -160,5 +160,5 @@ def test_the_real_stages_are_trained_merged_evaluated_judged_and_registered(tmp_
     }
     versions = MlflowClient(uri).search_model_versions("name = 'cpt-sft-dpo-gated-rehearsal'")
     models = [path for name in ("base", "cpt", "sft", "reward", "dpo") for path in place.glob(f"{name}/*/output")]
-    assert sorted(version.tags[OUTPUT] for version in versions) == sorted(path.as_uri() for path in models)
+    assert sorted(version.tags[Tag.OUTPUT] for version in versions) == sorted(path.as_uri() for path in models)
     assert in_store(real.folder) == {"cache", "rehearsals", "runs"}  # counts of the rows' examples, for the next plan

@@ -46,10 +46,12 @@ def run(stage: Training, root: Path, ctx: TrainContext, policy: Path | None = No
     return stage.run(training.inputs(root, stage, policy=policy), ctx)
 
 
+OF_TIME = ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "memory_gib")
+
+
 def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:
     return [
-        (step, {name: value for name, value in metrics.items() if name not in ("tokens_per_second", "memory_gib")})
-        for step, metrics in reports
+        (step, {name: value for name, value in metrics.items() if name not in OF_TIME}) for step, metrics in reports
     ]
 
 

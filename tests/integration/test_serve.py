@@ -143,18 +143,6 @@ def test_every_pipeline_is_registered_and_what_cannot_be_read_is_named(served, a
     assert "cpt-sft-dpo/local  needs overrides: " in log
 
 
-@pytest.mark.slow
-def test_a_run_may_not_name_code(served, api, folder):
-    (folder / "evil.py").write_text("open('ran', 'w').close()\n\n\ndef rows():\n    yield {'text': 'a'}\n")
-    for word in (
-        "stages.data.method._target_=evil.Rows", "sources.rows.allow_code=true",
-        "sources.rows.path=python:evil.py:rows", "stages.data.method={_target_: evil.Rows}",
-    ):  # fmt: skip
-        state = api.end(api.start("toy/local", word))
-        assert state["type"] == "FAILED" and "an override of a deployed run may not have" in state["message"]
-    assert not (folder / "ran").exists()
-
-
 def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
     run = api.start("toy/local")
     assert api.end(run)["message"].startswith("4 of 4 stages run in")

@@ -51,7 +51,7 @@ def drive(tmp_path, monkeypatch):
         titles, ended = [], []
         folder = tmp_path / "folder"
         folder.mkdir()
-        files = SweepFiles(folder, sweep.sweep, sweep.space, [], None, lambda *_: ([], ""))
+        files = SweepFiles(folder, sweep.sweep, [], None, lambda *_: ([], ""))
 
         def run_stage(run, planned):
             titles.append(run.title(planned))

@@ -23,7 +23,7 @@ def _files(folder: Path, settings, params=GRID, overrides=("pipeline=toy",), con
     folder.mkdir(parents=True, exist_ok=True)
     space = space_of(params)
 
-    return SweepFiles(folder, settings, space, overrides, config_dir, partial(best_and_plots, settings, space))
+    return SweepFiles(folder, settings, overrides, config_dir, partial(best_and_plots, settings, space))
 
 
 def _params(number: int) -> dict[str, str]:

@@ -253,7 +253,7 @@ from tests.sweeps import RANDOM, complete, maximize, space_of, sweep
 settings = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
 space, folder = space_of({"lr": "interval(0,1)"}), Path(sys.argv[1])
 study = Study(settings, space, folder)
-files = SweepFiles(folder, settings, space, [], None, partial(best_and_plots, settings, space))
+files = SweepFiles(folder, settings, [], None, partial(best_and_plots, settings, space))
 with study.owning():
     for number, params in iter(study.ask, None):
         print(number, params["lr"], flush=True)

@@ -103,6 +103,8 @@ def test_reports_carry_trls_names(root: Path, tmp_path: Path) -> None:
     assert all(0.05 < metrics["memory_gib"] < 100 for _, metrics in run.reports)  # torch alone takes hundreds of MiB
     metrics = run.reports[-1][1]
     assert {"loss", "learning_rate", "grad_norm", "num_tokens", "tokens_per_second"} < metrics.keys()
+    assert metrics["tokens_per_second_per_worker"] == metrics["tokens_per_second"]
+    assert all(0 < found["mfu"] < 1 for found in (metrics, run.metrics))
     assert {"rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen"} < metrics.keys()
     assert not {"entropy", "logits/chosen"} & metrics.keys()
     assert run.metrics["steps"] == 3

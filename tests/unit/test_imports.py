@@ -42,14 +42,14 @@ ALONE = {
     "tasks.quickstart.*": "rows of a source, whose identity is the code of its file and of what that imports",
     "tasks.reward_functions.sandbox": "python -P: runs the program of an answer in a process of its own",
     # Keeps a heavy import away from what starts fast.
+    "flows.blame": "the index and the plan: its command's file parses alone, also for --help",
     "flows.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
     "flows.planning.fit": "the size of memory and what changes it: its command's file parses alone, also for --help",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
-    "flows.run": "the plan and the processes of a run: its command's file parses alone, also for --help",
-    "flows.sweep.run": "Optuna: `posttrain run` without --multirun does not import it",
+    "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
     "flows.stages.ray_train": "Ray",
     "lineage.mlflow.tracker": "MLflow",
@@ -63,7 +63,7 @@ ALONE = {
     "tasks.evaluate.measured": "what is measured of answers; evaluate.py asks the models",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
     "tasks.reward_functions.scorer": "what calls reward functions; the package's own file only names it",
-    "tasks.train.*_rules": "one half of the table of what works with what, 400 lines each",
+    "tasks.train.model_rules": "a part of the table of what works with what",
 }
 
 

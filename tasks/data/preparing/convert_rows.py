@@ -49,6 +49,12 @@ _BEYOND = {
     "replacement characters U+FFFD": "\ufffd",  # a decoder could not read: the text was broken before it came here
 }
 
+ROLE_MARKS = "role marks in an answer"  # a transcript stands where one turn should
+_ROLE_MARKS = (
+    "<|im_start|>", "<|start_header_id|>", "<|user|>", "<start_of_turn>", "[INST]", "### Instruction:", "USER:",
+    "\nUser:", "\nHuman:",
+)  # fmt: skip
+
 
 @dataclass(kw_only=True)
 class Converted:
@@ -160,16 +166,19 @@ def remarks(row: CanonicalRow) -> tuple[str, ...]:
     messages = row.get("messages")
     if isinstance(messages, list) and messages[-1]["role"] != "assistant":
         found.append("no answer to the last turn")
+    if any(mark in text for text in _texts(row, "assistant") for mark in _ROLE_MARKS):
+        found.append(ROLE_MARKS)
     return tuple(dict.fromkeys(found))
 
 
-def _texts(row: CanonicalRow) -> list[str]:
+def _texts(row: CanonicalRow, role: str | None = None) -> list[str]:
+    """Of a row, or of its messages of one role."""
     texts: list[str] = []
     for value in row.values():
-        if isinstance(value, str):
+        if isinstance(value, str) and role is None:
             texts.append(value)
         elif isinstance(value, list):
-            texts += [message["content"] for message in value]
+            texts += [message["content"] for message in value if role in (None, message["role"])]
     return texts
 
 

@@ -18,7 +18,7 @@ from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import HELD_OUT, LABEL_NAMES, RESTING, TRAIN, kind_of_columns, messages_of, texts_of, tools_of
 from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing.convert_rows import ConvertRows, Opened
+from tasks.data.preparing.convert_rows import ROLE_MARKS, ConvertRows, Opened
 from tasks.data.preparing.decide import Decided, decide, draw_old, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
@@ -58,6 +58,10 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
             for source in report.sources.values():
                 source.rows_used = source.rows_read - sum(source.dropped.values())
             report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
+            marked = sum(
+                source.remarks[ROLE_MARKS].count for source in report.sources.values() if ROLE_MARKS in source.remarks
+            )
+            report.counts |= {"rows_with_role_marks": marked} if marked else {}
             _check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
     write_reports(report, ctx.output_dir)
     _log_report(report)

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from flows.__main__ import main
-from flows.commands import advise
 from flows.declare.compose import CONF
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
@@ -27,7 +26,7 @@ def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2_000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advise, "_num_gpus", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def plan(*overrides: str) -> Plan:
@@ -90,7 +89,7 @@ def test_the_overrides_can_be_pasted_and_a_file_holds_them_with_reasons(capsys) 
 
 
 def test_gpus_of_the_machine_become_workers_that_divide_the_batch(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(advise, "_num_gpus", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     values, _ = advised(capsys)
     resources = [values[f"resources.{name}"] for name in ("gpus_per_worker", "num_workers", "micro_batch_size")]
     assert resources == [1, 2, 4] and values["method.precision"] == "bf16"

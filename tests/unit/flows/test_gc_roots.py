@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,7 +97,8 @@ def test_all_of_a_pipeline_stays_while_a_run_of_it_has_no_plan_yet(roots, writte
 def test_an_alias_of_mlflow_is_a_root(toy, written, monkeypatch):
     made = written.chain()
     named = {("cpt", made["cpt"].fingerprint): "mine"}
-    monkeypatch.setattr(gc_roots, "aliases", lambda uri, pipelines: named if "p" in pipelines else {})
+    registry = SimpleNamespace(aliases=lambda uri, pipelines: named if "p" in pipelines else {})
+    monkeypatch.setitem(sys.modules, "lineage.mlflow.registry", registry)  # which imports mlflow
     assert gc_roots._mlflow(Tracking(mlflow=True, uri="http://x", dvc=False), ["p"]) == {
         node(made["cpt"]): "alias mine of MLflow"
     }

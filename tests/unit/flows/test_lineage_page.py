@@ -114,14 +114,6 @@ def test_badges_say_alias_label_and_what_is_missing():
     assert {"champion", "cc-by-nc-4.0", "missing"} <= set(Page(render(graph_of([node], []))).words)
 
 
-def test_crossings_that_can_be_avoided_are():
-    edges = [Edge(parent=one, child=other, slot="rows") for one, other in ("ad", "bc", "ce", "df")]
-    ends = [Edge(parent=one, child="end", slot=one) for one in "ef"]
-    boxes, _routes = layout(dict.fromkeys(["a", "b", "c", "d", "e", "f", "end"], 66.0), edges + ends)
-    y = {name: box.y for name, box in boxes.items()}
-    assert (y["a"] < y["b"]) == (y["d"] < y["c"]) == (y["f"] < y["e"])
-
-
 def test_a_box_of_many_slots_grows():
     edges = [Edge(parent=str(index), child="end", slot=str(index)) for index in range(20)]
     _boxes, routes = layout(dict.fromkeys([*map(str, range(20)), "end"], 66.0), edges)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,7 +91,8 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     run = RunRecord(id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={})
     run.write(tmp_path)
     told = []
-    monkeypatch.setattr(module, "refill", lambda uri, store, silent: told.append(list(silent)))
+    registry = SimpleNamespace(refill=lambda uri, store, silent: told.append(list(silent)))
+    monkeypatch.setitem(sys.modules, "lineage.mlflow.registry", registry)  # which imports mlflow
     tracked = Tracking(mlflow=True, uri=None, dvc=False)
     pipeline = replace(toy().pipeline, store=tmp_path, tracking=tracked)
     module.complete_record(pipeline)

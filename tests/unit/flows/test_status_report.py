@@ -27,7 +27,7 @@ def store(tmp_path):
     (directory / "work").mkdir(parents=True)
     now = time.time()
     lines = [
-        {"step": step, "time": now - 10 + step, "metrics": {"loss": 3.41, "tokens_per_second": 9800.0}}
+        {"step": step, "time": now - 10 + step, "metrics": {"loss": 3.41, "tokens_per_second": 9800.0, "mfu": 0.312}}
         for step in (1, 2, 3)
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -70,7 +70,7 @@ def test_a_store_without_a_run_says_how_to_start_one(tmp_path):
 
 def test_a_stage_shows_how_far_it_is_and_what_it_takes_as_text_and_as_json(store, live):
     lines = {line.split()[0]: line for line in text(store).splitlines()[1:] if line.strip()}
-    assert "3/13  loss 3.410  9,800 tok/s  ETA 0:10  2 workers  4 CPUs  1 GPU" in lines["dpo"]
+    assert "3/13  loss 3.410  9,800 tok/s  MFU 31%  ETA 0:10  2 workers  4 CPUs  1 GPU" in lines["dpo"]
     assert "attempt" not in lines["dpo"]
     assert lines["corpus"].endswith("done in 1.2 s")
     assert lines["sft"].endswith("reused: another run made it")
@@ -89,8 +89,8 @@ def test_a_stage_shows_how_far_it_is_and_what_it_takes_as_text_and_as_json(store
     assert run["command"] == """posttrain run stages.dpo.method.beta=0.2 'x='"'"'a b'"'"''"""
     stages = {stage["stage"]: stage for stage in run["stages"]}
     expected = {
-        "step": 3, "total": 13, "loss": 3.41, "tokens_per_second": 9800.0, "workers": 2, "gpus": 1, "attempts": 2,
-        "resumed_from": 2, "restart_cause": "its process was killed by SIGKILL",
+        "step": 3, "total": 13, "loss": 3.41, "tokens_per_second": 9800.0, "mfu": 0.312, "workers": 2, "gpus": 1,
+        "attempts": 2, "resumed_from": 2, "restart_cause": "its process was killed by SIGKILL",
     }  # fmt: skip
     assert {key: stages["dpo"][key] for key in expected} == expected
     assert stages["dpo"]["eta_seconds"] == pytest.approx(10.0)

@@ -16,9 +16,9 @@ from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
 from tasks.sft import SFT
-from tasks.train.adaptive import Adaptive
 from tasks.train.freeze import Freeze
 from tasks.train.generating import Generating, Sampling
+from tasks.train.schedules import Adaptive
 
 PLACES = Places(
     policy="/models/sft", train="/out/train.parquet", held_out="/out/held_out.parquet", rewards="/out/rewards.py"

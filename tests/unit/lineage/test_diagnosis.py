@@ -10,6 +10,8 @@ import pytest
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import RULES, diagnose, live_findings
+from lineage.fingerprint import short
+from tests.written_store import WrittenStore
 
 RECIPE = {
     "method": "SFT", "learning_rate": 2e-5, "global_batch_size": 16, "max_length": 128, "max_grad_norm": 1.0,
@@ -83,6 +85,11 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     "loss on hardly any": (curves(loss=SANE, report={**ROWS, "trained_tokens_percent": 0.2}), {"labels"}),
     "text trains all tokens": (curves({"method": "CPT"}, loss=SANE, report={"trained_tokens_percent": 100.0}), set()),
     "rows cut": (curves(loss=SANE, report={**ROWS, "rows_cut": 700.0}), {"labels"}),
+    "transcripts": (curves(loss=SANE, report={"data/rows": 1600.0, "data/rows_with_role_marks": 1500.0}), {"labels"}),
+    "few transcripts": (curves(loss=SANE, report={"data/rows": 1600.0, "data/rows_with_role_marks": 90.0}), set()),
+    "copies": (curves(loss=SANE, report={"data/rows": 1600.0, "data/duplicates": 800.0}), {"duplicated-rows"}),
+    "few copies": (curves(loss=SANE, report={"data/rows": 1600.0, "data/duplicates": 80.0}), set()),
+    "copies, and nothing trained": (curves(report={"data/rows": 1600.0, "data/duplicates": 800.0}), set()),
     "flat": (curves(loss=FLAT), {"flat"}),
     "flat for 40 steps": (curves(loss=line(3.0, noise=0.05, steps=40)), set()),
     "flat at a high rate": (curves({**RECIPE, "learning_rate": 1e-3}, loss=FLAT), {"never-decreases"}),
@@ -93,6 +100,13 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     "risen": (curves(loss=line(3.0, 1.0, 1.5, 2.0, noise=0.05)), {"unstable"}),
     "slow": (curves(loss=SLOW), {"slow"}),
     "slow and smooth": (curves({**RECIPE, "global_batch_size": 128}, loss=SLOW), {"smooth-but-slow"}),
+    "slow at a rate that falls": (
+        curves(loss=line(3.0, 2.9, 2.82, 2.78, 2.77, 2.77, noise=0.02), learning_rate=line(2e-5, 1e-5, 4e-6, 0.0)),
+        {"slow"},
+    ),
+    "fallen at a rate that falls": (
+        curves(loss=line(3.0, 2.5, 2.35, 2.3, 2.28, 2.28, noise=0.02), learning_rate=COSINE), set(),
+    ),
     "noisy": (curves(loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), {"noisy"}),
     "noisy at batch 64": (curves({**RECIPE, "global_batch_size": 64}, loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), set()),
     "plateau": (curves(loss=line(3.0, 1.5, 1.5, 1.5, 1.5, 1.5, noise=0.03), learning_rate=line(2e-5)), {"plateau"}),
@@ -110,6 +124,10 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     ),
     "weight decay": (curves({**RECIPE, "weight_decay": 1.0}, loss=LOW_PLATEAU), {"underfit"}),
     "overfit": (curves(loss=SANE, val__loss=OVER), {"overfit"}),
+    "a rise that is little of the fall": (
+        curves(DPO, loss=line(0.69, 0.33, 0.32, 0.32, 0.32, noise=0.03), **PAIRS, **MARGINS,
+               val__loss=line(0.6, 0.31, 0.314, 0.318, 0.32, steps=10, every=20)), set(),
+    ),
     "overfit, by the other name": (
         curves(loss=SANE, held_out_loss=line(2.6, 1.5, 1.3, 1.6, 2.0, steps=10, every=20)), {"overfit"},
     ),
@@ -130,6 +148,10 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     ),
     "still falling while it runs": (
         replace(curves(**FALLING), is_over=False), set(),
+    ),
+    "still falling at a rate that falls": (
+        curves(loss=line(3.0, 2.0, 1.6, 1.5, noise=0.03), learning_rate=COSINE,
+               val__loss=line(2.6, 2.0, 1.7, 1.5, 1.44, 1.43, steps=8, every=25)), {"still-falling"},
     ),
     "exploding margins": (curves(DPO, loss=LN2, **PAIRS, **EXPLODING), {"exploding-margins"}),
     "the same margins at beta 1": (curves({**DPO, "beta": 1.0}, loss=LN2, **PAIRS, **EXPLODING), set()),
@@ -253,6 +275,17 @@ def test_the_curves_of_a_running_stage_come_from_its_reports_and_its_log(directo
     assert found.learning_rate == 1e-5  # without a recipe the largest that was reported
     assert rules(diagnose(found)) == {"labels"}
     assert rules(diagnose(replace(found, report={}))) == {"flat"}
+
+
+def test_the_counts_of_the_data_stage_belong_to_the_curves_of_what_reads_its_rows(tmp_path):
+    store = WrittenStore(tmp_path)
+    counts = {"rows": 100.0, "duplicates": 90.0}
+    rows = store.stage("corpus", {"rows": store.source("corpus")}, metrics=counts)
+    trained = store.stage("cpt", {"policy": store.stage("base", {"rows": rows}), "rows": rows}, metrics={"rows": 7.0})
+    directory = tmp_path / "cpt" / short(trained.fingerprint)
+    assert read_curves(directory).report == {"rows": 7.0, "data/rows": 100.0, "data/duplicates": 90.0}
+    store.delete(rows)
+    assert read_curves(directory).report == {"rows": 7.0}
 
 
 def test_a_running_stage_is_diagnosed_anew_as_it_reports(directory):

@@ -31,7 +31,7 @@ def test_a_format_takes_the_options_that_it_reads_and_refuses_the_others(name):
         if option in FORMATS[name].reads:
             Quantization(format=name, **{option: value})
             continue
-        with pytest.raises(ConfigError, match=rf"quantization.{option}=.*{name} has no such option; it is read by \w+"):
+        with pytest.raises(ConfigError, match=rf"quantization.{option}=.*{name} has no such field; .* to one of \w+"):
             Quantization(format=name, **{option: value})
 
 

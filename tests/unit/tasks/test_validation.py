@@ -9,12 +9,10 @@ import pytest
 
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
-from tasks.best import Best, KeepBest, Ranking, kept_steps
+from tasks.best import Best, KeepBest, Patience, Ranking, Validation, completes_epochs, kept_steps, steps_of_epochs
 from tasks.cpt import ContinuedPretraining
 from tasks.sft import SFT
-from tasks.train.adaptive import Adaptive, Event, LossWatch
-from tasks.train.schedules import Schedule
-from tasks.train.validation import Patience, Validation, completes_epochs, steps_of_epochs
+from tasks.train.schedules import Adaptive, Event, LossWatch, Schedule
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """When a watcher starts a run, by a clock that the test turns and a server that only records."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import fsspec
@@ -90,17 +91,51 @@ def test_another_store_on_the_same_server_starts_a_run_of_its_own_for_the_same_d
         assert len(runs.created) == number
 
 
-def test_what_is_there_when_watching_begins_starts_nothing(watched):
-    watched.poll_until_settled()
-    assert watched.runs.causes == []
+# What happens, word by word: "rest" polls until the sources have settled, a digit is the number of runs so far.
+STORIES = {
+    "what is there when watching begins starts nothing": "rest 0",
+    "changed data starts one run and no second": "poll write:b rest 1 rest 1",
+    "data that came back to what the last run took starts nothing": "poll write:b poll write:first rest 0",
+    "data that comes back after a run took other data starts another": (
+        "poll write:b rest 1 write:first rest 2 write:b rest 3"
+    ),
+    "a run under way is not overtaken and one follows": "poll busy write:b rest 0 write:c rest 0 free rest 1",
+    "what a run under way has taken itself starts none": "run poll busy write:b rest run free rest 0",
+    "data that changed while nobody watched starts a run": "poll write:b restart rest 1",
+    "data that changed since the last run starts one, first watched or not": "run write:b rest 1",
+    "data that a run by hand has begun with and not ended is due": "run poll write:b data rest 1",
+    # Also where the run has made its data before it crashed, and over a restart of the watcher.
+    "what a crashed run was to take in is due again": (
+        "poll write:b open rest data rest 1 restart lost poll open rest 2 over rest 2"
+    ),
+    "what changes while a run is under way that dies is one run after it": (
+        "poll write:b open rest write:c rest 1 lost poll over rest 2"
+    ),
+    "a damaged note begins anew": "poll damage rest 0",
+}
 
 
-def test_changed_data_starts_one_run_and_no_second(watched):
-    watched.poll()
-    watched.rows.write_text("second")
-    watched.poll_until_settled()
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)]
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_a_run_starts_when_data_is_new_and_none_is_under_way(watched, story):
+    happenings = {
+        "rest": watched.poll_until_settled,
+        "poll": lambda: watched.poll(after=POLL),
+        "run": watched.run_pipeline,
+        "data": lambda: finish(make_plan(watched.pipeline), "data"),
+        "restart": watched.restart,
+        "busy": lambda: setattr(watched.runs, "busy", "slow-run"),
+        "free": lambda: setattr(watched.runs, "busy", None),
+        "damage": lambda: (watched.pipeline.store / "watch" / "toy.json").write_text("{"),
+        **{each: partial(setattr, watched.runs, "last_exit", each) for each in ("open", "lost", "over")},
+    }
+    for word in story.split():
+        verb, _, content = word.partition(":")
+        if verb.isdecimal():
+            assert watched.runs.causes == [("rows",)] * int(verb), word
+        elif verb == "write":
+            watched.rows.write_text(content)
+        else:
+            happenings[verb]()
 
 
 def test_a_burst_is_one_run_after_it_has_rested(watched):
@@ -111,62 +146,6 @@ def test_a_burst_is_one_run_after_it_has_rested(watched):
         assert watched.runs.causes == []
     assert watched.poll(after=SETTLE / 2) == SETTLE / 2
     watched.poll(after=SETTLE / 2)
-    assert watched.runs.causes == [("rows",)]
-
-
-def test_data_that_came_back_to_what_the_last_run_took_starts_nothing(watched):
-    watched.poll()
-    watched.rows.write_text("second")
-    watched.poll()
-    watched.rows.write_text("first")
-    watched.poll_until_settled()
-    assert watched.runs.causes == []
-
-
-def test_data_that_comes_back_after_a_run_took_other_data_starts_another(watched):
-    watched.poll()
-    for content in ("second", "first", "second"):
-        watched.rows.write_text(content)
-        watched.poll_until_settled()
-    assert len(watched.runs.causes) == 3
-
-
-def test_a_run_under_way_is_not_overtaken_and_one_follows_with_the_newest_state(watched):
-    watched.poll()
-    watched.runs.busy = "slow-run"
-    for content in ("second", "third"):
-        watched.rows.write_text(content)
-        watched.poll_until_settled()
-        assert watched.runs.causes == []
-    watched.runs.busy = None
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)]
-
-
-def test_data_that_a_run_under_way_has_taken_itself_starts_none_after_it(watched):
-    watched.run_pipeline()
-    watched.poll()
-    watched.runs.busy = "slow-run"
-    watched.rows.write_text("second")
-    watched.poll_until_settled()
-    watched.run_pipeline()
-    watched.runs.busy = None
-    watched.poll_until_settled()
-    assert watched.runs.causes == []
-
-
-def test_data_that_changed_while_nobody_watched_starts_a_run(watched):
-    watched.poll()
-    watched.rows.write_text("second")
-    watched.restart()
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)]
-
-
-def test_data_that_changed_since_the_last_run_starts_one_though_it_was_never_watched_before(watched):
-    watched.run_pipeline()
-    watched.rows.write_text("second")
-    watched.poll_until_settled()
     assert watched.runs.causes == [("rows",)]
 
 
@@ -181,41 +160,6 @@ def test_a_watcher_that_is_killed_between_the_run_and_its_note_starts_no_second(
     assert watched.runs.causes == [("rows",)]
 
 
-def test_what_a_run_was_to_take_in_that_crashed_is_due_again(watched):
-    """Also where the run has made its data before it crashed, and over a restart of the watcher."""
-    watched.poll()
-    watched.rows.write_text("second")
-    watched.runs.last_exit = "open"
-    watched.poll_until_settled()
-    finish(make_plan(watched.pipeline), "data")
-    watched.poll_until_settled()
-    assert len(watched.runs.causes) == 1
-    watched.restart()
-    watched.runs.last_exit = "lost"
-    watched.poll(after=POLL)
-    watched.runs.last_exit = "open"
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)] * 2
-    watched.runs.last_exit = "over"
-    watched.poll_until_settled()
-    assert len(watched.runs.causes) == 2
-
-
-def test_what_changes_while_a_run_is_under_way_that_dies_is_one_run_after_it(watched):
-    watched.poll()
-    watched.rows.write_text("second")
-    watched.runs.last_exit = "open"
-    watched.poll_until_settled()
-    watched.rows.write_text("third")
-    watched.poll_until_settled()
-    assert len(watched.runs.causes) == 1
-    watched.runs.last_exit = "lost"
-    watched.poll(after=POLL)
-    watched.runs.last_exit = "over"
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)] * 2
-
-
 def test_runs_that_all_die_over_the_same_data_are_given_up_with_a_warning(watched, caplog):
     watched.poll()
     watched.rows.write_text("second")
@@ -228,15 +172,6 @@ def test_runs_that_all_die_over_the_same_data_are_given_up_with_a_warning(watche
     watched.rows.write_text("third")
     watched.poll_until_settled()
     assert len(watched.runs.causes) == 6
-
-
-def test_data_that_a_run_by_hand_has_begun_with_and_not_ended_is_due(watched):
-    watched.run_pipeline()
-    watched.poll()
-    watched.rows.write_text("second")
-    finish(make_plan(watched.pipeline), "data")
-    watched.poll_until_settled()
-    assert watched.runs.causes == [("rows",)]
 
 
 def test_a_source_that_does_not_rest_is_said_once(watched, caplog):
@@ -257,13 +192,6 @@ def test_a_look_that_fails_is_told_once_and_watching_goes_on(watched, caplog):
     watched.rows.write_text("second")
     watched.poll_until_settled()
     assert watched.runs.causes == [("rows",)]
-
-
-def test_a_damaged_note_begins_anew(watched):
-    watched.poll()
-    (watched.pipeline.store / "watch" / "toy.json").write_text("{")
-    watched.poll_until_settled()
-    assert watched.runs.causes == []
 
 
 def test_the_poll_is_the_longest_pause(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from transformers import set_seed
+from transformers import PretrainedConfig, set_seed
 
 import tasks as methods
 from lineage.errors import PipelineError
@@ -46,7 +46,8 @@ def test_it_is_allowed_where_that_is_set_and_other_errors_are_raised_as_they_are
 
 
 def trainer(state, args):
-    return SimpleNamespace(model=None, state=state, args=args, _save_checkpoint=None)
+    model = SimpleNamespace(config=PretrainedConfig())
+    return SimpleNamespace(model=model, state=state, args=args, _save_checkpoint=None)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

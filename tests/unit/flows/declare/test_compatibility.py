@@ -18,8 +18,8 @@ from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
-from tasks.train.compatibility import RULES, assigned, refusals
-from tasks.train.rule import Case, Fields, Rule
+from tasks.train.compatibility import RULES, refusals
+from tasks.train.rule import Case, Fields, Rule, assigned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ import pytest
 import yaml
 
 from flows.declare.config import load_pipeline
-from flows.planning import fit
+from flows.planning import adapter_choice, fit
 from flows.planning.estimates import FILE, Estimator, Features, History, Run
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl
+from tasks.train.speed import peak_key, peaks_file
 from tests.command import Command
 
 ALONE = ("cpt", "sft", "reward", "dpo")
@@ -51,6 +52,17 @@ def test_a_model_that_is_not_made_yet_is_estimated_by_formula(demo):
     assert found["cpt"].terms.weights == 4 * weights
     assert found["cpt"].terms.logits == tokens * vocabulary * 12
     assert found["cpt"].memory == 2**29 + found["cpt"].terms.total
+
+
+def test_time_by_formula_is_of_the_measured_peak_and_of_each_pass(demo):
+    before, halved = estimates(demo())["cpt"], estimates(demo("stages.cpt.resources.micro_batch_size=4"))["cpt"]
+    passes, layers = before.features.passes, 4
+    assert halved.seconds - before.seconds == pytest.approx(passes * layers * 0.002)
+    cpus = load_pipeline([]).stages["cpt"].resources
+    peaks_file().parent.mkdir(parents=True)
+    peaks_file().write_text(json.dumps({peak_key(cpus, "fp32"): 1e9}))
+    slower = estimates(demo())["cpt"]
+    assert slower.seconds - before.seconds == pytest.approx(before.features.flops * (1 / 4e8 - 1 / 5e10))
 
 
 def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
@@ -180,11 +192,56 @@ def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
 def test_a_gpu_and_a_machine_have_their_own_memory(monkeypatch):
     from tasks.context import Resources
 
-    monkeypatch.setattr(fit, "_of_machine", lambda: 64)
-    monkeypatch.setattr(fit, "_of_gpu", lambda: 80)
-    assert fit.capacity(Resources(num_workers=4)) == 16
-    assert fit.capacity(Resources(num_workers=4, num_nodes=2)) == 32
-    assert fit.capacity(Resources(num_workers=4, gpus_per_worker=1)) == 80
+    monkeypatch.setattr(adapter_choice, "_of_machine", lambda: 64)
+    monkeypatch.setattr(adapter_choice, "_of_gpu", lambda: 80)
+    assert adapter_choice.capacity(Resources(num_workers=4)) == 16
+    assert adapter_choice.capacity(Resources(num_workers=4, num_nodes=2)) == 32
+    assert adapter_choice.capacity(Resources(num_workers=4, gpus_per_worker=1)) == 80
+
+
+def chosen(plan) -> dict[str, object]:
+    return {name: plan.stage(name).stage.method for name in ALONE}
+
+
+def test_adapter_auto_takes_the_first_that_fits(demo, monkeypatch):
+    full, lora, auto = demo(), demo("adapter=lora"), lambda: demo("adapter=auto")
+    assert chosen(auto()) == chosen(full)  # this machine has more than half a GiB
+    assert [each.fingerprint for each in auto().stages] == [each.fingerprint for each in full.stages]
+    wide = ["stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8"]
+    needs = {name: found.memory for name, found in estimates(demo(*wide)).items()}
+    monkeypatch.setattr(adapter_choice, "capacity", lambda resources: needs["dpo"] - 1)
+    plan = demo(*wide, "adapter=auto", "stages.cpt.method.adapter=null")
+    assert chosen(plan)["dpo"] == chosen(lora)["dpo"]
+    assert chosen(plan)["reward"] == chosen(full)["reward"]  # which needs less
+    assert chosen(plan)["cpt"].adapter is None
+    [note] = [note for note in plan.notes if note.startswith("stages.dpo.method.adapter=auto: lora, because it needs")]
+    assert f"per worker by formula; full needs {needs['dpo'] / 2**30:.2f} GiB" in note
+    remember(plan, "dpo", memory=1, seconds=1.0)  # a past run changes no model
+    assert chosen(demo(*wide, "adapter=auto"))["dpo"] == chosen(lora)["dpo"]
+
+
+def test_adapter_auto_of_one_stage_takes_few_bits_on_a_gpu_alone(demo, monkeypatch):
+    monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 1)
+    words = ["stages.dpo.method.adapter=auto", "stages.dpo.resources.micro_batch_size=2"]
+    method = demo(*words).stage("dpo").stage.method
+    assert (method.adapter.type, method.quantization) == ("lora", None)
+    method = demo(*words, "stages.dpo.resources.gpus_per_worker=1").stage("dpo").stage.method
+    assert (method.adapter.type, method.quantization.format) == ("lora", "nf4")
+    saved = [*words, "stages.dpo.method.save=adapter"]
+    monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 2**50)
+    assert demo(*saved).stage("dpo").stage.method.adapter.type == "lora"  # full has no adapter to save
+    with pytest.raises(ConfigError, match=r"dpo\.method\.learning_rat: unknown key"):
+        demo(*words, "stages.dpo.method.learning_rat=1")
+
+
+def test_adapter_auto_is_refused_where_it_cannot_be_decided(demo, monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"stages\.sft\.method\.adapter=auto: the model is not on this machine yet; set"
+    ):
+        demo("model=qwen2.5-0.5b", "adapter=auto", "stages.cpt.method.adapter=null")
+    monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 0)
+    with pytest.raises(ConfigError, match=r"adapter=auto: the memory of its workers is not known; set adapter=full"):
+        demo("adapter=auto")
 
 
 def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, monkeypatch):

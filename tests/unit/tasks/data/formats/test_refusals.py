@@ -267,3 +267,17 @@ def test_odd_characters_are_remarked_wherever_they_are(text, found):
 def test_a_conversation_whose_last_turn_nobody_answers_is_remarked():
     assert remarks({"messages": [Q, A, Q]}) == ("no answer to the last turn",)
     assert remarks({"messages": [Q, A]}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("USER: why? ASSISTANT: because", True), ("x\nHuman: why?", True), ("<|im_start|>user\nwhy?", True),
+        ("[INST] why? [/INST]", True), ("the User: field", False), ("a human: being", False),
+    ],
+)  # fmt: skip
+def test_a_transcript_in_an_answer_is_remarked_and_in_a_question_is_not(text, found):
+    said, asked = {"role": "assistant", "content": text}, {"role": "user", "content": text}
+    marked = ("role marks in an answer",) if found else ()
+    assert remarks({"messages": [Q, said]}) == remarks({"prompt": [Q], "chosen": [said], "rejected": [A]}) == marked
+    assert remarks({"messages": [asked, A]}) == remarks({"text": text}) == ()

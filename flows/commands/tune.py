@@ -1,0 +1,83 @@
+"""``posttrain tune``."""
+
+import argparse
+import json
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flows.commands.arguments import add_json, add_overrides, name_among, words_of
+
+if TYPE_CHECKING:
+    from flows.sweep.tune import Tuner
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="STAGE", help="a stage that trains")
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each trial; default: as the stage declares")
+    parser.add_argument("--metric", help="STAGE/METRIC, or one of the stage; default: its loss on held-out rows")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget-steps", type=int, metavar="N", help="end before the trials have trained more steps")
+    budget.add_argument("--budget-money", type=float, metavar="X", help="end before they cost more")
+    parser.add_argument("--dry-run", action="store_true", help="print the first round; run nothing")
+
+
+def run_tune(options: argparse.Namespace) -> int:
+    from flows.reports.sweep import sweep_dict, sweep_summary
+    from flows.sweep.run import conduct
+    from flows.sweep.tune import Tuner, Tuning, judge_trials, read_tuning
+    from lineage.errors import ConfigError
+
+    name, options.overrides = name_among(options.name, options.overrides)
+    stated = []
+    for option in ("metric", "rounds", "steps", "budget_steps", "budget_money"):
+        value, written = getattr(options, option), f"--{option.replace('_', '-')}"
+        if value is not None:
+            stated += [written, str(value)]
+        if isinstance(value, int | float) and value <= 0:
+            raise ConfigError(f"{written} {value}: a number above 0 is accepted")
+    asked = Tuning(
+        stage=name, metric=options.metric, rounds=options.rounds, steps=options.steps,
+        budget_steps=options.budget_steps, budget_money=options.budget_money,
+    )  # fmt: skip
+    sweep = read_tuning(asked, options.overrides, options.config_dir)
+    tuner = Tuner(sweep, asked)
+    if options.dry_run:
+        print(_first_round(tuner, as_json=options.json))
+        return 0
+    done = conduct(
+        sweep, options.config_dir, [name, *stated, *words_of(options)], tuner.begin, partial(judge_trials, sweep),
+        command="tune", failing_is_a_result=True,
+    )  # fmt: skip
+    if options.json:
+        found = sweep_dict(sweep, done.files, done.seconds, done.execution_id)
+        print(json.dumps(found | tuner.to_dict(), indent=2), flush=True)
+    else:
+        stopped = [f"stopped before {tuner.stopped}"] if tuner.stopped else []
+        parts = [tuner.text().rstrip(), *stopped, sweep_summary(sweep, done.files, done.seconds)]
+        print("\n\n".join(parts), flush=True)
+    done.require_success()
+    return 0
+
+
+def _first_round(tuner: "Tuner", *, as_json: bool) -> str:
+    """The trials of the first round, and what they need."""
+    from dataclasses import asdict
+
+    from flows.reports.tables import empty_table, plain_text
+    from flows.sweep.folder import overrides
+    from flows.wording import clock
+
+    found = tuner.first_round()
+    if as_json:
+        rows = [{"params": row.params, "why": row.why, **asdict(row.need), "over": row.over or None} for row in found]
+        return json.dumps(rows, indent=2)
+    table = empty_table("trial", "steps", "time", "cost", "parameters", "why", numbers=("trial", "steps"))
+    for number, row in enumerate(found):
+        time = "" if row.need.seconds is None else clock(row.need.seconds)
+        cost = "" if row.need.money is None else f"{row.need.money:.2f}"
+        why = f"{row.why}; {row.over}" if row.over else row.why
+        table.add_row(str(number), f"{row.need.steps:,}", time, cost, " ".join(overrides(row.params)), why)
+    return plain_text(table)

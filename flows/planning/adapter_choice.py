@@ -1,0 +1,138 @@
+"""``adapter=auto``: the first of full, LoRA and QLoRA that fits into the memory of the machine.
+
+It is decided by the formula and total memory alone, so that the same command means the same model on a machine,
+whatever ran there before, and whatever else runs there now.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from flows.declare.pipeline import Pipeline, Stage
+from lineage.artifact import SOURCE, Kind, Source
+from lineage.errors import ConfigError
+from lineage.model_files import read_json
+from lineage.peft_adapter import base_source, is_peft
+from lineage.sources import local_paths
+from tasks.base_model import BaseModel
+from tasks.check_rows import POLICY
+from tasks.context import Resources
+from tasks.disk_need import Shapes, model_shapes
+from tasks.estimate import Architecture, architecture, memory
+from tasks.method import Training
+
+Model = tuple[Architecture, Shapes]
+
+PROCESS = 2**29  # resident on a CPU before a model is loaded: Python, torch, transformers
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_SECONDS = 20
+
+
+def capacity(resources: Resources) -> int:
+    """Bytes that a worker may take on this machine: of its GPU, or its share of the main memory; 0: not known."""
+    if resources.gpus_per_worker:
+        return _of_gpu()
+    on_this = -(-resources.num_workers // resources.num_nodes)
+    return _of_machine() // on_this
+
+
+@cache
+def _of_machine() -> int:
+    try:
+        limit = int(_LIMIT.read_text())
+    except (OSError, ValueError):  # no container, or `max`
+        return psutil.virtual_memory().total
+    return min(limit, psutil.virtual_memory().total)
+
+
+@cache
+def _of_gpu() -> int:
+    """Of the smallest."""
+    try:
+        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        return min((int(line) << 20 for line in listing.split()), default=0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def choose_adapters(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with an adapter, or none, in place of each ``auto``.
+
+    Raises:
+        ConfigError: the model or the memory of a stage's workers is not known here.
+    """
+    chosen = {name: _chosen(name, stage, pipeline) for name, stage in pipeline.stages.items() if stage.choices}
+    return replace(pipeline, stages={**pipeline.stages, **chosen}) if chosen else pipeline
+
+
+def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
+    where, resources = f"stages.{name}.method.adapter=auto", stage.resources
+    elsewhere = resources.on_cluster and os.environ.get("RAY_ADDRESS")
+    held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline)
+    if not held or model is None:
+        lacks = "the model is not on this machine yet" if model is None else "the memory of its workers is not known"
+        raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora")
+    needs = {label: _need(choice, *model) for label, choice in stage.choices.items()}
+    label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
+    others = [f"{each} needs {_gib(need)}" for each, need in needs.items() if need > held and each != label]
+    because = f"it needs {_gib(needs[label])} of {_gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
+    choice = stage.choices[label]
+    return replace(choice, notes=(*choice.notes, f"{where}: {label}, because {because}"))
+
+
+def _need(stage: Stage, found: Architecture, shapes: Shapes) -> int:
+    """Bytes of a worker, with rows as long as ``max_length``."""
+    assert isinstance(stage.method, Training)
+    beside = 0 if stage.resources.gpus_per_worker else PROCESS
+    return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length).total
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _model(stage: Stage, pipeline: Pipeline) -> Model | None:
+    """Of the first model that a stage's policy comes from, since training keeps the shapes."""
+    while not isinstance(stage.method, BaseModel):
+        models = [slot for slot, kind in stage.method.consumes.items() if kind == Kind.CHECKPOINT]
+        slot = next((slot for slot in (POLICY, *models) if slot in stage.inputs), None)
+        if slot is None:
+            return None
+        key = pipeline.key(stage.inputs[slot])
+        if key.startswith(SOURCE):
+            return read_model(local_model(pipeline.sources[key.removeprefix(SOURCE)]))
+        stage = pipeline.stages[key]
+    return model_to_be(stage.method)
+
+
+def local_model(source: Source | None) -> Path | None:
+    """Where a model lies; of a hub id nothing is known before it is fetched; an adapter has the shapes of its base."""
+    while source:
+        paths = local_paths(source.path)
+        if not paths or not is_peft(paths[0]):
+            return paths[0] if paths else None
+        source = base_source("base", source, paths[0])
+    return None
+
+
+def read_model(path: Path | None) -> Model | None:
+    """Numbers and weights of a model directory."""
+    config = read_json(path, "config.json") if path else None
+    found = architecture(config) if isinstance(config, dict) else None
+    return (found, model_shapes(path) or found.shapes()) if path and found else None
+
+
+def model_to_be(made: BaseModel) -> Model | None:
+    """Numbers and weights of a model that a stage makes."""
+    config: Mapping[str, object] = {
+        **asdict(made), "model_type": "llama", "num_hidden_layers": made.num_layers,
+        "num_attention_heads": made.num_heads, "tie_word_embeddings": made.tie_embeddings,
+    }  # fmt: skip
+    found = architecture(config)
+    return (found, found.shapes()) if found else None
