@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from lineage.owner import Owner
 
 _RUN_FILE = "mlflow.json"
 _OPEN = Path("logs/mlflow-open")
+_CHANGING = threading.Lock()  # a stage ends in one thread while another notes the run that it made for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,15 @@ class RunFile:
         draft = directory / f"{_RUN_FILE}.{threading.get_ident()}.tmp"
         draft.write_text(json.dumps(asdict(self)) + "\n")
         draft.replace(directory / _RUN_FILE)
+
+    @staticmethod
+    def change(directory: Path, change: "Callable[[RunFile], RunFile]") -> None:
+        """Changes the note as it is now, which may be newer than one read before; does nothing where there is none."""
+        with _CHANGING:
+            note = RunFile.read(directory)
+            changed = change(note) if note else None
+            if changed and changed != note:
+                changed.write(directory)
 
 
 class OpenRecord:

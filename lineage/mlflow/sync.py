@@ -183,8 +183,12 @@ class Mirror:
                     self.client.delete_tag(run.info.run_id, Tag.CAUSE)
         run_id = str(run.info.run_id)
         execution = tags[Tag.PARENT_RUN]
-        if note and (note.uri, note.run_id, note.execution_id) != (self.runs.uri, run_id, execution):
-            replace(note, uri=self.runs.uri, run_id=run_id, execution_id=execution).write(entry.path)
+
+        def opened_here(now: RunFile) -> RunFile:  # its stage may have ended meanwhile, or another process taken it
+            is_it = note and (now.start, now.writer) == (note.start, note.writer)
+            return replace(now, uri=self.runs.uri, run_id=run_id, execution_id=execution) if is_it else now
+
+        RunFile.change(entry.path, opened_here)
         params = [Param(*each) for each in parameters(start.recipe) if each[0] not in run.data.params]
         self.client.log_batch(run_id, params=params)
         self._add_inputs(run_id, *self._inputs(start))

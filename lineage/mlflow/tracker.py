@@ -43,11 +43,15 @@ class _Stage:
 
     def end(self, status: str, cause: str, writer: Owner) -> None:
         """Notes a failure in the start record, unless that is of another attempt by now."""
-        note = RunFile.read(self.start.directory) if status != "FINISHED" else None
-        is_ours = note and note.writer and note.writer.token == writer.token
-        if note and is_ours and note.start and note.start.provenance.start == self.began:
+
+        def ended(note: RunFile) -> RunFile:
+            is_ours = note.writer and note.writer.token == writer.token
+            is_it = is_ours and note.start and note.start.provenance.start == self.began
+            return replace(note, status=status, cause=cause) if is_it else note
+
+        if status != "FINISHED":
             with contextlib.suppress(OSError):  # the store is full: the next command closes its run
-                replace(note, status=status, cause=cause).write(self.start.directory)
+                RunFile.change(self.start.directory, ended)
         self.ended = status, cause
 
 

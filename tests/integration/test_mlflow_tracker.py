@@ -163,6 +163,22 @@ def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store,
     assert run.info.status == "KILLED"
 
 
+def test_a_stage_that_ends_while_its_run_is_made_is_closed_too(uri, client, store, monkeypatch):
+    original, tracker, start = Executions.create, MlflowTracker(uri), start_of(store, store.stage("base", {}))
+
+    def ends_behind(self, pipeline, title, *args):
+        run = original(self, pipeline, title, *args)
+        if title == "base":
+            tracker.on(ending_of("base", PrunedError("worse than others")))
+        return run
+
+    monkeypatch.setattr(Executions, "create", ends_behind)
+    with tracker.execution(execution(store)):
+        Tracked(tracker, start).run_ids()
+    note, [run] = RunFile.read(start.directory), runs(client, "base")
+    assert (run.info.status, note and note.status) == ("KILLED", "KILLED")
+
+
 def test_a_stop_that_comes_after_the_end_of_a_stage_leaves_it_finished(uri, client, store):
     manifest, tracker = store.stage("base", {}), MlflowTracker(uri)
     with tracker.execution(execution(store)):

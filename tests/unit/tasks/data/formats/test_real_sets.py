@@ -30,7 +30,7 @@ def read(name: str) -> Rows:
         ("c4_demo.jsonl", "text", {"replacement characters U+FFFD": 4}),
         ("alpaca_en_demo.json", "alpaca", {}),
         ("dpo_en_demo.json", "sharegpt_ranking", {"control characters": 2, "byte order marks U+FEFF": 1}),
-        ("kto_en_demo.json", "messages_label", {"control characters": 1}),
+        ("kto_en_demo.json", "messages_label", {"control characters": 1, "role marks in an answer": 2}),
         ("glaive_toolcall_en_demo.json", "sharegpt", {}),
     ],
 )
